@@ -21,7 +21,7 @@ from quaver.experts.groups import (
     get_scale_shape,
 )
 from quaver.kernels import cpu
-from quaver.kernels.cast import CAST_PHASE, CASTS, cast_blocks_with_scale, realize_scales
+from quaver.kernels.cast import CAST_PHASE, CASTS, realize_scales
 from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
 from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
@@ -75,10 +75,10 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
         row_scales, layout_in_row = expand_quant_scales(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so the backward can recompute it (kernels/cast.py).
-            transposed = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, layout_in_row.t(), True, rule)
-            codes = transposed.t().contiguous()
+            arguments = hp.t(), row_scales.t(), float8_dtype, layout_in_row.t()
+            codes = scaling.cast_blocks(*arguments, own_amax=True, rule=rule).t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, layout_in_row, True, rule)
+            codes = scaling.cast_blocks(hp, row_scales, float8_dtype, layout_in_row, own_amax=True, rule=rule)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
     return cast_by_layout(quantize, row, column, row_layout)
@@ -133,7 +133,7 @@ def _reduce_by_group(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
 
 
 def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, ScaleLayout]:
-    """Return the scales of the rows of `hp`, and their layout, for `cast_blocks_with_scale`.
+    """Return the scales of the rows of `hp`, and their layout, for `scaling.cast_blocks`.
 
     `quant_scale` has one or more numbers for each row of scales, one per `columns` columns.
     """

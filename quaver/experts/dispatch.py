@@ -56,8 +56,20 @@ class Dispatcher(Protocol):
         """Return this rank's part of a parameter, differentiably."""
 
 
-class ExchangeRows(torch.autograd.Function):
-    """Sends rows in high precision: to the experts, or back from them. Gradients take the opposite way."""
+def send_to_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
+    """Run `dispatch.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
+    sent: Tensor = _ExchangeRows.apply(rows, dispatch, True)
+    return sent
+
+
+def send_back(rows: Tensor, dispatch: Dispatch) -> Tensor:
+    """Run `dispatch.combine` on rows in high precision, differentiably. A collective, in the backward too."""
+    sent: Tensor = _ExchangeRows.apply(rows, dispatch, False)
+    return sent
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """Sends rows to the experts, or back from them. Gradients take the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch, to_experts: bool) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
-from quaver.experts.dispatch import Dispatch, Dispatcher, ExchangeRows
+from quaver.experts.dispatch import Dispatch, Dispatcher, send_back
 from quaver.experts.grouped_mm import (
     find_config_obstacle,
     get_frozen_operands,
@@ -131,7 +131,7 @@ class RoutedExperts(nn.Module):
             return self._multiply_and_add_bias("down_proj", inner, ends, expert, combine=dispatch)
         out = self._multiply_and_add_bias("down_proj", inner, ends, expert)
         out = self.post_expert_norm(out) if has_norm else out
-        return out if dispatch is None else ExchangeRows.apply(out, dispatch, False)
+        return out if dispatch is None else send_back(out, dispatch)
 
     def _multiply_and_add_bias(
         self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None

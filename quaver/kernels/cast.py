@@ -79,14 +79,14 @@ def _cast_tensorwise(
         codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=True, rule=rule)
         return _make_operands(codes, quant, dequant, row, column)
     # Compiled code converts once for each layout; see `wait_for_codes`.
-    row_codes = cast_row_codes(hp, factor, float8_dtype, True, rule) if row else None
+    row_codes = cast_row_codes(hp, factor, float8_dtype, own_amax=True, rule=rule) if row else None
     column_factor = factor if row_codes is None else wait_for_codes(factor, row_codes)
-    column_codes = cast_column_codes(hp, column_factor, float8_dtype, True, rule)
+    column_codes = cast_column_codes(hp, column_factor, float8_dtype, own_amax=True, rule=rule)
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
 def cast_row_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, rule: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of row codes."""
     codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, rule=rule)
@@ -94,7 +94,7 @@ def cast_row_codes(
 
 
 def cast_column_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, own_amax: bool = False, rule: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of column codes.
 
@@ -128,7 +128,8 @@ def _cast_rowwise(
         scales = scaling.compute_scales(_amax(hp, dim), float8_dtype, power_of_2, rule)
         scales = scales if dim else realize_scales(scales)  # a kernel over rows computes each scale once anyway
         factor = scaling.choose_factor(scales, rule)
-        return Operand(cast_codes(hp, factor, float8_dtype, True, rule), scales.dequant, layout, scales.quant)
+        codes = cast_codes(hp, factor, float8_dtype, own_amax=True, rule=rule)
+        return Operand(codes, scales.dequant, layout, scales.quant)
 
     return cast_by_layout(cast, row, column, ROWWISE)
 
@@ -163,7 +164,7 @@ def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
         quant, dequant, _ = realize_scales(scaling.Scales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
         factor = scaling.choose_factor(scaling.Scales(quant, dequant), rule)
-        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, rule)
+        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, own_amax=True, rule=rule)
         return Operand(codes, dequant, layout, quant, outer)
 
     operands = cast_by_layout(quantize, row, column, cast.row_layout)
@@ -199,7 +200,7 @@ def _cast_blockwise_fake(hp: Tensor, cast: BlockCast) -> Operands:
 
     def make_operand(layout: ScaleLayout) -> Operand:
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, cast.row)
-        quant, dequant = empty_block_scales(hp, layout, by_columns)
+        quant, dequant = empty_block_scales(hp, layout, by_columns=by_columns)
         codes, outer = hp.new_empty(layout.get_codes_shape(hp.shape), dtype=cast.float8_dtype), None
         if layout.is_packed:
             dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)
@@ -262,9 +263,8 @@ def _cast_by_rule_cpu(
 
     def cast(layout: ScaleLayout) -> Operand:
         amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
-        return _cast_to_operand_cpu(
-            hp, scaling.compute_scales(amax, float8_dtype, False, rule), float8_dtype, layout, rule
-        )
+        scales = scaling.compute_scales(amax, float8_dtype, power_of_2=False, rule=rule)
+        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, rule)
 
     return cast_by_layout(cast, row, column, row_layout)
 
@@ -412,10 +412,10 @@ def _cast_with_scale(
     report_missing_kernel(rule)
     row_codes = column_codes = None
     if row_scale is not None:
-        row_codes = cast_row_codes(hp, row_scale, float8_dtype, False, rule)
+        row_codes = cast_row_codes(hp, row_scale, float8_dtype, rule=rule)
     if column_scale is not None:
         column_scale = column_scale if row_codes is None else wait_for_codes(column_scale.clone(), row_codes)
-        column_codes = cast_column_codes(hp, column_scale, float8_dtype, False, rule)
+        column_codes = cast_column_codes(hp, column_scale, float8_dtype, rule=rule)
     return row_codes, column_codes
 
 

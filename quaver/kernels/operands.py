@@ -142,7 +142,7 @@ def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
     return layout.rows == 1 or (layout.rows == layout.columns and not row)
 
 
-def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> list[Tensor]:
+def empty_block_scales(hp: Tensor, layout: ScaleLayout, *, by_columns: bool) -> list[Tensor]:
     """Allocate the float32 quant_scale and dequant_scale of the blocks of `hp` [R, C]."""
     down, across = layout.get_scale_shape(hp.shape[0], hp.shape[1])
     quant = hp.new_empty(down, across, dtype=torch.float32)

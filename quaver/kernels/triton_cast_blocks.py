@@ -106,7 +106,8 @@ def _cast_both(hp: Tensor, block_cast: BlockCast) -> Operands:
     float8_dtype, row, column, power_of_2, _, length, rule = block_cast
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     layout = ScaleLayout(1, length)
-    row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
+    row_scales = empty_block_scales(hp, layout, by_columns=True)
+    column_scales = empty_block_scales(hp, layout.t(), by_columns=False)
     columns = max(length, 128)
     tile = _make_tile(length, columns, length * columns // 2048, hp.element_size() * 4)
     cast = make_cast_target(float8_dtype, power_of_2, rule)
@@ -121,7 +122,7 @@ def _cast(hp: Tensor, block_cast: BlockCast, layout: ScaleLayout) -> Operands:
     """Quantize blocks of one shape, in one read of the matrix. `layout`: of the codes that are requested."""
     float8_dtype, row, column, power_of_2, _, _, rule = block_cast
     codes = empty_codes(hp, float8_dtype, row, column)
-    quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
+    quant, dequant = empty_block_scales(hp, layout, by_columns=has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout.block_size)
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = (

@@ -229,8 +229,10 @@ def _predict_linear_time(
     elements = (m * k, k * n, m * n)
     shapes = zip(((m, k, n), (m, n, k), (n, m, k)), MATMULS, in_float8, strict=True)
     matmuls = [
-        predict_matmul_seconds(*sizes, fp8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
-        for sizes, name, fp8 in shapes
+        predict_matmul_seconds(
+            *sizes, spec, in_float8=float8 and native, by_shape=by_shape, share_of_scales=shares.get(name, 1.0)
+        )
+        for sizes, name, float8 in shapes
     ]
     cast_times = [
         predict_move_seconds(cast.bytes_per_element * size, spec) for cast, size in zip(casts, elements, strict=True)

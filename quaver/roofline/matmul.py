@@ -69,7 +69,7 @@ def predict_move_seconds(moved_bytes: float, spec: DeviceSpec) -> float:
 
 
 @functools.cache
-def compute_shape_share(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
+def compute_shape_share(rows: int, contracted: int, columns: int, multiprocessors: int, *, in_float8: bool) -> float:
     """Return the share of the best rate that a matmul of this shape reaches."""
     filled = 0.0
     for height, width, rate in TILES:
@@ -77,13 +77,13 @@ def compute_shape_share(rows: int, contracted: int, columns: int, float8: bool, 
         waves = ceil(tiles / multiprocessors)
         used = rows * columns / (tiles * height * width)
         filled = max(filled, rate * used * tiles / (waves * multiprocessors))
-    return min(1.0, filled * contracted / (contracted + HALF_SPEED_LENGTH[float8]) / BEST_SHAPE)
+    return min(1.0, filled * contracted / (contracted + HALF_SPEED_LENGTH[in_float8]) / BEST_SHAPE)
 
 
-def get_best_tflops(float8: bool, spec: DeviceSpec) -> float:
+def get_best_tflops(spec: DeviceSpec, *, in_float8: bool) -> float:
     """Return the rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
     shares = MATMUL_SHARES.get(spec.name, DEFAULT_MATMUL_SHARES)
-    if float8 and spec.float8_tflops is not None:
+    if in_float8 and spec.float8_tflops is not None:
         return spec.float8_tflops * shares.float8
     return spec.bfloat16_tflops * shares.bfloat16
 
@@ -92,9 +92,9 @@ def predict_matmul_seconds(
     rows: int,
     contracted: int,
     columns: int,
-    float8: bool,
     spec: DeviceSpec,
     *,
+    in_float8: bool,
     by_shape: bool = True,
     share_of_scales: float = 1.0,
 ) -> float:
@@ -102,14 +102,14 @@ def predict_matmul_seconds(
 
     Args:
         rows, contracted, columns: the sizes of [rows, contracted] x [contracted, columns].
-        float8: whether the operands are in float8; if not, or if the device does not multiply float8, in bfloat16.
         spec: the device.
+        in_float8: whether the operands are in float8; if not, or if the device does not multiply float8, in bfloat16.
         by_shape: use the rate of its shape; else the best rate.
         share_of_scales: the share of this rate with the scales of float8 operands (scaled_matmul.py).
     """
-    float8 = float8 and spec.float8_tflops is not None
-    tflops = get_best_tflops(float8, spec) * (share_of_scales if float8 else 1.0)
+    in_float8 = in_float8 and spec.float8_tflops is not None
+    tflops = get_best_tflops(spec, in_float8=in_float8) * (share_of_scales if in_float8 else 1.0)
     if by_shape:
-        tflops *= compute_shape_share(rows, contracted, columns, float8, spec.multiprocessors)
-    read = (rows + columns) * contracted * (1 if float8 else 2)
+        tflops *= compute_shape_share(rows, contracted, columns, spec.multiprocessors, in_float8=in_float8)
+    read = (rows + columns) * contracted * (1 if in_float8 else 2)
     return max(2 * rows * contracted * columns / (tflops * 1e12), predict_move_seconds(read + 2 * rows * columns, spec))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.dispatch import Dispatch, ExchangeRows
+from quaver.experts.dispatch import Dispatch, send_back, send_to_experts
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.lab.settings import Model
@@ -94,13 +94,13 @@ class Experts(RoutedExperts):
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
         dtype = get_output_dtype(tokens)  # autocast does not cast the operands of a grouped matmul
         tokens = tokens.to(dtype)
-        tokens = tokens if dispatch is None else ExchangeRows.apply(tokens, dispatch, True)
+        tokens = tokens if dispatch is None else send_to_experts(tokens, dispatch)
         weights = self._get_local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
         else:  # torch.compile traces F.grouped_mm in bfloat16 only; this matmul has the same bits as its eager one
             output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
-        return output if combine is None else ExchangeRows.apply(output, combine, False)
+        return output if combine is None else send_back(output, combine)
 
 
 class Mixture(nn.Module):

@@ -275,7 +275,8 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     result = access((M, M), (M, 1), torch.bfloat16)
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
     milliseconds = sum_milliseconds(count_operator(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
-    expected = predict_matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=get_scales_share(kind, spec))
+    share = get_scales_share(kind, spec)
+    expected = predict_matmul_seconds(M, N, M, spec, in_float8=True, by_shape=False, share_of_scales=share)
     assert milliseconds == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
 

@@ -37,7 +37,7 @@ def time_both(run):
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
 def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     """At the ledger's rates: the best one for each matmul, whatever its shape."""
-    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_: 1.0)
+    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_, **__: 1.0)
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
         name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))

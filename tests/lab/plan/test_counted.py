@@ -50,7 +50,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert sum(expected[name] - counts[name] for name in fused) == halves
 
     monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
-    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_: 1.0)
+    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = replace(make_planned_run(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)
     spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]

@@ -74,10 +74,10 @@ def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> floa
     in_float8 = entry.category == "float8 matmul"
     share = get_scales_share(find_scale_kind(entry), spec) if in_float8 else 1.0
     if not by_shape:
-        return entry.flops / (get_best_tflops(in_float8, spec) * share * 1e12)
+        return entry.flops / (get_best_tflops(spec, in_float8=in_float8) * share * 1e12)
     columns, contracted = entry.launch.writes[0].size[-1], find_matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
-    return predict_matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share)
+    return predict_matmul_seconds(rows, contracted, columns, spec, in_float8=in_float8, share_of_scales=share)
 
 
 def list_constants(spec: DeviceSpec) -> dict[str, str]:
