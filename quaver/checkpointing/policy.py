@@ -37,14 +37,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-import quaver.experts.gemm
+import quaver.experts.grouped_gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
 from quaver.linear.shared_input import RECOMPUTED_HOOKS
-from quaver.torch_private.collectives import REDUCE_SCATTER
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
+from quaver.torch_private.functional_collectives import REDUCE_SCATTER
 from quaver.torch_private.policies import policy_contexts
 
 MODES = ("none", "full", "selective", "memory_budget")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quaver.experts.gemm import describe_grouped_backends
+from quaver.experts.grouped_gemm import describe_grouped_backends
 from quaver.linear.float8_module import Float8Module
 
 

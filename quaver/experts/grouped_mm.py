@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
-from quaver.experts.gemm import grouped_mm
+from quaver.experts.grouped_gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight

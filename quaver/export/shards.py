@@ -22,7 +22,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.parts import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
-from quaver.runtime.collectives import max_over_ranks
+from quaver.runtime.float8_collectives import max_over_ranks
 from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
 
 

@@ -66,7 +66,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import Scales
-from quaver.runtime.collectives import pad_rows
+from quaver.runtime.float8_collectives import pad_rows
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
 from quaver.torch_private.fsdp import hide_from_policies

@@ -36,7 +36,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.parts import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import Scales, compute_scales_of_parts
-from quaver.runtime.collectives import max_over_ranks
+from quaver.runtime.float8_collectives import max_over_ranks
 
 WholeScales = Sequence[Scales]
 """The scales of one weight, one for each cast in the order of `list_layouts`; for experts see experts/groups.py."""

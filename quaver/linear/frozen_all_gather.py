@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
-from quaver.runtime.collectives import pad_rows
+from quaver.runtime.float8_collectives import pad_rows
 from quaver.torch_private.dtensor import get_local_tensor
 
 if TYPE_CHECKING:

@@ -57,7 +57,6 @@ from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8Linear
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
-from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.tracing import FakeTensor

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.optim.blocks import BlockGrid, find_cut_axes, make_grid
 from quaver.optim.rounding import compute_moment_scales
-from quaver.runtime.collectives import max_over_ranks
+from quaver.runtime.float8_collectives import max_over_ranks
 from quaver.torch_private.dtensor import is_dtensor
 
 

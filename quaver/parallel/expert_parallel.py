@@ -50,7 +50,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
-from quaver.runtime.collectives import all_gather, all_to_all, max_over_ranks, pad_rows
+from quaver.runtime.float8_collectives import all_gather, all_to_all, max_over_ranks, pad_rows
 from quaver.runtime.warnings import warn_user
 
 

@@ -19,7 +19,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.collectives import reduce_scatter
+from quaver.runtime.float8_collectives import reduce_scatter
 
 
 def to_local(parameter: Tensor) -> Tensor:

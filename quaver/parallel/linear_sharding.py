@@ -27,7 +27,7 @@ from quaver.parallel.gathered_input import AllGatherInput, check_sequence_dim, t
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.collectives import all_reduce, reduce_scatter
+from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
 
 
 class _Sharding:

@@ -31,8 +31,8 @@ from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, choose_factor, compute_scales
-from quaver.runtime.collectives import all_gather, max_over_ranks
 from quaver.runtime.compile_hints import is_compiling, materialize
+from quaver.runtime.float8_collectives import all_gather, max_over_ranks
 
 
 class TensorParallelQuantizer(Quantizer):

@@ -11,7 +11,7 @@
 | `nested` | the ragged dim of a nested tensor |
 | `fsdp` | where FSDP2 issues its collectives, and how to hide them from selective checkpoints |
 | `policies` | selective activation checkpoints |
-| `collectives` | functional collectives |
+| `functional_collectives` | functional collectives, groups by name |
 | `checkpoint` | the files of torch.distributed.checkpoint |
 | `fake_ranks` | one process as one rank of many |
 | `profiler` | named ranges, events |

@@ -47,7 +47,7 @@ def wait_for_local_tensor(tensor: Tensor) -> Tensor:
     """Return `get_local_tensor`, after waiting for the collective that writes it."""
     part = get_local_tensor(tensor)
     if is_traceable_wrapper_subclass(part):
-        from quaver.torch_private.collectives import AsyncCollectiveTensor  # [Note: import time]
+        from quaver.torch_private.functional_collectives import AsyncCollectiveTensor  # [Note: import time]
 
         if isinstance(part, AsyncCollectiveTensor):
             return part.trigger_wait()

@@ -25,12 +25,12 @@ from quaver import torch_private
 from quaver.torch_private import (
     autograd,
     checkpoint,
-    collectives,
     compiler,
     dispatch,
     dtensor,
     fake_ranks,
     fsdp,
+    functional_collectives,
     hardware,
     memory,
     muon,
@@ -139,7 +139,7 @@ def test_the_level_of_forward_mode_autodiff():
 
 def test_a_group_by_its_name(mesh):
     group = mesh.get_group()
-    assert collectives.group_of_name(group.group_name) is group
+    assert functional_collectives.group_of_name(group.group_name) is group
 
 
 # ---- dispatch and tracing --------------------------------------------------------------------------------------------
@@ -382,12 +382,12 @@ def test_functional_collectives(mesh):
     group = mesh.get_group()
     x = torch.ones(4)
     for result, length in (
-        (collectives.all_reduce(x, "sum", group), 4),
-        (collectives.all_gather_single(x, 0, group), 8),
-        (collectives.reduce_scatter_single(x, "sum", 0, group), 2),
+        (functional_collectives.all_reduce(x, "sum", group), 4),
+        (functional_collectives.all_gather_single(x, 0, group), 8),
+        (functional_collectives.reduce_scatter_single(x, "sum", 0, group), 2),
     ):
-        assert isinstance(result, collectives.AsyncCollectiveTensor)
-        waited = collectives.wait_tensor(result)
+        assert isinstance(result, functional_collectives.AsyncCollectiveTensor)
+        waited = functional_collectives.wait_tensor(result)
         assert type(waited) is torch.Tensor
         assert waited.shape == (length,)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import conversion_report
-from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
+from quaver.experts.grouped_gemm import fits_grouped_matmul
 from quaver.experts.grouped_mm import find_config_obstacle
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.backends import find_cast_kind

@@ -6,7 +6,7 @@ A collective takes the fastest of NCCL's protocols, by NCCL's own model of its r
     seconds = start + (steps - between nodes) * hop inside + between nodes * hop outside + sent bytes / rate.
 
 With n ranks on k nodes there are n - 1 steps, k - 1 of them between nodes. An all-reduce has twice as many, or the
-tree's 2 log2(k) between nodes. quaver/roofline/collectives.py counts the sent bytes. The rate is the slowest link's:
+tree's 2 log2(k) between nodes. quaver/roofline/sent_bytes.py counts the sent bytes. The rate is the slowest link's:
 NVLink inside a node; between nodes one network interface per rank of the group in a node, with a ring over each.
 """
 
@@ -17,8 +17,8 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from quaver.lab.plan.calibration import get_sustained_share
-from quaver.roofline.collectives import RING_PASSES, count_sent_bytes
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.sent_bytes import RING_PASSES, count_sent_bytes
 
 
 class Protocol(NamedTuple):

@@ -34,8 +34,8 @@ from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
-from quaver.roofline.collectives import count_sent_bytes
 from quaver.roofline.matmul import predict_move_seconds
+from quaver.roofline.sent_bytes import count_sent_bytes
 
 WEIGHT_BYTES = 2
 """Weights are gathered in bfloat16, in which their gradients are computed."""

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quaver.torch_private.collectives import AsyncCollectiveTensor
+from quaver.torch_private.functional_collectives import AsyncCollectiveTensor
 
 
 def list_plain_tensors(tensor: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.trainer.training_run import begin_folder
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
-from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
+from quaver.runtime.float8_collectives import NOTHING_OBSERVED, max_over_ranks
 from tests.ranks import RanksError, mesh_of, on_ranks, run
 
 

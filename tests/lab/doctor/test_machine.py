@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from quaver.experts.gemm import predict_grouped_backend
+from quaver.experts.grouped_gemm import predict_grouped_backend
 from quaver.lab.cli import main
 from quaver.lab.doctor import machine as doctor
 from quaver.lab.doctor.gpu import describe_gpu

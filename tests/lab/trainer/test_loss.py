@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from quaver.lab.recorder.storages import TensorBytes
 from quaver.lab.trainer import loss as losses
 from quaver.lab.trainer.loss import IGNORED, compute_next_token_loss
-from quaver.runtime.collectives import all_gather
+from quaver.runtime.float8_collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import mesh_of, on_ranks
 from tests.thinned import thinned

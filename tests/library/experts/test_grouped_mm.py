@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, float8_grouped_mm, float8_linear, serving_config
-from quaver.experts import gemm, gpu_gemm, grouped_mm
+from quaver.experts import gpu_gemm, grouped_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
-from quaver.experts.gemm import ExpertMatmul
+from quaver.experts.grouped_gemm import ExpertMatmul
 from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale_row
 from quaver.kernels.operands import Operand
 from quaver.linear.native_mm import ScaleKind
@@ -264,7 +264,7 @@ def assert_near(output, expected):
 def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
     left, right, ends = cast_operands(form, recipe, transposed)
     dtype = torch.bfloat16 if left.dequant_scale is None else torch.float32
-    expected = gemm.grouped_mm(left, right, ends, form, MatmulOptions(False, True), dtype, transposed).float()
+    expected = grouped_gemm.grouped_mm(left, right, ends, form, MatmulOptions(False, True), dtype, transposed).float()
     output = gpu_gemm.multiply_widened(left, right, ends, form, transposed)
     assert output.dtype is torch.bfloat16
     assert_near(output, expected)
@@ -280,7 +280,7 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     if recipe == "tensorwise" and form is not ExpertMatmul.OUTPUT:
         assert output is None  # e5m2
         return
-    assert_near(output, gemm.grouped_mm(left, right, ends, form, MatmulOptions(), torch.float32, transposed))
+    assert_near(output, grouped_gemm.grouped_mm(left, right, ends, form, MatmulOptions(), torch.float32, transposed))
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,9 @@ def test_the_probe_of_the_hardware(result, failure, monkeypatch):
     with virtual_gpu("h100"):
         if failure is None:
             with pytest.raises(RuntimeError, match="out of memory"):
-                gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
+                grouped_gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
         else:
-            assert gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
+            assert grouped_gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
 
 
 def test_the_hardware_reads_no_scales_that_vary_along_the_contracted_dim():

@@ -25,8 +25,8 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.tensor import Float8Tensor
-from quaver.roofline.collectives import count_sent_bytes
-from quaver.torch_private.collectives import group_of_name
+from quaver.roofline.sent_bytes import count_sent_bytes
+from quaver.torch_private.functional_collectives import group_of_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _Key = tuple[tuple[int, ...], str, str]

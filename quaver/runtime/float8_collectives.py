@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.torch_private import collectives as functional
+from quaver.torch_private import functional_collectives as functional
 
 NOTHING_OBSERVED = -1.0
 """A value that stands for a missing amax."""
