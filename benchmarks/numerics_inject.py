@@ -57,9 +57,9 @@ def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOpera
     """Change both operands of the input, after their cast."""
     quantizer_of = quaver.linear.function.choose_quantizer
 
-    def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, reader: int) -> Any:
-        quantizer = quantizer_of(activation, casts, hp_dtype, scale, reader)
-        return changed(quantizer, change) if reader == id(linear) else quantizer
+    def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, linear_id: int | None) -> Any:
+        quantizer = quantizer_of(activation, casts, hp_dtype, scale, linear_id)
+        return changed(quantizer, change) if linear_id == id(linear) else quantizer
 
     patch(stack, quaver.linear.function, "choose_quantizer", wrapped)
 

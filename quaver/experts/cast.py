@@ -85,8 +85,8 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
 
 
 def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
-    """Return the layout with blocks of one row and `columns` columns; 0 is all columns."""
-    return ScaleLayout(1, columns or max(hp.shape[1], 1))
+    """Return the layout with blocks of one row and `columns` columns (or `ALL`), as a number."""
+    return ScaleLayout(*ScaleLayout(1, columns).get_block_shape(hp.shape))
 
 
 def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from quaver.kernels.operation import register_operation
 from quaver.kernels.widen import widen
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1
-from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
@@ -133,7 +133,8 @@ def _multiply_wide(
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     widened = _widen_operand(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
-    for start, length in split_panels(larger.data, dim, larger.layout[dim] or 1):
+    block = 1 if larger.layout[dim] == ALL else larger.layout[dim]
+    for start, length in split_panels(larger.data, dim, block):
         panel = _widen_operand(larger.narrow(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)

@@ -71,8 +71,8 @@ class LinearArgs(NamedTuple):
     keeps_codes: bool
     """Whether codes of the weight are saved for backward, instead of the weight."""
     sharding: LinearSharding | None
-    reader: int
-    """The id of the linear if it records gradients, else 0; see shared_input.py."""
+    linear_id: int | None
+    """The id of the linear if it records gradients, else None; see shared_input.py."""
     probe: MatmulProbe
     """Observes the operands and results; `NO_PROBE` without a monitor."""
 
@@ -170,7 +170,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         operands = input.get_operands()
     else:
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.make_input_quantizer
-        quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
+        quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.linear_id)
         operands = quantizer(input, row=True, column=needs_grad_weight)
         row = expect(operands.row, "the input's codes for output")
         if row.dequant_scale is not None:
@@ -374,10 +374,11 @@ def apply_linear(
     if weight.device != input.device or (bias is not None and bias.device != input.device):
         raise make_device_error(input=input, weight=weight, bias=bias)
     hp_dtype = get_output_dtype(input)
-    reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
+    records_gradients = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    linear_id = id(linear) if linear is not None and records_gradients else None
     probe = NO_PROBE if linear is None else linear.get_probe("weight")
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, reader, probe)
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, linear_id, probe)
     check_transforms()
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:

@@ -40,9 +40,14 @@ class LinearSharding(Protocol):
         """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
 
     def make_input_quantizer(
-        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+        self,
+        input: Tensor,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        linear_id: int | None,
     ) -> Quantizer:
-        """Return the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
+        """Return the quantizer of this rank's part of the input; `linear_id` as in `choose_quantizer`."""
 
     def make_weight_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None

@@ -52,13 +52,13 @@ class SharedOperands(NamedTuple):
     scale: PersistentScale | None
     scale_version: int
     operands: Operands
-    readers: frozenset[int]
+    linear_ids: frozenset[int]
     """The ids of the linears that used these operands."""
 
     def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
         return (
             self.activation() is activation
-            and quantizer.reader not in self.readers
+            and quantizer.linear_id not in self.linear_ids
             and self.version == get_version(activation)
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
@@ -153,22 +153,24 @@ def clear_cached_operands() -> None:
 
 
 class CachedQuantizer(Quantizer):
-    """Quantizes an activation, unless the cache has its operands. `reader` is the id of the linear."""
+    """Quantizes an activation, unless the cache has its operands."""
 
-    __slots__ = ("reader",)
+    __slots__ = ("linear_id",)
 
-    def __init__(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int) -> None:
+    def __init__(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, linear_id: int
+    ) -> None:
         super().__init__(casts, hp_dtype, scale)
-        self.reader = reader
+        self.linear_id = linear_id
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         global _entry
-        mode, known, readers = _get_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
+        mode, known, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
         entry = _entry  # read once: another thread may replace it
         if entry is not None and entry.serves(hp, self, mode):
-            known, readers = entry.operands, entry.readers | readers
+            known, linear_ids = entry.operands, entry.linear_ids | linear_ids
             if (not row or known.row is not None) and (not column or known.column is not None):
-                _entry = entry._replace(readers=readers)
+                _entry = entry._replace(linear_ids=linear_ids)
                 return known
         _entry = entry = None  # frees its memory before the next cast allocates
         missing = self.casts.row if known.row is None else self.casts.column
@@ -190,7 +192,7 @@ class CachedQuantizer(Quantizer):
             self.scale,
             _get_version(self.scale),
             cached,
-            readers,
+            linear_ids,
         )
         return operands
 
@@ -201,19 +203,19 @@ def _drop_hp(operand: Operand | None) -> Operand | None:
 
 
 def choose_quantizer(
-    activation: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    activation: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, linear_id: int | None
 ) -> Quantizer:
     """Return the quantizer of an activation: a `CachedQuantizer` if its operands may be shared.
 
-    `reader` is the id of the linear if it records gradients, else 0.
+    `linear_id` is the id of the linear if it records gradients, else None.
     """
-    if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
+    if torch.compiler.is_dynamo_compiling() or linear_id is None or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
     if not vars(_running).get("parents") and not isinstance(_get_dispatch_mode(), POLICY_MODES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)
-    return CachedQuantizer(casts, hp_dtype, scale, reader)
+    return CachedQuantizer(casts, hp_dtype, scale, linear_id)
 
 
 def _get_dispatch_mode() -> Any:

@@ -79,9 +79,14 @@ class ColwiseSharding(_Sharding):
         return to_local(weight), None if bias is None else to_local(bias), None
 
     def make_input_quantizer(
-        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+        self,
+        input: Tensor,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        linear_id: int | None,
     ) -> Quantizer:
-        return choose_quantizer(input, casts, hp_dtype, scale, reader)
+        return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
 
     def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
@@ -115,7 +120,12 @@ class RowwiseSharding(_Sharding):
         return to_local(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
     def make_input_quantizer(
-        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+        self,
+        input: Tensor,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        linear_id: int | None,
     ) -> Quantizer:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
@@ -185,10 +195,15 @@ class ReplicatedSharding(_Sharding):
         return Quantizer(casts, hp_dtype, scale)
 
     def make_input_quantizer(
-        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+        self,
+        input: Tensor,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        linear_id: int | None,
     ) -> Quantizer:
         if self.layout == Replicate():
-            return choose_quantizer(input, casts, hp_dtype, scale, reader)
+            return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
 
     def make_grad_output_quantizer(

@@ -78,13 +78,14 @@ class ScaleLayout(NamedTuple):
 
     def get_block_shape(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the rows and columns of a block in a matrix of `size`, both at least 1."""
-        return self.rows or max(size[0], 1), self.columns or max(size[1], 1)
+        rows = max(size[0], 1) if self.rows == ALL else self.rows
+        return rows, max(size[1], 1) if self.columns == ALL else self.columns
 
     def get_scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix [rows, columns]."""
         if self.is_tensorwise:
             return ()
-        return -(-rows // self.rows) if self.rows else 1, -(-columns // self.columns) if self.columns else 1
+        return _count_blocks(rows, self.rows), _count_blocks(columns, self.columns)
 
     def varies_along(self, dim: int, size: Sequence[int]) -> bool:
         """Return whether a matmul that contracts `dim` of a matrix of `size` must scale the operand, not the result.
@@ -136,20 +137,25 @@ def infer_layout(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     """
     if scale.dim() == 0:
         return TENSORWISE
-    lengths = [_infer_length(count, n) for count, n in zip(scale.shape, size, strict=False)]
-    if scale.dim() != 2 or len(size) != 2 or None in lengths:
+    inferred = [_infer_length(count, n) for count, n in zip(scale.shape, size, strict=False)]
+    lengths = [length for length in inferred if length is not None]
+    if scale.dim() != 2 or len(size) != 2 or len(lengths) < 2:
         shapes = {layout: list(layout.get_scale_shape(size[0], size[1])) for layout in _INFERRED_LAYOUTS}
         blocks = ", ".join(f"{shape} ({layout})" for layout, shape in shapes.items())
         raise ValueError(
             f"expected a scale of shape [] (tensorwise), {blocks} or their transposes for a matrix of {list(size)}, "
             f"got {list(scale.shape)}"
         )
-    layout = ScaleLayout(*(length or ALL for length in lengths))
+    layout = ScaleLayout(*lengths)
     return ScaleLayout(size[0], size[1]) if layout.is_tensorwise else layout  # [1, 1]: one block
 
 
 _INFERRED_LAYOUTS = (ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES))
 _INFERRED_LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
+
+
+def _count_blocks(elements: int, length: int) -> int:
+    return 1 if length == ALL else -(-elements // length)
 
 
 def _infer_length(count: int, elements: int) -> int | None:

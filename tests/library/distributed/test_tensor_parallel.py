@@ -122,7 +122,7 @@ def _check_operands(config, is_delayed, features, tokens, hp_dtype):
             dim, dim_of_matrix = dims[operand]
             local = part_or_whole(hp, dim)
             options = {"casts": getattr(config.casts, operand), "hp_dtype": hp_dtype, "scale": scales[operand]}
-            options |= {"input": local, "reader": 0} if operand == "input" else {}
+            options |= {"input": local, "linear_id": None} if operand == "input" else {}
             expected = quantize(hp, config, operand, reference_scales[operand])
             for directions in DIRECTIONS:
                 quantizer = getattr(linear.sharding, f"make_{operand}_quantizer")(**options)

@@ -16,7 +16,7 @@ from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scal
 from quaver.kernels.operands import Operand
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
-from quaver.recipes.scale_layout import ROWWISE
+from quaver.recipes.scale_layout import ALL, ROWWISE
 from quaver.runtime.devices import simulate_gpu
 from tests.library.experts.operands import ENDS, RECIPES, make_operands, step
 from tests.reference import assert_same_bits
@@ -181,7 +181,7 @@ def list_used_scales(block_rows, ends, rows=310):
     used = []
     for group, (start, stop) in enumerate(find_bounds(ends, len(ends), rows)):
         first = find_first_scale_row(block_rows, group, start)
-        used += range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
+        used += range(first, first + (1 if block_rows == ALL else -(-(stop - start) // block_rows)))
     return used
 
 
