@@ -72,7 +72,7 @@ def _dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], 
     return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
 
 
-def _cpu_dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _dequantize_activation_cpu(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     scale_layout = _check_scale(codes, scale, layout)
     return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale, scale_layout).to(dtype)
 
@@ -84,7 +84,7 @@ def _check_scale(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLa
     return scale_layout
 
 
-dequantize_activation = register_operation(_dequantize_activation, results=1, cpu=_cpu_dequantize_activation)
+dequantize_activation = register_operation(_dequantize_activation, results=1, cpu=_dequantize_activation_cpu)
 
 
 def dequantize_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:

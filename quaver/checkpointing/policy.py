@@ -45,7 +45,7 @@ from quaver.linear.shared_input import RECOMPUTED_HOOKS
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.functional_collectives import REDUCE_SCATTER
-from quaver.torch_private.policies import policy_contexts
+from quaver.torch_private.policies import make_policy_contexts
 
 MODES = ("none", "full", "selective", "memory_budget")
 
@@ -260,13 +260,13 @@ def make_selective_contexts(changes: PolicyChanges = NO_CHANGES, count: MatmulCo
         count: the matmul count of the checkpointed module, the same object for each forward; see [Note: which matmuls].
     """
     hide_from_policies()
-    return policy_contexts(_make_policy(changes, count or MatmulCount()))
+    return make_policy_contexts(_make_policy(changes, count or MatmulCount()))
 
 
 def _make_recompute_contexts() -> tuple[Any, Any]:
     """Make contexts that save nothing. Without them torch 2.11 recomputes no autograd.Function; they can go with it."""
     hide_from_policies()
-    return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+    return make_policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:

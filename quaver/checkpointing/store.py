@@ -170,9 +170,9 @@ library.impl("end_annotation", lambda: torch.empty(0), "CompositeExplicitAutogra
 
 @torch.library.register_fake("quaver::begin_annotation", lib=library)
 def _fake_begin(module: str, block_size: int) -> Tensor:
-    from quaver.torch_private.compiler import traced_backend
+    from quaver.torch_private.compiler import get_traced_backend
 
-    backend = traced_backend()
+    backend = get_traced_backend()
     if module and backend not in (None, "inductor"):
         report_slow_path(
             "stored activations of another backend",

@@ -49,7 +49,7 @@ from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ROWWISE, ScaleLayout
 from quaver.recipes.scaling import dequantize
-from quaver.runtime.devices import compute_capability, is_cpu
+from quaver.runtime.devices import get_compute_capability, is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import assume_constant_result
@@ -86,7 +86,7 @@ def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
             out = gpu_gemm.multiply_scaled(*product, use_fast_accum=grouped.use_fast_accum)
         if out is None and out_dtype is torch.bfloat16 and (is_hp or grouped.scales_are_powers_of_2):
             out = gpu_gemm.multiply_widened(*product)
-            if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
+            if get_compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
                 report_slow_path(
                     f"torch's grouped matmul on {a.device}",
                     f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "

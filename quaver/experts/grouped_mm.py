@@ -32,7 +32,7 @@ from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.compile_hints import add_dependency
-from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
+from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
 
 DYNAMIC_ONLY = "experts are scaled dynamically: an expert receives different tokens in each step"
 
@@ -103,7 +103,7 @@ def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
     args: _Args = ctx.args
     matmuls = args.config.matmuls
-    needs_grad_a, needs_grad_weight = wanted_gradients(ctx, 2)
+    needs_grad_a, needs_grad_weight = find_wanted_gradients(ctx, 2)
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
@@ -284,7 +284,7 @@ def multiply_by_weight(
     args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
     check_transforms()
-    if torch.is_grad_enabled() or forward_ad_level() >= 0:
+    if torch.is_grad_enabled() or get_forward_ad_level() >= 0:
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", row=True, column=False)

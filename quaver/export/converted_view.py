@@ -20,7 +20,7 @@ from quaver.export.source import DEFAULT_FILTER, make_name_filter
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.runtime.names import find_tied_modules
 from quaver.torch_private.dtensor import is_dtensor
-from quaver.torch_private.fsdp import fsdp_module_class, param_dtype
+from quaver.torch_private.fsdp import find_fsdp_module_class, get_param_dtype
 
 Recipe = Float8LinearConfig | Float8LinearRecipeName | str
 
@@ -45,7 +45,7 @@ def make_converted_view(
 
     See the top of the file, and `iter_float8_weights` for arguments and errors.
     """
-    sharded = fsdp_module_class()
+    sharded = find_fsdp_module_class()
     for module in model.modules():
         if sharded is not None and isinstance(module, sharded):
             module.reshard()
@@ -119,9 +119,9 @@ def _copy_module(
     if id(module) in known:
         return known[id(module)]
     cls: type = type(module)
-    sharded = fsdp_module_class()
+    sharded = find_fsdp_module_class()
     if sharded is not None and isinstance(module, sharded):
-        dtype = param_dtype(module)
+        dtype = get_param_dtype(module)
         cls = next(base for base in cls.__mro__ if not issubclass(base, sharded))
     copied: Any = object.__new__(cls)
     known[id(module)] = copied

@@ -23,7 +23,7 @@ from quaver.recipes.parts import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks
-from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
+from quaver.torch_private.dtensor import compute_local_shape_and_offset, make_dtensor_like
 
 
 def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
@@ -36,7 +36,7 @@ def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearCon
         local: this rank's shard, in the dtype that is cast.
     """
     layout, (experts, *size) = _get_layout(config), _add_stack_dim(weight.shape)
-    first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
+    first, *offset = _add_stack_dim(compute_local_shape_and_offset(weight)[1], leading=0)
     counts = [1 if length == ALL else -(-n // length) for length, n in zip(layout.block_size, size, strict=True)]
     amaxes = torch.zeros(experts, *counts, dtype=torch.float32, device=local.device)
     if local.numel():
@@ -56,7 +56,7 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
     `amaxes`: from `compute_whole_amaxes`, whose other arguments are the same.
     """
     layout, size = _get_layout(config), _add_stack_dim(weight.shape)[1:]
-    first, *offset = _add_stack_dim(local_shape_and_offset(weight)[1], leading=0)
+    first, *offset = _add_stack_dim(compute_local_shape_and_offset(weight)[1], leading=0)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
     scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_rounding_rule(config))[0]
     rule = config.casts.weight.row.rule
@@ -69,7 +69,7 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
             matrix_factor = factor[first + index].to(local.device)
             parts[index].copy_(_cast_part(matrix, matrix_factor, offset, layout, codes.dtype, rule))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
-    gathered = from_local_like(as_bytes, weight).full_tensor().view(codes.dtype)
+    gathered = make_dtensor_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.get_scale_shape(*size)
     return [
         Operand(matrix, dequant[index].view(shape), layout, quant[index].view(shape))

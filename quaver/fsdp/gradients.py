@@ -33,7 +33,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
-from quaver.torch_private.fsdp import fsdp_module_class, list_reductions
+from quaver.torch_private.fsdp import find_fsdp_module_class, list_reductions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -58,7 +58,7 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
         ValueError: the model uses neither, a rank has fewer than `MIN_ELEMENTS` of a group's gradients, or gradients
             are reduced in another dtype than float32, bfloat16 or float16.
     """
-    fsdp_class = fsdp_module_class()
+    fsdp_class = find_fsdp_module_class()
     sharded: list[Any] = []
     if fsdp_class is not None:
         sharded = [module for module in model.modules() if isinstance(module, fsdp_class)]

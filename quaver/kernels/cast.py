@@ -48,7 +48,7 @@ from quaver.kernels.operands import (
     select_directions,
     unflatten_operands,
 )
-from quaver.kernels.operation import register_operation, triton_kernels, wrap_registered_cast
+from quaver.kernels.operation import find_triton_kernels, register_operation, wrap_registered_cast
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
@@ -455,7 +455,7 @@ def compute_matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
     Under a dispatch mode it runs in PyTorch, so that a selective-checkpoint policy can save the amax.
     """
     under_mode = torch.compiler.is_dynamo_compiling() or count_dispatch_modes() > 0
-    triton_cast = None if under_mode else triton_kernels(hp)
+    triton_cast = None if under_mode else find_triton_kernels(hp)
     amax: Tensor | None = None if triton_cast is None else triton_cast.compute_amax(hp, dim)
     return scaling.compute_amax(hp, dim).float() if amax is None else amax
 

@@ -314,7 +314,7 @@ def use_avx512(enabled: bool) -> bool:
     return bool(extension.use_avx512(enabled))
 
 
-def elements_read() -> int:
+def count_elements_read() -> int:
     """Return the number of high-precision elements that casts have read so far, for tests and profiles."""
     return int(extension.elements_read())
 

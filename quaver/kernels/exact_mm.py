@@ -41,7 +41,7 @@ from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
-from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
+from quaver.runtime.devices import get_compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 BFLOAT16_UNITS_PAY_FROM = 8192
@@ -60,7 +60,7 @@ PANEL_ELEMENTS = 1 << 19
 def has_bfloat16_units(device: torch.device) -> bool:
     """Return whether the device multiplies bfloat16 numbers and accumulates in float32 in hardware."""
     if is_cuda_device(device):
-        return torch.version.hip is not None or compute_capability(device.index) >= (8, 0)
+        return torch.version.hip is not None or get_compute_capability(device.index) >= (8, 0)
     return device.type == "cpu" and _cpu_has_bfloat16_units()
 
 

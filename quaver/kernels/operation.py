@@ -108,7 +108,7 @@ def _with_kernels(
             args = (arguments(*args),)
         kernel = cpu
         if not is_cpu(first):
-            kernels = None if gpu is None else triton_kernels(first)
+            kernels = None if gpu is None else find_triton_kernels(first)
             kernel = None if kernels is None else getattr(kernels, str(gpu))
         result = None if kernel is None else kernel(first, *args)
         return reference(first, *args) if result is None else result
@@ -175,7 +175,7 @@ def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
-def triton_kernels(hp: Tensor) -> Any:
+def find_triton_kernels(hp: Tensor) -> Any:
     """Return the module of the Triton kernels if the GPU of `hp` runs them, else None, which is reported once."""
     if not is_cuda(hp) or torch.compiler.is_dynamo_compiling():
         return None

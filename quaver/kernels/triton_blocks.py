@@ -25,7 +25,7 @@ from torch import Tensor
 from quaver.recipes.formats import HP_DTYPES, get_format
 from quaver.recipes.scale_rules import SCALE_RULES, get_rule, has_cast_kernel, round_to_float32
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, get_float32_bits
-from quaver.runtime.devices import compute_capability
+from quaver.runtime.devices import get_compute_capability
 
 UNAVAILABLE_BECAUSE: str | None = None
 """Why Triton cannot be imported; None if it can."""
@@ -93,7 +93,7 @@ def find_kernel_obstacle(device_index: int | None) -> str | None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
-    if (capability := compute_capability(device_index)) < FIRST_CAPABILITY:
+    if (capability := get_compute_capability(device_index)) < FIRST_CAPABILITY:
         return "Triton converts to float8 in one rounding from sm_90 on, and this is sm_{}{}".format(*capability)
     return None
 

@@ -29,7 +29,7 @@ from quaver.recipes.formats import E5M2
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
-from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cuda_device
+from quaver.runtime.devices import get_cuda_device, has_cuda, is_capturing, is_cuda_device
 from quaver.runtime.errors import describe_error
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -154,7 +154,7 @@ def find_native_failure(device_index: int, kind: ScaleKind, trial: NativeTrial |
         # The first call may be inside a forward. A dispatch mode, such as a selective checkpoint, must not see these
         # operations, because the recomputation will not repeat them.
         with without_dispatch_modes():
-            _native_failures[key] = (trial or try_native_mm)(cuda_device(device_index), kind)
+            _native_failures[key] = (trial or try_native_mm)(get_cuda_device(device_index), kind)
     return _native_failures[key]
 
 

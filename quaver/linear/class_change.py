@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 
-from quaver.torch_private.fsdp import fsdp_module_class
+from quaver.torch_private.fsdp import find_fsdp_module_class
 
 
 class StandIn(nn.Module):
@@ -89,7 +89,7 @@ def has_wrapper(module: nn.Module, kind: type[ForwardWrapper]) -> bool:
 
 
 def _is_fsdp_class(cls: type) -> bool:
-    fsdp, bases = fsdp_module_class(), cls.__bases__
+    fsdp, bases = find_fsdp_module_class(), cls.__bases__
     return fsdp is not None and len(bases) == 2 and issubclass(bases[0], fsdp)
 
 

@@ -55,8 +55,8 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scale
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.warnings import warn_user
-from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
-from quaver.torch_private.dispatch import is_batched, transforms
+from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
+from quaver.torch_private.dispatch import is_batched, list_transforms
 
 
 class LinearArgs(NamedTuple):
@@ -119,7 +119,7 @@ _ZERO_BUBBLE_WITH_FSDP2 = (
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     args: LinearArgs = ctx.args
     matmuls, cast = args.config.matmuls, args.config.casts.grad_output
-    needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
+    needs_grad_input, needs_grad_weight, needs_grad_bias = find_wanted_gradients(ctx, 3)
     if ctx.has_gathered_weight and not needs_grad_weight:
         warn_user(_ZERO_BUBBLE_WITH_FSDP2)
     (saved_input, saved_weight), _ = load_saved(ctx)
@@ -318,7 +318,7 @@ def check_transforms() -> None:
 
     Dynamo would drop the backward of the autograd function under such a transform, and gradients would be zero.
     """
-    names = transforms()
+    names = list_transforms()
     if "Grad" in names or "Jvp" in names or ("Vmap" in names and torch.is_grad_enabled()):
         raise RuntimeError(
             "float8 matmuls support no torch.func.grad, vjp or jvp, and vmap under torch.no_grad() alone: use "
@@ -381,7 +381,7 @@ def apply_linear(
     args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, linear_id, probe)
     check_transforms()
     # A Function without jvp refuses forward-mode autodiff.
-    if torch.is_grad_enabled() or forward_ad_level() >= 0:
+    if torch.is_grad_enabled() or get_forward_ad_level() >= 0:
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row = _quantize_input(input, args, needs_grad_weight=False).row

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quaver.torch_private.dispatch import OpOverload, decompose, has_kernel, skip_torch_function
-from quaver.torch_private.tracing import called_by_fake_tensors, current_tracing_context
+from quaver.torch_private.tracing import current_tracing_context, is_called_by_fake_tensors
 
 aten = torch.ops.aten
 
@@ -206,7 +206,7 @@ class WeightForm(TensorForm):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # The compiler identifies tensors by their storage, and would alias the weight with the tensor inside.
-        if current_tracing_context() is not None or called_by_fake_tensors():
+        if current_tracing_context() is not None or is_called_by_fake_tensors():
             return super().untyped_storage()
         return self.get_memory().untyped_storage()
 

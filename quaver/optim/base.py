@@ -38,7 +38,7 @@ from quaver.optim.state import (
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.once import log_once
 from quaver.runtime.process_group import has_process_group
-from quaver.torch_private.dispatch import fake_mode_is_on
+from quaver.torch_private.dispatch import is_fake_mode_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
 from quaver.torch_private.versions import get_version
@@ -170,7 +170,7 @@ class Float8Optimizer(Optimizer):
     def _report_skipped(self) -> None:
         """Warn how many parts this step skipped. On a GPU say nothing, because reading the counter synchronizes."""
         counter = self._skipped.get(torch.device("cpu"))
-        if counter is None or fake_mode_is_on() or int(counter) == self._warned:
+        if counter is None or is_fake_mode_on() or int(counter) == self._warned:
             return
         count, self._warned = int(counter) - self._warned, int(counter)
         warnings.warn(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.kernels.adamw import BLOCK
-from quaver.torch_private.dtensor import local_shape_and_offset
+from quaver.torch_private.dtensor import compute_local_shape_and_offset
 
 
 class BlockGrid(NamedTuple):
@@ -76,7 +76,7 @@ def make_grid(parameter: Tensor) -> BlockGrid:
     shape = local = tuple(parameter.shape)
     offset: Sequence[int] = (0,) * len(shape)
     if isinstance(parameter, DTensor):
-        local, offset = local_shape_and_offset(parameter)
+        local, offset = compute_local_shape_and_offset(parameter)
     leading = count_leading_dims(shape)
     row_blocks = count_blocks(prod(shape[leading:]))
     rest = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims

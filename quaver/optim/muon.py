@@ -26,7 +26,7 @@ from quaver.optim.options import check_common, check_storages
 from quaver.optim.rounding import draw_more_random_bits, draw_random_bits, make_block_keys, take_low16
 from quaver.optim.state import get_layout, get_local_scales, get_row_scales, has_cut_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
-from quaver.torch_private.dtensor import get_local_tensor, local_shape_and_offset
+from quaver.torch_private.dtensor import compute_local_shape_and_offset, get_local_tensor
 from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
 
 
@@ -203,7 +203,7 @@ def _take_shard(matrix: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of a matrix of the parameter's shape."""
     if not isinstance(parameter, DTensor):
         return matrix
-    (rows, columns), (row, column) = local_shape_and_offset(parameter)
+    (rows, columns), (row, column) = compute_local_shape_and_offset(parameter)
     return matrix[row : row + rows, column : column + columns]
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quaver.runtime.devices import cuda_device, has_cuda, is_cuda_device, synchronize
+from quaver.runtime.devices import get_cuda_device, has_cuda, is_cuda_device, synchronize
 from quaver.runtime.errors import InputError
 
 
@@ -93,7 +93,7 @@ def get_device_spec(device: torch.device) -> DeviceSpec | None:
 
 def get_machine_spec() -> DeviceSpec | None:
     """Return the spec of the current GPU; None if there is no GPU or it is unknown."""
-    return get_device_spec(cuda_device()) if has_cuda() else None
+    return get_device_spec(get_cuda_device()) if has_cuda() else None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
             "device cuda was asked for, but torch sees no CUDA device here; choose cpu, or install "
             f"a torch built for this GPU (this one is torch {torch.__version__})"
         )
-    return cuda_device() if name == "cuda" else torch.device(name)
+    return get_cuda_device() if name == "cuda" else torch.device(name)
 
 
 def is_cpu(tensor: Tensor) -> bool:
@@ -53,7 +53,7 @@ def is_cuda_device(device: torch.device) -> bool:
     return device.type == "cuda" or (_virtual is not None and device.type == "cpu")
 
 
-def cuda_device(index: int | None = None) -> torch.device:
+def get_cuda_device(index: int | None = None) -> torch.device:
     """Return the CUDA device with this index; None for the current one."""
     if _virtual is not None:
         return torch.device("cpu")
@@ -80,13 +80,13 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def compute_capability(index: int | None) -> tuple[int, int]:
+def get_compute_capability(index: int | None) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, (9, 0) for an H100. `index`: None for the current device."""
-    return _compute_capability(index) if _virtual is None else _virtual
+    return _get_compute_capability(index) if _virtual is None else _virtual
 
 
 @functools.cache
-def _compute_capability(index: int | None) -> tuple[int, int]:
+def _get_compute_capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 

@@ -7,12 +7,12 @@
   (pack, unpack) or None. Remove when PyTorch packs the tensors of `save_for_backward` at the call.
 - `current_node()`: torch._C._current_autograd_node, the node whose backward runs, else None. No replacement.
 - `next_sequence_number()`: torch._C._autograd._get_sequence_nr, the number of the next node on this thread.
-  `sequence_number(node)`: Node._sequence_nr. torch.autograd.graph.node_creation_hook (torch 2.14) replaces both.
-- `wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Remove when Functions in Python have the
+  `get_sequence_number(node)`: Node._sequence_nr. torch.autograd.graph.node_creation_hook (torch 2.14) replaces both.
+- `find_wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Remove when Functions in Python have the
   `task_should_compute_output` of nodes in C++.
 - `find_checkpoint_frame(hooks)`: closure variables of the hooks of torch.utils.checkpoint, `frame` in a forward and
   `target_frame_ref` in its recomputation. No replacement.
-- `forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
+- `get_forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def runs_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def sequence_number(node: Any) -> int:
+def get_sequence_number(node: Any) -> int:
     """Return the number of an autograd node; numbers increase with each node that a thread creates."""
     return int(node._sequence_nr())
 
 
-def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
+def find_wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     """Return whether backward must compute the gradient of each of a Function's first `inputs` inputs, tensors or None.
 
     `ctx.needs_input_grad` says which inputs require gradients. A backward for some tensors only, such as each half of a
@@ -59,7 +59,7 @@ def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     return tuple(wanted)
 
 
-def forward_ad_level() -> int:
+def get_forward_ad_level() -> int:
     """Return the current level of forward-mode autodiff; -1 outside of it."""
     return int(forward_ad._current_level)
 

@@ -8,9 +8,9 @@
   torch._inductor.config.custom_partitioner_fn. No replacements.
 - `decompositions()`: torch._inductor.decomposition.select_decomp_table, of operators without a lowering.
   No replacement.
-- `traced_backend()`: WrapBackendDebug._compiler_name of the frame that Dynamo traces, from
+- `get_traced_backend()`: WrapBackendDebug._compiler_name of the frame that Dynamo traces, from
   torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
-- `graph_count()`: torch._dynamo.utils.counters["stats"]["unique_graphs"]. No replacement.
+- `count_graphs()`: torch._dynamo.utils.counters["stats"]["unique_graphs"]. No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch of recompile_limit and accumulated_recompile_limit.
   No replacement.
 """
@@ -34,12 +34,12 @@ __all__ = [
     "CustomPartitionerFn",
     "OptimizedModule",
     "decompositions",
-    "graph_count",
+    "count_graphs",
     "install_partitioner",
     "partition",
     "recompile_limit",
     "set_activation_memory_budget",
-    "traced_backend",
+    "get_traced_backend",
 ]
 
 
@@ -48,13 +48,13 @@ def set_activation_memory_budget(budget: float) -> None:
     functorch_config.activation_memory_budget = budget
 
 
-def traced_backend() -> str | None:
+def get_traced_backend() -> str | None:
     """Return the name of the backend for the code that Dynamo is tracing; None without a trace or a known name."""
     frame = getattr(symbolic_convert.tls, "current_tx", None)
     return None if frame is None else getattr(frame.output.compiler_fn, "_compiler_name", None)
 
 
-def graph_count() -> int:
+def count_graphs() -> int:
     """Return how many graphs Dynamo has compiled in this process. A function that fell back to eager has none."""
     return int(counters["stats"]["unique_graphs"])
 

@@ -7,10 +7,10 @@
 - `innermost_transform()`: torch._C._functorch.peek_interpreter_stack: vmap, grad, jvp or functionalize, else None.
 - `is_batched(tensor)`: whether vmap passes the tensor for a batch of tensors. The vmap of torch.autograd.grad with
   is_grads_batched=True has a key of its own, `Batched`, which only torch._C._parse_dispatch_key returns.
-- `transforms()`: torch._C._functorch.get_interpreter_stack, the names of all transforms: "Grad", "Jvp", "Vmap",
+- `list_transforms()`: torch._C._functorch.get_interpreter_stack, the names of all transforms: "Grad", "Jvp", "Vmap",
   "Functionalize". Dynamo enters transforms while it traces, so the names are constants to it, and it guards on them.
 - `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context without active modes.
-- `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
+- `is_fake_mode_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
 - `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
   overloads without a kernel.
 - `decompose(overload, args, kwargs)`: OpOverload.decompose, which runs the ops of a composite op.
@@ -43,12 +43,12 @@ __all__ = [
     "dispatch_keys",
     "dispatch_mode_at",
     "dispatch_modes",
-    "fake_mode_is_on",
+    "is_fake_mode_on",
     "has_kernel",
     "innermost_transform",
     "is_batched",
     "skip_torch_function",
-    "transforms",
+    "list_transforms",
     "without_dispatch_modes",
 ]
 
@@ -63,7 +63,7 @@ dispatch_modes = _get_current_dispatch_mode_stack
 without_dispatch_modes = _disable_current_modes
 
 
-def fake_mode_is_on() -> bool:
+def is_fake_mode_on() -> bool:
     """Return whether a FakeTensorMode is among the dispatch modes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
@@ -88,7 +88,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 @assume_constant_result
-def transforms() -> tuple[str, ...]:
+def list_transforms() -> tuple[str, ...]:
     """Return the names of the active functorch transforms, innermost last."""
     stack = torch._C._functorch.get_interpreter_stack()
     return () if stack is None else tuple(interpreter.key().name for interpreter in stack)

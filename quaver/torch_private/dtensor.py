@@ -4,9 +4,9 @@
   with gradients the result of an autograd function. No replacement.
 - `wait_for_local_tensor(tensor)`: the same, after waiting for a functional collective that writes it.
 - `set_local_tensor(tensor, local)`: assigns DTensor._local_tensor. No replacement.
-- `local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, for
+- `compute_local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, for
   this rank's part. No replacement.
-- `is_dtensor(tensor)`, `from_local_like(local, like)`: public API, without the import of torch.distributed.tensor.
+- `is_dtensor(tensor)`, `make_dtensor_like(local, like)`: public API, without the import of torch.distributed.tensor.
 
 [Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo together take longer to import
 than torch, which does not import them. `import quaver` and the conversion of a model must not import them either
@@ -32,7 +32,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def from_local_like(local: Tensor, like: DTensor) -> DTensor:
+def make_dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """Make a DTensor with this rank's part `local`, and the mesh, placements, shape and strides of `like`."""
     layout = like.device_mesh, like.placements
     return like.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
@@ -59,7 +59,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def compute_local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a DTensor, and its offset in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -4,9 +4,10 @@
   all-gathers and reduce-scatters; its name identifies their Python frames. No replacement.
 - `has_fsdp_run`: `FSDPState._is_root`, None until the first forward or `unshard`, when FSDP2 reads how to gather each
   parameter. No replacement.
-- `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
+- `get_param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
 - `forget_unsharded()`: makes FSDP2 allocate the gathered parameters again, which it does only once. No replacement.
-- `fsdp_module_class()`: public API, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
+- `find_fsdp_module_class()`: public API, without the import of torch.distributed.fsdp; see [Note: import time] in
+  dtensor.py.
 - `list_reductions`: the sizes and dtypes of parameter groups. No replacement.
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Remove when FSDP2 hides its hooks from
   selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862 proposes.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 COLLECTIVES_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
-def fsdp_module_class() -> type[FSDPModule] | None:
+def find_fsdp_module_class() -> type[FSDPModule] | None:
     """Return FSDPModule, or None if torch.distributed.fsdp was not imported, so that no module has this class."""
     module = getattr(torch.distributed, "fsdp", None)
     return None if module is None else module.FSDPModule
@@ -37,14 +38,14 @@ def fsdp_module_class() -> type[FSDPModule] | None:
 
 def has_fsdp_run(module: nn.Module) -> bool:
     """Return whether FSDP2 has already gathered parameters in `module`."""
-    fsdp_class = fsdp_module_class()
+    fsdp_class = find_fsdp_module_class()
     if fsdp_class is None:
         return False
     states = [submodule._get_fsdp_state() for submodule in module.modules() if isinstance(submodule, fsdp_class)]
     return any(state._is_root is not None for state in states)
 
 
-def param_dtype(module: FSDPModule) -> torch.dtype | None:
+def get_param_dtype(module: FSDPModule) -> torch.dtype | None:
     """Return the dtype in which an FSDP2 module gathers its parameters; None for the dtype that they have."""
     return module._get_fsdp_state()._mp_policy.param_dtype
 
@@ -64,7 +65,7 @@ def list_reductions(module: FSDPModule) -> Iterator[tuple[int, int, torch.dtype]
 
 def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
     """Reshard the parameters of `modules` in `model`, and make FSDP2 gather them into new memory of other sizes."""
-    fsdp_class = fsdp_module_class()
+    fsdp_class = find_fsdp_module_class()
     if fsdp_class is None:
         return
     for submodule in model.modules():
@@ -94,7 +95,7 @@ def hide_from_policies() -> None:
     Does nothing if torch.distributed.fsdp was not imported.
     """
     global _is_hidden
-    if _is_hidden or fsdp_module_class() is None:
+    if _is_hidden or find_fsdp_module_class() is None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 

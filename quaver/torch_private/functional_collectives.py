@@ -3,7 +3,7 @@
 - `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `all_to_all_single`, `wait_tensor` and
   `AsyncCollectiveTensor` of torch.distributed._functional_collectives. No replacement.
 - `REDUCE_SCATTER`: the operator of `reduce_scatter_single`, for policies of checkpointing. No replacement.
-- `group_of_name(name)`: torch.distributed.distributed_c10d._resolve_process_group; the operators of functional
+- `find_process_group(name)`: torch.distributed.distributed_c10d._resolve_process_group; the operators of functional
   collectives take the name of a group. No replacement.
 
 Before torch 2.13, two functions are called `all_gather_tensor` and `reduce_scatter_tensor`, for which 2.13 warns at
@@ -27,7 +27,7 @@ reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or fu
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
-def group_of_name(name: str) -> ProcessGroup:
+def find_process_group(name: str) -> ProcessGroup:
     """Return the process group called `name`."""
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
     group: ProcessGroup = resolve(name)

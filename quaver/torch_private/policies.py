@@ -4,8 +4,8 @@
   `create_selective_checkpoint_contexts` in a forward and in its recomputation. No replacement.
 - `without_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and _push_mode, the
   stack of modes. Remove when https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
-- `policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies a saved result before a write to it, in
-  _CachingTorchDispatchMode.storage. No replacement.
+- `make_policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies a saved result before a write to
+  it, in _CachingTorchDispatchMode.storage. No replacement.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def without_policies() -> Iterator[None]:
             _push_mode(mode)
 
 
-def policy_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
+def make_policy_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
     """Run `create_selective_checkpoint_contexts(policy)` for a region that may write in place to saved results.
 
     PyTorch raises in the backward that such a tensor "has been mutated". Here the saved result is copied before the

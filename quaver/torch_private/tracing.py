@@ -5,7 +5,7 @@
   torch.compiler.is_exporting() to True everywhere (https://github.com/pytorch/pytorch/issues/176347); 2.13 is fixed,
   2.12 was not tried. Use the public function when the oldest torch is fixed.
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
-- `called_by_fake_tensors()`: whether torch._subclasses.meta_utils calls the caller. It creates fake tensors, in a
+- `is_called_by_fake_tensors()`: whether torch._subclasses.meta_utils calls the caller. It creates fake tensors, in a
   non-strict torch.export without a tracing context, and treats tensors of one storage as views.
 - `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that creates them.
 - `assume_constant_result(function)`: torch.compiler.assume_constant_result without its import of torch._dynamo
@@ -31,7 +31,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "assume_constant_result",
-    "called_by_fake_tensors",
+    "is_called_by_fake_tensors",
     "current_tracing_context",
     "disable_compile",
     "is_exporting",
@@ -47,7 +47,7 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def called_by_fake_tensors() -> bool:
+def is_called_by_fake_tensors() -> bool:
     """Return whether the caller of this function was called by code that converts tensors to fake tensors."""
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 

@@ -19,7 +19,7 @@ from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.formats import FLOAT8_FORMATS
-from quaver.torch_private.dtensor import from_local_like, get_local_tensor, is_dtensor, local_shape_and_offset
+from quaver.torch_private.dtensor import compute_local_shape_and_offset, get_local_tensor, is_dtensor, make_dtensor_like
 
 
 class FrozenModule(nn.Module):
@@ -100,10 +100,10 @@ def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight
 
 def _make_state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
     state = FrozenState.from_state(*local.get_state())
-    state.first_row = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
+    state.first_row = compute_local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
     return state
 
 
 def _match_dtensor(local: Tensor, weight: Tensor) -> Tensor:
     """Return `local` as a DTensor if `weight` is one."""
-    return from_local_like(local, weight) if is_dtensor(weight) else local
+    return make_dtensor_like(local, weight) if is_dtensor(weight) else local

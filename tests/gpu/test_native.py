@@ -10,7 +10,7 @@ from quaver.linear.backends import GemmBackend, choose_backend, find_native_fail
 from quaver.linear.gemm import float8_mm
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.scaling import dynamic_cast
-from quaver.runtime.devices import compute_capability
+from quaver.runtime.devices import get_compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 from tests.steps import assert_same, results_of
@@ -23,7 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.ROWWISE])
 def test_the_probe_finds_native_float8(kind):
-    if compute_capability(None) < (8, 9):
+    if get_compute_capability(None) < (8, 9):
         pytest.skip("this GPU multiplies no float8")
     assert find_native_failure(0, kind) is None
     assert choose_backend(torch.device(DEVICE), kind) is GemmBackend.NATIVE

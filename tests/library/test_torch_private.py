@@ -71,8 +71,8 @@ def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
     y.register_hook(lambda _: answers.append((autograd.current_node(), autograd.backward_keeps_graph())))
     y.register_hook(lambda _: answers.append(autograd.runs_in_backward()))
     assert not autograd.runs_in_backward()
-    assert autograd.sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
-    assert autograd.sequence_number(y.grad_fn) == first - 1
+    assert autograd.get_sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
+    assert autograd.get_sequence_number(y.grad_fn) == first - 1
     assert autograd.current_node() is None
     z.sum().backward(retain_graph=retain_graph)
     assert answers == [(y.grad_fn, retain_graph), True]
@@ -83,7 +83,7 @@ def test_leaves_are_created_after_every_node():
     """quaver.lab.recorder.modules tells AccumulateGrad by its number."""
     leaf = torch.ones(2, requires_grad=True)
     accumulate = (leaf * 1).grad_fn.next_functions[0][0]
-    assert autograd.sequence_number(accumulate) == 2**64 - 1
+    assert autograd.get_sequence_number(accumulate) == 2**64 - 1
 
 
 def test_the_hooks_of_saved_tensors_on_top():
@@ -116,7 +116,7 @@ def test_the_gradients_that_a_backward_wants():
 
         @staticmethod
         def backward(ctx, grad):
-            wanted.append(autograd.wanted_gradients(ctx, 3))
+            wanted.append(autograd.find_wanted_gradients(ctx, 3))
             return grad, grad, None
 
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -132,14 +132,14 @@ def test_the_gradients_that_a_backward_wants():
 
 
 def test_the_level_of_forward_mode_autodiff():
-    assert autograd.forward_ad_level() == -1
+    assert autograd.get_forward_ad_level() == -1
     with forward_ad.dual_level():
-        assert autograd.forward_ad_level() == 0
+        assert autograd.get_forward_ad_level() == 0
 
 
 def test_a_group_by_its_name(mesh):
     group = mesh.get_group()
-    assert functional_collectives.group_of_name(group.group_name) is group
+    assert functional_collectives.find_process_group(group.group_name) is group
 
 
 # ---- dispatch and tracing --------------------------------------------------------------------------------------------
@@ -157,15 +157,15 @@ def test_the_stacks_of_modes_are_counted_and_listed():
 
 
 def test_fake_modes_and_the_calls_of_fake_tensors_are_recognized():
-    assert not dispatch.fake_mode_is_on()
+    assert not dispatch.is_fake_mode_on()
     with tracing.FakeTensorMode():
-        assert dispatch.fake_mode_is_on()
+        assert dispatch.is_fake_mode_on()
         assert isinstance(torch.ones(2), tracing.FakeTensor)
     answers = []
 
     class Parameter(torch.nn.Parameter):
         def untyped_storage(self):
-            answers.append(tracing.called_by_fake_tensors())
+            answers.append(tracing.is_called_by_fake_tensors())
             return super().untyped_storage()
 
     parameter = Parameter(torch.ones(2))
@@ -177,11 +177,11 @@ def test_fake_modes_and_the_calls_of_fake_tensors_are_recognized():
 def test_the_innermost_transform():
     innermost, names = [], []
     assert dispatch.innermost_transform() is None
-    assert dispatch.transforms() == ()
+    assert dispatch.list_transforms() == ()
 
     def f(x):
         innermost.append(dispatch.innermost_transform())
-        names.append(dispatch.transforms())
+        names.append(dispatch.list_transforms())
         return x.sum()
 
     for transform in (torch.func.vmap, torch.func.grad):
@@ -326,7 +326,7 @@ def test_the_local_tensor_of_a_dtensor_is_the_object_itself(mesh):
     other = torch.zeros(2)
     dtensor.set_local_tensor(distributed, other)
     assert dtensor.get_local_tensor(distributed) is other
-    assert dtensor.local_shape_and_offset(distributed) == ((2,), (0,))
+    assert dtensor.compute_local_shape_and_offset(distributed) == ((2,), (0,))
 
 
 def test_fsdp2_allocates_in_its_collectives(mesh):
@@ -349,8 +349,8 @@ def test_fsdp2_allocates_in_its_collectives(mesh):
 
 def test_the_dtype_in_which_fsdp2_gathers(mesh):
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert fsdp.param_dtype(model) is torch.bfloat16
-    assert fsdp.param_dtype(fully_shard(nn.Linear(4, 4), mesh=mesh)) is None
+    assert fsdp.get_param_dtype(model) is torch.bfloat16
+    assert fsdp.get_param_dtype(fully_shard(nn.Linear(4, 4), mesh=mesh)) is None
 
 
 def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_other_modes_see():

@@ -18,7 +18,7 @@ from quaver.linear.backends import find_cast_kind, find_native_failure, list_mat
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import compute_sqnr_db
-from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
+from quaver.runtime.devices import get_compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
 _SIZE = 64
@@ -43,7 +43,7 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     devices = {"cpu": _describe_cpu()}
     if has_cuda():
         for index in range(torch.cuda.device_count()):
-            major, minor = compute_capability(index)
+            major, minor = get_compute_capability(index)
             devices[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
     with error_on_slow_path(False):
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]

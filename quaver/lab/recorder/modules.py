@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from quaver.lab.recorder.storages import iter_plain_parts
-from quaver.torch_private.autograd import current_node, next_sequence_number, sequence_number
+from quaver.torch_private.autograd import current_node, get_sequence_number, next_sequence_number
 from quaver.torch_private.compiler import OptimizedModule
 from quaver.torch_private.memory import storage_key
 
@@ -104,7 +104,7 @@ class ModuleTracker:
 
     def find_creating_module(self, node: Any) -> str:
         """Return the module whose forward created an autograd node; for AccumulateGrad, the parameter's owner."""
-        number = sequence_number(node)
+        number = get_sequence_number(node)
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
         index = bisect_right(self._numbers, number)
@@ -125,7 +125,7 @@ class ModuleTracker:
     def find_line_of_node(self) -> str:
         """Return the forward's line that created the autograd node that runs; empty if it is unknown."""
         node = current_node()
-        return "" if node is None else self._lines.get(sequence_number(node), "")
+        return "" if node is None else self._lines.get(get_sequence_number(node), "")
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def enter(_: nn.Module, inputs: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from quaver.lab.recorder.callers import get_module_name
-from quaver.torch_private.dispatch import fake_mode_is_on
+from quaver.torch_private.dispatch import is_fake_mode_on
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.tracing import FakeTensor
 
@@ -80,7 +80,7 @@ class StorageWatch(TorchDispatchMode):
         self._sizes.clear()
 
     def __enter__(self) -> Any:
-        self._among_fakes = fake_mode_is_on()
+        self._among_fakes = is_fake_mode_on()
         self._resizes = self._patch_resize()
         self._resizes.__enter__()
         return super().__enter__()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quaver.runtime.devices import MissingDeviceError, cuda_device, is_cuda_device
+from quaver.runtime.devices import MissingDeviceError, get_cuda_device, is_cuda_device
 from quaver.runtime.errors import InputError
 
 STORE_TIMEOUT_S = 300
@@ -62,7 +62,7 @@ class Ranks:
                 f"start {count} ranks on it, or choose --training.device cpu"
             )
         torch.cuda.set_device(self.local_rank)
-        return cuda_device(self.local_rank)
+        return get_cuda_device(self.local_rank)
 
     def agree_on_error(self, error: str = "", fingerprint: str = "") -> str:
         """Return the first non-empty `error` of all ranks, on every rank; empty if no rank has an error.

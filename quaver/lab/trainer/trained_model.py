@@ -275,9 +275,9 @@ class TrainedModel:
     def _count_graphs(self) -> int:
         if not self.config.training.compile:
             return 0
-        from quaver.torch_private.compiler import graph_count  # imports the compiler, which takes seconds
+        from quaver.torch_private.compiler import count_graphs  # imports the compiler, which takes seconds
 
-        return graph_count()
+        return count_graphs()
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss over the tokens of a batch, with its graph."""

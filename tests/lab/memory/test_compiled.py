@@ -27,7 +27,7 @@ from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.recorder import Recorder
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.training import Training
-from quaver.torch_private.compiler import graph_count
+from quaver.torch_private.compiler import count_graphs
 from tests.lab.memory.models import CPU, Block, needs_gathers
 
 ROWS = 512
@@ -150,9 +150,9 @@ def test_what_a_graph_saved_is_released_when_its_backward_ends():
 def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fakes:
         model = nn.Sequential(*(build_compiled() for _ in range(4)))
-        rows, before = torch.randn(ROWS, 64), graph_count()
+        rows, before = torch.randn(ROWS, 64), count_graphs()
         prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fakes)
-        assert graph_count() - before == 2  # the first, whose input has no gradient, and the rest
+        assert count_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
 

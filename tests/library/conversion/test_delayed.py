@@ -261,10 +261,10 @@ INPUT, WEIGHT, OUTPUT = 16 * 64, 32 * 64, 16 * 32
 
 def count_reads(module, steps=1, **options):
     """Return how many elements steps read, as the C extension counts them."""
-    before = cpu.elements_read()
+    before = cpu.count_elements_read()
     for _ in range(steps):
         step(module, torch.randn(16, 64), torch.randn(16, 32), **options)
-    return cpu.elements_read() - before
+    return cpu.count_elements_read() - before
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
@@ -286,10 +286,10 @@ def test_each_cast_reads_its_tensor_once_its_scale_is_known(options, weight_read
 def test_cast_weights_once_reads_a_weight_once():
     module = make_linear(64, 32)
     count_reads(module)
-    before = cpu.elements_read()
+    before = cpu.count_elements_read()
     with cast_weights_once(module):
         count_reads(module, steps=3, sync=False)
-    assert cpu.elements_read() - before == WEIGHT + 3 * (INPUT + OUTPUT)
+    assert cpu.count_elements_read() - before == WEIGHT + 3 * (INPUT + OUTPUT)
     sync_float8_amax_and_scale_history(module)
     assert find_report(module, "weight").amax == module.weight.abs().max().item()
 
@@ -360,10 +360,10 @@ def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compil
     for _ in range(2):
         forward(input).sum().backward()
         sync_float8_amax_and_scale_history(model)
-    before = cpu.elements_read() if cpu.AVAILABLE else 0
+    before = cpu.count_elements_read() if cpu.AVAILABLE else 0
     saved = saved_bytes(lambda: forward(input))
     if cpu.AVAILABLE:  # the C extension counts
-        assert cpu.elements_read() - before == casts * 16 * 64 + 16 * 96 + 3 * 64 * 96
+        assert cpu.count_elements_read() - before == casts * 16 * 64 + 16 * 96 + 3 * 64 * 96
     if not compiled:
         assert saved[E4M3] == casts * 16 * 64 + 16 * 96
     assert len(float8_scaling_state(model)) == 9 - (casts == 1)

@@ -107,12 +107,12 @@ def test_dynamic_casts_have_the_bits_of_the_reference(dtype, float8_dtype, dims,
     """Casts the matrix, its rows or its columns; both axes in two reads."""
     inputs = [draw(shape, dtype) for shape in [*SHAPES, LARGE] for draw in (gaussian, random_bits)]
     for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), every_number(dtype).reshape(-1, 1)):
-        read_before = cpu.elements_read()
+        read_before = cpu.count_elements_read()
         if len(dims) == 1:
             casts = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
         else:
             casts = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
-            assert cpu.elements_read() - read_before == 2 * hp.numel()
+            assert cpu.count_elements_read() - read_before == 2 * hp.numel()
         for dim, cast in zip(dims, (casts[:3], casts[3:]), strict=False):
             scales = reference_scales(reference_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
             assert_same(cast, (reference_cast(hp, scales[0], float8_dtype), *scales))

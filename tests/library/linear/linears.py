@@ -26,9 +26,9 @@ class Qkv(nn.Module):
 
 def count_reads(step):
     """Return how many elements the casts of `step()` read."""
-    before = cpu.elements_read()
+    before = cpu.count_elements_read()
     step()
-    return cpu.elements_read() - before
+    return cpu.count_elements_read() - before
 
 
 needs_counts = pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension counts what is read")

@@ -135,12 +135,12 @@ def test_casts_on_a_gpu_without_triton_are_a_slow_path(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
     with simulate_gpu((9, 0)):
         for _ in range(2):
-            assert operation.triton_kernels(torch.ones(4, 4)) is None
+            assert operation.find_triton_kernels(torch.ones(4, 4)) is None
         assert len(caplog.records) == len(list_slow_paths()) == 1
         assert "casts on cpu run in PyTorch" in list_slow_paths()[0]
         assert "import of triton halted" in list_slow_paths()[0]
         with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
-            operation.triton_kernels(torch.ones(4, 4))
+            operation.find_triton_kernels(torch.ones(4, 4))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
     monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
     monkeypatch.setattr(torch.version, "hip", hip)
     with simulate_gpu(capability):
-        assert operation.triton_kernels(torch.ones(4, 4)) is None
+        assert operation.find_triton_kernels(torch.ones(4, 4)) is None
     (slow_path,) = list_slow_paths()
     assert because in slow_path
 

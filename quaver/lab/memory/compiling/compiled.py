@@ -26,7 +26,7 @@ from torch._dynamo.external_utils import wrap_inline
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.recorder.modules import is_compiled
 from quaver.lab.recorder.storages import StorageWatch
-from quaver.torch_private.compiler import OptimizedModule, graph_count
+from quaver.torch_private.compiler import OptimizedModule, count_graphs
 
 Result = TypeVar("Result")
 
@@ -76,9 +76,9 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
         NotImplementedError: each of _MAX_STEPS steps compiles something.
     """
     for _ in range(_MAX_STEPS):
-        before = graph_count()
+        before = count_graphs()
         result = step()
-        if graph_count() == before:
+        if count_graphs() == before:
             return result
     raise NotImplementedError(
         f"expected a step that compiles nothing after {_MAX_STEPS} others, got one that compiles each time; "

@@ -26,7 +26,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.tensor import Float8Tensor
 from quaver.roofline.sent_bytes import count_sent_bytes
-from quaver.torch_private.functional_collectives import group_of_name
+from quaver.torch_private.functional_collectives import find_process_group
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _Key = tuple[tuple[int, ...], str, str]
@@ -168,7 +168,7 @@ def _find_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
         if isinstance(argument, str):
             name = argument
-    return tuple(dist.get_process_group_ranks(group_of_name(name)))
+    return tuple(dist.get_process_group_ranks(find_process_group(name)))
 
 
 def _count_whole_bytes(value: Any) -> int:
