@@ -34,6 +34,9 @@ FILE_NAME = "numerics.jsonl"
 HISTOGRAM_STEPS_PER_DOUBLING = 8
 """A histogram stores round(8 log2(1 + count)) in a byte: counts to 4.5%, up to 2^31."""
 
+MAX_BINS = 256
+"""The exponents of float32."""
+
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Values = NDArray[np.float64]
@@ -220,9 +223,9 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         line = json.loads(text)
         is_line = isinstance(line, dict) and line.get("kind") in LINE_KINDS and isinstance(line.get("step"), int)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_line = False
-    if not is_line:
+    if not is_line or not 0 <= line["step"] < 2**63:
         raise _make_error(path, number, "it is not a JSON object with a kind and a step")
     if line["kind"] == "header" and line.get("schema") != SCHEMA:
         writer = line.get("quaver", "another version")
@@ -267,7 +270,7 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
 
 def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
     tensors, names = line.get("tensors"), line.get("statistics")
-    if not isinstance(names, list) or not isinstance(tensors, list):
+    if not isinstance(names, list) or not isinstance(tensors, list) or not all(isinstance(name, str) for name in names):
         raise _make_error(path, number, "the header lacks statistics or tensors")
     for tensor in tensors:
         if not (isinstance(tensor, dict) and all(isinstance(tensor.get(name), str) for name in TensorKey._fields)):
@@ -303,7 +306,7 @@ class _RecordBuilder:
         elif line["kind"] == "sample":
             try:
                 self._add_sample(line)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise _make_error(self.path, number, f"{type(error).__name__}: {error}") from error
 
     def _add_sample(self, line: dict[str, Any]) -> None:
@@ -322,6 +325,8 @@ class _RecordBuilder:
         self._index += 1
 
     def _parse_histogram(self, histogram: dict[str, Any], columns: list[int]) -> Histogram:
+        if not 0 <= histogram["bins"] <= MAX_BINS:
+            raise ValueError(f"expected at most {MAX_BINS} bins, got {histogram['bins']}")
         counts = {}
         for name in ("before", "after"):
             counts[name] = np.full((self.shape[1], histogram["bins"]), np.nan)

@@ -98,6 +98,11 @@ GOOD = json.dumps(make_header(1, "a")), json.dumps(make_sample(1, [1]))
         ([GOOD[0], json.dumps(make_sample(1, ["x"]))], "line 2 .*expected numbers, got"),
         ([GOOD[0], GOOD[1], GOOD[1]], "line 3 .*expected a step after 1, got 1"),
         (['{"kind": "header", "schema": 1, "step": 1}', GOOD[1]], "line 1 .*lacks statistics"),
+        ([GOOD[0].replace('"amax"', "[]"), GOOD[1]], "line 1 .*lacks statistics"),
+        ([GOOD[0], "[" * 100_000], "line 2 .* remove the line"),
+        ([GOOD[0], json.dumps(make_sample(2**63, [1]))], "line 2 .* remove the line"),
+        ([GOOD[0], json.dumps({**make_sample(1, [1]), "whatif": [1]})], "line 2 .* remove the line"),
+        ([GOOD[0], json.dumps({**make_sample(1, [1]), "histogram": {"bins": 10**12}})], "at most 256 bins, got 10"),
     ],
 )
 def test_what_is_not_a_record_is_refused_in_one_line(tmp_path, lines, message):
