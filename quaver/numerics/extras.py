@@ -68,9 +68,10 @@ def what_if(
         direction: "row" for the cast of the matmul that contracts the last dim, "column" for the cast of the other
             matmul, "both" for the worse of the two.
     Returns:
-        The SQNR by recipe: infinite if the recipe keeps the operand in high precision, None if all elements are zero.
+        The SQNR by recipe: infinite if the recipe keeps the operand in high precision. None if all finite elements are
+        zero.
     Raises:
-        ValueError: an unknown operand, direction, dtype or recipe, or a recipe with persistent scales.
+        ValueError: a number, an unknown operand, direction, dtype or recipe, or a recipe with persistent scales.
     """
     directions = {"row": ("row",), "column": ("column",), "both": ("row", "column")}.get(direction)
     if operand not in LinearCasts._fields or directions is None:
@@ -82,8 +83,10 @@ def what_if(
     for name in names:
         if name not in CONFIG_BY_RECIPE:
             raise ValueError(f"recipes: expected recipes with dynamic scaling, got {name!r}")
+    if not hp.dim():
+        raise ValueError("hp: expected [..., columns], got a number")
     matrix = flatten_to_matrix(hp.detach())
-    if not matrix.any():
+    if not (matrix.isfinite() & (matrix != 0)).any():
         return dict.fromkeys(names)
     measured = [_measure_noises(matrix, operand, matmul, names) for matmul in directions]
     decibels = [compute_ratio_db(np.array(signal), np.array(noises)) for signal, noises in measured]

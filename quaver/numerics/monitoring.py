@@ -104,8 +104,8 @@ class Monitor:
             every step.
         group: the ranks to gather from; None for all.
     Raises:
-        ValueError: `every` or `extras_every` is out of range, `hardware` is unknown or is given without `extras_every`,
-            or the model has no float8 linears.
+        ValueError: a number is out of range, `hardware` is unknown or is given without `extras_every`, or the model has
+            no float8 linears.
         TypeError: `sink` is not one of the above.
         RuntimeError: another monitor watches this model; another rank raised one of these errors; or the options or
             the float8 layers of the ranks differ.
@@ -126,7 +126,7 @@ class Monitor:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
-        self.samples: deque[dict[str, Any]] = deque(maxlen=history_len)
+        self.samples: deque[dict[str, Any]] = deque()
         """The last samples, on the first rank only."""
         self._weights: dict[str, ModuleWeight] = {}
         self._probes: dict[str, Probe] = {}
@@ -144,7 +144,7 @@ class Monitor:
         self._written_header: dict[str, Any] | None = None
         self._sampling = Sampling()
         self._is_open = True
-        error = self._start(model, sink)
+        error = self._start(model, sink, history_len)
         try:
             if self._on_any_rank(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
@@ -167,10 +167,11 @@ class Monitor:
         probes = (probe for _, weight in weights_under(model) for probe in (weight.module.probes or {}).values())
         return next((probe.monitor for probe in probes if isinstance(probe, Probe)), None)
 
-    def _start(self, model: nn.Module, sink: AnySink) -> BaseException | None:
+    def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
-            self._check_options()
+            self._check_options(history_len)
+            self.samples = deque(maxlen=history_len)
             weights = {strip_wrappers(name): weight for name, weight in weights_under(model)}
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
@@ -190,8 +191,11 @@ class Monitor:
             return error
         return None
 
-    def _check_options(self) -> None:
+    def _check_options(self, history_len: int) -> None:
         every, extras_every = self.every, self.extras_every
+        for name, number in (("completed_steps", self.completed_steps), ("history_len", history_len)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ValueError(f"{name}: expected a number of 0 or more, got {number!r}")
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
         if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:

@@ -359,6 +359,8 @@ def test_a_weight_that_was_cast_once_is_observed():
     [
         ({"every": 0}, ValueError, "every: expected a number of steps of 1 or more, got 0"),
         ({"every": True}, ValueError, "every: expected"),
+        ({"history_len": -1}, ValueError, "history_len: expected a number of 0 or more, got -1"),
+        ({"completed_steps": "8"}, ValueError, "completed_steps: expected a number of 0 or more, got '8'"),
         ({"extras_every": -1}, ValueError, "extras_every: expected a number of samples"),
         ({"hardware": "b200"}, ValueError, r"hardware: expected a GPU whose sums are known \(h100, h200\), got 'b200'"),
         ({"hardware": "h100", "extras_every": 0}, ValueError, "hardware: expected extras_every of 1 or more"),

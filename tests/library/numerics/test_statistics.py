@@ -207,7 +207,8 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
     sqnrs = what_if(torch.randn(256, 256), "grad_output", ["tensorwise", Float8LinearRecipeName.ROWWISE])
     assert sqnrs == {"tensorwise": pytest.approx(25.6, abs=0.3), "rowwise": pytest.approx(31.5, abs=0.3)}
-    assert what_if(torch.zeros(4, 4), "input") == dict.fromkeys(CONFIG_BY_RECIPE)
+    for value in (0.0, math.nan, math.inf):
+        assert what_if(torch.full((4, 4), value), "input") == dict.fromkeys(CONFIG_BY_RECIPE)
 
 
 def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
@@ -227,6 +228,7 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
         ((torch.ones(2, 2), "output"), "expected an operand of"),
         ((torch.ones(2, 2), "input", ["delayed"]), "expected recipes with dynamic scaling, got 'delayed'"),
         ((torch.ones(2, 2), "input", ["nonsense"]), "nonsense"),
+        ((torch.tensor(1.0), "input"), "hp: expected .*, got a number"),
         ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
     ],
 )
