@@ -76,6 +76,8 @@ class GroupedMatmul(NamedTuple):
 
 def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
     """Run the grouped matmul; see the top of the file."""
+    if a.is_meta:
+        return _grouped_mm_fake(a, grouped)
     a_operand = Operand(a, grouped.a_dequant_scale, ScaleLayout(*grouped.a_layout))
     b_operand = Operand(grouped.b, grouped.b_dequant_scale, ScaleLayout(*grouped.b_layout))
     options = MatmulOptions(grouped.use_fast_accum, grouped.scales_are_powers_of_2, grouped.emulate, grouped.pad)

@@ -18,6 +18,7 @@ from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ALL, ROWWISE
 from quaver.runtime.devices import simulate_gpu
+from quaver.runtime.slow_paths import list_slow_paths
 from tests.library.experts.operands import ENDS, RECIPES, make_operands, step
 from tests.reference import assert_same_bits
 from tests.steps import assert_same
@@ -174,6 +175,16 @@ def test_operations_have_fake_kernels_and_flops():
     with FlopCounterMode(display=False) as counter:
         step(a, b_t, ends, torch.randn(310, 160, dtype=a.dtype), "rowwise")
     assert counter.get_total_flops() == 3 * 2 * 310 * 96 * 160
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_on_the_meta_device_have_shapes(recipe):
+    a, b_t, ends = (tensor.detach().to("meta") for tensor in make_operands())
+    a.requires_grad_()
+    output = float8_grouped_mm(a, b_t.requires_grad_(), ends, config=recipe)
+    output.sum().backward()
+    assert (output.shape, a.grad.shape, b_t.grad.shape) == ((310, 160), a.shape, b_t.shape)
+    assert list_slow_paths() == []
 
 
 def list_used_scales(block_rows, ends, rows=310):
