@@ -128,21 +128,25 @@ def apply_activation_checkpointing(
             "aten.silu"; see `find_operations`.
         never_keep: operators whose results the policy does not save.
     Raises:
-        TypeError: `modules` is one module.
+        TypeError: `modules` is one module, or holds something else.
         ValueError: an unknown mode, option or operator; an option or budget for another mode; operators with a mode or
-            option that uses no policy; an operator whose result cannot be saved (see `find_savable_operations`); a
-            budget outside 0 to 1; or a module that is checkpointed already.
+            option that uses no policy, or one string of them; an operator whose result cannot be saved (see
+            `find_savable_operations`); a budget outside 0 to 1; or a module that is checkpointed already.
     """
-    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+    blocks = list(modules) if isinstance(modules, Iterable) else []
+    if not isinstance(modules, Iterable) or not all(isinstance(block, nn.Module) for block in blocks):
         raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
-    modules, also_keep, never_keep = list(modules), tuple(also_keep), tuple(never_keep)
+    for option, names in (("also_keep", also_keep), ("never_keep", never_keep)):
+        if isinstance(names, str):
+            raise ValueError(f"{option}: expected a list of names, got one string; give [{names!r}]")
+    also_keep, never_keep = tuple(also_keep), tuple(never_keep)
     _check_options(mode, selective_ac_option, memory_budget, PolicyChanges.parse(also_keep, never_keep))
     if mode == "memory_budget":
         _set_memory_budget(0.5 if memory_budget is None else memory_budget)
     if mode in ("none", "memory_budget"):
         return
     every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
-    chosen = dict.fromkeys(modules if every is None else modules[every - 1 :: every])  # a shared module once
+    chosen = dict.fromkeys(blocks if every is None else blocks[every - 1 :: every])  # a shared module once
     for module in chosen:
         if has_wrapper(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
@@ -233,7 +237,7 @@ def _explain_refusal(operation: Any) -> str:
 
 def _find_overloads(name: str) -> list[Any]:
     operator: Any = torch.ops
-    parts = name.split(".")
+    parts = name.split(".") if isinstance(name, str) else []
     for part in parts:
         operator = getattr(operator, part, None)
     if len(parts) == 2 and isinstance(operator, OpOverloadPacket):
@@ -354,8 +358,8 @@ class Checkpointing(ForwardWrapper):
 
 
 def _set_memory_budget(memory_budget: float) -> None:
-    if not 0 <= memory_budget <= 1:
-        raise ValueError(f"memory_budget: expected a number from 0 to 1, got {memory_budget}")
+    if not isinstance(memory_budget, int | float) or not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget: expected a number from 0 to 1, got {memory_budget!r}")
     from quaver.torch_private.compiler import set_activation_memory_budget  # imports the compiler
 
     set_activation_memory_budget(memory_budget)

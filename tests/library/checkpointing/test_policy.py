@@ -390,6 +390,9 @@ def test_every_nth_module_is_checkpointed():
         ({"selective_ac_option": "-1"}, "selective_ac_option: expected"),
         ({"selective_ac_option": 2}, "selective_ac_option: expected"),
         ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget: expected a number from 0 to 1, got 1.5"),
+        ({"mode": "memory_budget", "memory_budget": "1"}, "memory_budget: expected a number from 0 to 1, got '1'"),
+        ({"also_keep": "aten.silu"}, r"also_keep: expected a list of names, got one string; give \['aten.silu'\]"),
+        ({"never_keep": [torch.ops.aten.mm]}, "expected the name of an operator that torch knows, .*got <OpOverload"),
         ({"mode": "full", "selective_ac_option": "2"}, "none unless mode is selective, got '2' with mode 'full'"),
         ({"mode": "none", "selective_ac_option": "op"}, "selective_ac_option: expected none unless"),
         ({"memory_budget": 0.5}, "expected none unless mode is memory_budget, got 0.5 with mode 'selective'"),
@@ -410,6 +413,8 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_a_model_in_place_of_its_blocks_and_a_second_checkpoint_are_refused():
     with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got Linear"):
         apply_activation_checkpointing(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got list"):
+        apply_activation_checkpointing(["layers.0"])
     net = build_net(None, "full", width=64)
     with pytest.raises(ValueError, match="this Block is checkpointed already"):
         apply_activation_checkpointing(net.layers)
