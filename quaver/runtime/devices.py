@@ -82,11 +82,13 @@ def is_capturing() -> bool:
 
 def get_compute_capability(index: int | None) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, (9, 0) for an H100. `index`: None for the current device."""
-    return _get_compute_capability(index) if _virtual is None else _virtual
+    if _virtual is not None:
+        return _virtual
+    return _get_compute_capability(torch.cuda.current_device() if index is None else index)
 
 
 @functools.cache
-def _get_compute_capability(index: int | None) -> tuple[int, int]:
+def _get_compute_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
