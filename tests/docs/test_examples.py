@@ -22,7 +22,7 @@ def execute(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path):
+def test_an_example_runs_and_prints(path):
     assert len(path.read_text().splitlines()) < 50
     process = Forked(execute, path).finished()
     assert process.returncode == 0, process.stderr

@@ -71,7 +71,7 @@ def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
 @needs_silicon("what Inductor makes of its modes")
 @RECIPE
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_compilers_modes(recipe, mode):
+def test_gradients_of_each_compiler_mode_are_near_eager_ones(recipe, mode):
     module = make(recipe)
     compiled = torch.compile(module, mode=mode, fullgraph=True)
     for _ in range(3):

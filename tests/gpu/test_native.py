@@ -66,7 +66,7 @@ def test_codes_and_scales_are_those_of_a_cpu(hp_dtype, float8_dtype, dim, power_
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(64, 64, 64), (33, 17, 5), (1, 128, 48), (256, 1000, 520)], ids=str)
 @pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
-def test_native_matmul(rowwise, out_dtype, shape, bias_dtype):
+def test_native_matmuls_are_near_exact_ones(rowwise, out_dtype, shape, bias_dtype):
     m, k, n = shape
     a, _, a_scale = dynamic_cast(torch.randn(m, k, device=DEVICE), E4M3, 1 if rowwise else None)
     b, _, b_scale = dynamic_cast(torch.randn(k, n, device=DEVICE), E5M2, 0 if rowwise else None)
@@ -124,7 +124,7 @@ def test_emulate_is_honoured_on_a_gpu():
 
 @RECIPE
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-def test_autocast(recipe, autocast_dtype):
+def test_autocast_sets_the_dtype_of_outputs(recipe, autocast_dtype):
     module = Float8Linear(64, 32, device=DEVICE, config=recipe)
     input = torch.randn(48, 64, device=DEVICE, requires_grad=True)
     with torch.autocast(DEVICE, dtype=autocast_dtype):

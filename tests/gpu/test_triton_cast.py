@@ -44,7 +44,7 @@ def _needs_a_gpu_that_rounds_once():
 @FLOAT8
 @HP
 @pytest.mark.parametrize("power_of_2", [False, True])
-def test_every_value(hp_dtype, float8_dtype, power_of_2):
+def test_every_value_has_the_codes_of_the_reference(hp_dtype, float8_dtype, power_of_2):
     hp = every_value(hp_dtype).view(256, 256).to(DEVICE)
     scales = (0.0, 1.0, 0.37, 2.0**20, 448e12, 1e-30, 3e38, 1e-42, INF, NAN, -1.0)
     scales = smaller(scales, (0.37, 3e38, 1e-42, INF, NAN))
@@ -55,7 +55,7 @@ def test_every_value(hp_dtype, float8_dtype, power_of_2):
 
 
 @HP
-def test_amaxes_of_groups(hp_dtype):
+def test_amaxes_of_groups_are_those_of_the_reference(hp_dtype):
     rows, columns = smaller((3000, 4096), (300, 80))
     hp, sizes = varied(rows, columns, hp_dtype), torch.tensor([rows // 3, 0, 7, rows - rows // 3 - 7])
     for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 100, torch.zeros(rows).long()):
@@ -66,7 +66,7 @@ def test_amaxes_of_groups(hp_dtype):
 
 @FLOAT8
 @HP
-def test_unusual_amaxes(hp_dtype, float8_dtype):
+def test_unusual_amaxes_have_the_codes_of_the_reference(hp_dtype, float8_dtype):
     for values in UNUSUAL:
         for repeats in ((2, 1), (128, 64)):
             hp = torch.tensor(values).repeat(*repeats).to(DEVICE, hp_dtype)
@@ -80,7 +80,7 @@ def test_unusual_amaxes(hp_dtype, float8_dtype):
     [(1, 1), (1, 40), (33, 1), (3, 5), (127, 129), (144, 80), *smaller([(2000, 1008), (1000, 4100)], [(208, 112)])],
     ids=str,
 )
-def test_shapes(shape, hp_dtype):
+def test_odd_shapes_have_the_codes_of_the_reference(shape, hp_dtype):
     given = [(torch.rand(shape[0], 1) * 9, torch.rand(1, shape[1]) * 9), (None, torch.tensor(0.7))]
     assert_casts(varied(*shape, dtype=hp_dtype).to(DEVICE), E4M3, persistent=(100.0,), given=given)
     shifted = varied(shape[0] + 1, shape[1], hp_dtype).to(DEVICE).view(-1)[1 : 1 + math.prod(shape)].view(shape)
@@ -91,7 +91,7 @@ def test_shapes(shape, hp_dtype):
 @HP
 @pytest.mark.parametrize("mode", ["", "rceil", "floor"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
-def test_blocks(block_size, mode, hp_dtype, float8_dtype):
+def test_blocks_have_the_codes_of_the_reference(block_size, mode, hp_dtype, float8_dtype):
     large = varied(*smaller((2000, 1008), (208, 112)), dtype=hp_dtype)
     for hp in (varied(130, 257, hp_dtype), large, every_value(hp_dtype).view(256, 256)):
         assert_block_casts(hp.to(DEVICE), float8_dtype, block_size, True, mode)

@@ -246,7 +246,7 @@ def test_disabled_code_is_not_compiled():
     assert answers == [False]
 
 
-def test_the_jit_tracer():
+def test_the_jit_tracer_is_noticed():
     answers = []
 
     def f(x):

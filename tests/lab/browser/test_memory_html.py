@@ -190,7 +190,7 @@ def test_sorting_and_filtering_a_table(browser, pages):
     assert len(browser.all(f"#{table} tbody tr")) == 120
 
 
-def test_the_difference(browser, pages):
+def test_the_difference_is_drawn_and_listed(browser, pages):
     browser.open(pages / "full.html")
     assert len(browser.all(".plot")) == 2
     place = "(text) => `${text.textContent} at ${text.getAttribute('y')}`"

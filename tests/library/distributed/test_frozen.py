@@ -83,7 +83,7 @@ def test_fsdp_computes_the_same_and_gathers_a_byte_per_element(config):
 
 
 @on_ranks(RANKS)
-def test_fsdp_variants():
+def test_each_variant_of_fsdp_computes_what_one_process_does():
     whole, input = build_frozen("blockwise"), batches(1, 1, DIM)[0]
     mesh = mesh_of((RANKS, 1), ("a", "b"))
     with torch.no_grad():

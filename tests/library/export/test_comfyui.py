@@ -207,7 +207,7 @@ WRITTEN = {  # recipe, size, what the mark says, whether codes are those of the 
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_written(name, tmp_path):
+def test_a_written_file_has_its_tensors_and_marks(name, tmp_path):
     recipe, size, content, is_exact = WRITTEN[name]
     model, file = tiny(recipe, size), tmp_path / "out.safetensors"
     if recipe is STATIC:
@@ -249,7 +249,7 @@ def test_a_file_is_frozen_and_written_again(tmp_path):
     assert_same(load_file(again), load_file(file))
 
 
-def test_what_is_refused(tmp_path):
+def test_other_paths_and_options_are_refused(tmp_path):
     file = tmp_path / "out.safetensors"
     for path, options, message in (
         (tmp_path / "out", {}, "out': expected a name that ends in .safetensors; the format comfyui is one file"),

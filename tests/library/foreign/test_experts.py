@@ -106,7 +106,7 @@ def test_experts_of_other_ranks_add_nothing(cls):
     torch.testing.assert_close(first_alone[0], second_without_weight[0])
 
 
-def test_copies():
+def test_copied_experts_compute_the_same():
     experts = convert_to_float8_training(build_experts(MixtralExperts), config="rowwise")
     for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         assert type(again) is type(experts)
@@ -128,7 +128,7 @@ def mixture(name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_model(name):
+def test_a_mixture_is_converted_and_back(name):
     """Converted with its linears, routed as before, and back again."""
     model, inputs = mixture(name)
     original = copy.deepcopy(model)
@@ -189,7 +189,7 @@ def test_every_mixture_of_the_zoo_is_listed():
 
 
 @pytest.mark.parametrize("converted_first", [True, False])
-def test_lora_on_experts(converted_first):
+def test_lora_on_experts_trains_and_merges(converted_first):
     """PEFT computes base + B A for each forward; the experts multiply that in float8, and merge it to the same."""
     model, inputs = mixture("qwen3_moe")
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -139,7 +139,7 @@ def check_refusals(folder):
     assert "use gloo or nccl, got a process group of cpu:gloo" in message
 
 
-def test_what_is_refused(folder):
+def test_late_conversions_and_unlike_ranks_are_refused(folder):
     run(2, check_refusals, folder)
 
 

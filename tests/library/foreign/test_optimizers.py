@@ -31,7 +31,7 @@ def make_muon(model):
 
 
 @pytest.mark.parametrize("make_optimizer", [make_adamw, make_muon])
-def test_transformers_trainer(tmp_path, make_optimizer):
+def test_a_run_resumed_by_transformers_goes_on_as_before(tmp_path, make_optimizer):
     def run(**options):
         model = llama("tensorwise")
         return trained(tmp_path, model, optimizers=(make_optimizer(model), None), **options)
@@ -46,7 +46,7 @@ WAYS += at_night(("FSDP2", "SHARDED_STATE_DICT", make) for make in (make_adamw, 
 
 
 @pytest.mark.parametrize(("strategy", "state_dict_type", "make_optimizer"), WAYS)
-def test_accelerate(tmp_path, strategy, state_dict_type, make_optimizer):
+def test_a_run_resumed_by_accelerate_goes_on_as_before(tmp_path, strategy, state_dict_type, make_optimizer):
     options = strategy, False, state_dict_type, str(tmp_path), make_optimizer
     for whole, resumed in run_on_ranks(2, save_and_resume, *options):
         assert resumed == whole

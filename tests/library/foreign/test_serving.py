@@ -37,7 +37,7 @@ def test_compressed_tensors(strategy, dtype):
 
 @HP
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
-def test_transformers(scale_fmt, dtype):
+def test_codes_are_those_of_transformers(scale_fmt, dtype):
     """But blocks with an inf or a NaN, which it casts with a scale of 1."""
     config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
     hp = next(draw_samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
@@ -84,7 +84,7 @@ def test_experts_have_the_codes_of_the_folder(tmp_path):
     assert len(match.inputs) == 8
 
 
-def test_a_folder_alone(tmp_path):
+def test_a_saved_folder_computes_the_forward_of_training(tmp_path):
     """Its codes and the engine's rule are the forward of training, to the bit."""
     model = train_one_step("vllm-block", dtype=torch.bfloat16).eval()
     save_float8(model, tmp_path / "served", format="fp8")

@@ -30,7 +30,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_padded_batch(name):
+def test_a_padded_batch_has_near_gradients(name):
     torch.manual_seed(0)
     model_class, config_class, sizes = MODELS[name]
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).train()
@@ -56,7 +56,7 @@ def storing_llama(recipe="rowwise"):
 
 
 @pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
-def test_accelerate(variant):
+def test_accelerate_has_the_losses_of_a_loop_written_by_hand(variant):
     """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
     for by_accelerate, by_hand in run_on_ranks(2, train_by_accelerate_and_by_hand, variant, storing_llama):
         assert variant == "checkpointing" or by_accelerate == by_hand
@@ -88,14 +88,14 @@ def train_with_fsdp2(checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, *at_night([(True,)])])
-def test_fsdp2(checkpointing):
+def test_fsdp2_stores_the_same_before_and_after_sharding(checkpointing):
     for plain, before, after in run_on_ranks(2, train_with_fsdp2, checkpointing):
         assert before == after
         assert before == pytest.approx(plain, rel=0.01)
         assert before != plain  # of checkpointed blocks the last norm alone, which is outside
 
 
-def test_lightning(tmp_path):
+def test_a_resumed_lightning_run_goes_on_as_before(tmp_path):
     """A run accumulates gradients, validates in between, saves in mid-epoch, and is resumed."""
     from tests.library.foreign import lightning_trainer
 
@@ -113,7 +113,7 @@ def test_lightning(tmp_path):
     assert resumed.losses[0] < whole.losses[0]
 
 
-def test_peft():
+def test_adapters_store_in_either_order_and_merge():
     """The model stores before or after adapters are added; then they are merged, and a copy that keeps teaches it."""
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
     stores_first, adapts_first = (peft.get_peft_model(build("rowwise"), adapter) for build in (storing_llama, llama))

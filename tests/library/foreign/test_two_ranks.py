@@ -92,7 +92,7 @@ def train_by_trainer(make_trainer, folder, make, strategy, float8_all_gather):
         *at_night((trl_trainer, llama, *way) for way in (DDP, FSDP2, GATHER)),
     ],
 )
-def test_a_trainer(tmp_path, make_trainer, make, strategy, float8_all_gather):
+def test_trainers_log_the_losses_of_a_loop_written_by_hand(tmp_path, make_trainer, make, strategy, float8_all_gather):
     (logged, first), (_, second) = run(2, train_by_trainer, make_trainer, tmp_path, make, strategy, float8_all_gather)
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
@@ -186,6 +186,6 @@ def train_by_lightning(folder, make, strategy, float8_all_gather):
         ),
     ],
 )
-def test_a_library(tmp_path, train, case):
+def test_libraries_have_the_losses_of_a_loop_written_by_hand(tmp_path, train, case):
     for by_library, expected in run(2, train, tmp_path, *case):
         assert by_library == expected

@@ -51,7 +51,7 @@ def float8_weights(name, module):
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
 @pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_an_architecture(name, recipe):
+def test_gradients_of_an_architecture_are_near_high_precision(name, recipe):
     """The floor: n linears add the errors of their three matmuls, which are independent, so 3n times the noise.
 
     It holds for the gradient as a whole. One parameter's gradient may cancel (the biases of CLIP over a pair of images)

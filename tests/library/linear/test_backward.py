@@ -115,7 +115,7 @@ def test_a_frozen_weight_gives_its_dequantized_values(recipe):
     assert_same(*grads)
 
 
-def test_bytes_saved():
+def test_each_backward_saves_codes_or_high_precision():
     elements = M[0] * M[1] * K
     for backward, codes, hp in (("dequantized", elements, 0), ("high_precision", 0, 2 * elements)):
         model, input, _ = make_step(make_config("rowwise", backward))
