@@ -75,17 +75,18 @@ def _get_version(scale: PersistentScale | None) -> int:
 
 _entry: SharedOperands | None = None
 _running = threading.local()
-"""`parents`: the ids of the modules whose forwards run on this thread, the outermost first."""
+"""`parents`: weak references to the modules whose forwards run on this thread, the outermost first."""
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
     """Allow a cache while a parent's forward runs. A forward pre-hook."""
     if not torch.compiler.is_compiling():
         parents = vars(_running).setdefault("parents", [])
-        if id(parent) in parents:  # Ctrl-C ended its last forward, without the hook that closes
-            _end_forward(parent, parents)
+        ended = [other for other in parents if other() in (parent, None)]
+        if ended:  # Ctrl-C ended their last forwards, without the hook that closes
+            del parents[parents.index(ended[0]) :]
             clear_cached_operands()
-        parents.append(id(parent))
+        parents.append(weakref.ref(parent))
 
 
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
@@ -97,10 +98,10 @@ def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
             clear_cached_operands()
 
 
-def _end_forward(parent: nn.Module, parents: list[int]) -> None:
+def _end_forward(parent: nn.Module, parents: list[weakref.ref[nn.Module]]) -> None:
     """Remove `parent`, and the modules that it called, from the running forwards."""
-    if id(parent) in parents:
-        del parents[parents.index(id(parent)) :]
+    if weakref.ref(parent) in parents:
+        del parents[parents.index(weakref.ref(parent)) :]
 
 
 def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:

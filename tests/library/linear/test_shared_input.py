@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 
 import numpy as np
@@ -199,14 +200,19 @@ def test_a_forward_that_raised_leaves_nothing_open():
 
 
 @needs_counts
-def test_a_forward_after_one_that_ctrl_c_ended_closes_the_cache():
-    """PyTorch calls no forward hook after a KeyboardInterrupt."""
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_forward_after_one_that_ctrl_c_ended_closes_the_cache(deletes):
+    """PyTorch calls no forward hook after a KeyboardInterrupt. The interrupted model runs again, or another."""
     model = nn.Sequential(convert_to_float8_training(Attention(), config="tensorwise"))
     handle = model[0].k.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     x = torch.randn(32, 64)
     with pytest.raises(KeyboardInterrupt):
         model(x)
     handle.remove()
+    if deletes:
+        del model
+        gc.collect()
+        model = nn.Sequential(convert_to_float8_training(Attention(), config="tensorwise"))
     model(x)
     assert count_reads(lambda: (model[0].q(x), model[0].k(x))) == 2 * (2 * 64 * 64 + 2 * x.numel())
 
