@@ -11,8 +11,7 @@ import logging
 import typing
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -67,8 +66,6 @@ class Float8Optimizer(Optimizer):
     """The optimizer of torch whose state dicts are converted. Options that it lacks are this optimizer's own."""
     skipped_noun: ClassVar[str]
     """The noun, in messages, for the parts of a step that are skipped because gradients are not finite."""
-    parameter_names: Mapping[int, str] = MappingProxyType({})
-    """The names of parameters in the log, by id; `name_parameters` sets them."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
@@ -77,6 +74,8 @@ class Float8Optimizer(Optimizer):
         """How many skipped parts of a CPU warnings have reported."""
         self._versions: dict[Tensor, int] = {}
         """The versions of parameters with a master after their last step. Copies of an optimizer begin without."""
+        self._names: dict[Tensor, str] = {}
+        """The names of parameters in the log. The keys are parameters, so that copies and pickles have names, too."""
         super().__init__(params, {**defaults, "state_version": STATE_VERSION})
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -95,6 +94,8 @@ class Float8Optimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        group = self.param_groups[-1]
+        self._names |= zip(group["params"], group.get("param_names", ()), strict=False)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -137,8 +138,12 @@ class Float8Optimizer(Optimizer):
         return loss
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Name parameters in the log as in `model`. As with AdamW, state dicts have no names."""
-        self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        """Name this optimizer's parameters in the log as in `model`. As with AdamW, state dicts have no names.
+
+        Groups that are added later get no names, unless they have named parameters.
+        """
+        own = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in own}
 
     def _count_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Count a step of a parameter and return its number. The first step creates the parameter's state.
@@ -193,7 +198,7 @@ class Float8Optimizer(Optimizer):
         elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
             if has_process_group() and dist.get_rank():
                 return  # the first rank says it for all
-            name = self.parameter_names.get(id(parameter), "a parameter")
+            name = self._names.get(parameter, "a parameter")
             logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,7 +302,8 @@ class Float8Optimizer(Optimizer):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned, "_versions": {}}
+        own = {"_skipped": self._skipped, "_warned": self._warned, "_versions": {}, "_names": self._names}
+        return {**super().__getstate__(), **own}
 
 
 def _write_to_empty_shard(parameter: Tensor) -> None:

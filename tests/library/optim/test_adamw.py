@@ -12,7 +12,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, base, buckets, float32_embeddings, update
 from quaver.optim.blocks import RowSpan, make_grid, number_blocks
 from quaver.optim.rounding import (
     dequantize_moment,
@@ -352,6 +352,19 @@ def test_large_vectors_are_said_once_for_each_optimizer_to_stay_in_float32(caplo
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+
+
+@pytest.mark.parametrize("named", ["by name_parameters", "by named_parameters"])
+@pytest.mark.parametrize("copied", [lambda pair: pair, copy.deepcopy, by_torch_save])
+def test_the_log_names_a_parameter_and_its_copies(copied, named, monkeypatch, caplog):
+    monkeypatch.setattr(base, "find_block_obstacle", lambda _: "its shards have no whole blocks")
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = Float8AdamW(model.named_parameters() if named == "by named_parameters" else model.parameters())
+    if named == "by name_parameters":
+        optimizer.name_parameters(model)
+    model, optimizer = copied((model, optimizer))
+    make_steps(list(model.parameters()), optimizer, range(2))
+    assert caplog.messages == ["moments of weight [64, 64] are float32: its shards have no whole blocks"]
 
 
 def test_the_documented_bytes_are_those_of_each_choice():
