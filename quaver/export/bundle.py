@@ -30,7 +30,12 @@ _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
+    """Return the files of the tokenizer in `folder`.
+
+    Raises:
+        FileNotFoundError: it has none.
+        ValueError: a .json file among them is damaged.
+    """
     files = _find_files(folder, *_TOKENIZER)
     if not files:
         raise FileNotFoundError(f"{str(folder)!r}: expected files of a tokenizer, such as tokenizer.json, got none")
@@ -38,12 +43,19 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
 
 
 def list_copied_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer and the generation config, which do not depend on the weights."""
+    """Return the files of the tokenizer and the generation config, which do not depend on the weights.
+
+    Raises ValueError if a .json file among them is damaged.
+    """
     return _find_files(folder, *_TOKENIZER, GENERATION)
 
 
 def _find_files(folder: Path, *patterns: str) -> list[Path]:
-    return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+    for file in files:
+        if file.suffix == ".json":
+            read_json_object(file)
+    return files
 
 
 def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:

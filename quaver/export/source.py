@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from quaver.conversion.roles import LM_HEAD, ROUTER_NAMES
 from quaver.export.bundle import list_copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
+from quaver.recipes.config import resolve_config
 from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import find_tied_modules
 
@@ -69,11 +71,12 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
     model = build_skeleton(folder, config)
     admits = make_name_filter(filter_fqns, find_tied_modules(model))
     with blame_input():
-        convert_to_float8_training(model, config=recipe, module_filter_fn=admits)
+        float8_config = resolve_config(recipe)
+    convert_to_float8_training(model, config=float8_config, module_filter_fn=admits)
 
     def high_precision_model() -> nn.Module:
         model_class, _ = _find_model_class(folder, config)
-        with blame_input():
+        with _blame_folder(folder):
             loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
@@ -84,9 +87,24 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
 def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Build the model of a Hugging Face folder on the meta device. Raises as `open_huggingface_source`."""
     model_class, model_config = _find_model_class(folder, config)
-    with torch.device("meta"), blame_input():
+    with torch.device("meta"), _blame_folder(folder):
         model: nn.Module = model_class._from_config(model_config)
     return model
+
+
+@contextmanager
+def _blame_folder(folder: Path) -> Iterator[None]:
+    """Turn an error of transformers, which alone runs in the block, into an InputError about the folder that it reads.
+
+    A bad value in config.json makes transformers raise almost any error, such as KeyError or ZeroDivisionError.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"transformers cannot build the model of {str(folder)!r}: {text}") from error
 
 
 def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -106,12 +124,12 @@ def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any
         raise InputError("a Hugging Face folder needs transformers: pip install transformers") from error
 
     kind = config.get("model_type")
-    if "auto_map" in config and kind not in CONFIG_MAPPING:
+    if "auto_map" in config and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise InputError(
             f"{str(folder)!r} brings the code of its model (auto_map in config.json), which is not run; expected a "
             f"model_type of transformers, got {kind!r}"
         )
-    with blame_input():
+    with _blame_folder(folder):
         model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:

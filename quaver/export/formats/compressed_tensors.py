@@ -6,6 +6,7 @@ CompressedTensorsW8A8Fp8 of vLLM (main branch, October 2025) and of SGLang, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -130,6 +131,11 @@ def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
         inputs, targets = group.get("input_activations"), group.get("targets")
         has_token_scales = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
         token_scales |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_token_scales)
+    for pattern in (target.removeprefix("re:") for target in token_scales if target.startswith("re:")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InputError(f"targets in config.json: {pattern!r} is no regular expression: {error}") from error
     sizes = dict.fromkeys(size for group in groups.values() for size in _list_block_sizes(group))
     return StoredFormat(METHOD, tuple(sizes), token_scales)
 

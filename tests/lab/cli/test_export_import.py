@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 
 import pytest
@@ -71,6 +72,24 @@ def test_bad_input_is_one_line(tmp_path, refused):
     (folder / "config.json").unlink()
     assert "has no config.json" in refused("import", folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["float8"]
+
+
+CANNOT = "transformers cannot build the model of .*: "
+DAMAGES = {
+    "wrong type": ("config.json", {"hidden_size": "32"}, f"{CANNOT}Strict.*Field 'hidden_size' expected int"),
+    "unknown name": ("config.json", {"hidden_act": "nope"}, f"{CANNOT}KeyError: 'nope'"),
+    "division by zero": ("config.json", {"num_attention_heads": 0}, f"{CANNOT}ZeroDivisionError"),
+    "unhashable": ("config.json", {"model_type": ["llama"], "auto_map": {}}, "brings the code of its model"),
+    "tokenizer": ("tokenizer_config.json", None, "tokenizer_config.json': expected a JSON object: .*download it again"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_source_is_one_line(damage, folder, tmp_path, refused):
+    name, change, message = DAMAGES[damage]
+    (folder / name).write_text("{" if change is None else json.dumps(json.loads((folder / name).read_text()) | change))
+    assert re.search(message, refused("export", folder, tmp_path / "out", "--recipe=rowwise"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_line_and_exit_code_4(tmp_path, capsys, monkeypatch):

@@ -291,11 +291,11 @@ def test_export_copies_the_files_of_a_tokenizer(out, tmp_path):
     source.mkdir()
     copied = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
     for name in (*copied, "notes.txt", "config.json"):
-        (source / name).write_text(f"{{}} {name}")
+        (source / name).write_text(json.dumps({"name": name}))
     convert("quaver-to-hf", out, tmp_path / "back", "--tokenizer", source)
     written = {path.name for path in (tmp_path / "back").iterdir()}
     assert written == {"config.json", "model.safetensors", *copied}
-    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{} tokenizer.json"
+    assert json.loads((tmp_path / "back" / "tokenizer.json").read_text()) == {"name": "tokenizer.json"}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
 
 

@@ -87,3 +87,12 @@ def test_control_characters_in_a_name_are_refused(tmp_path):
     (tmp_path / SINGLE).write_bytes(save({"a\x1b]0;title\x07\nb.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match="is not printable; download it again"):
         load_float8(tmp_path)
+
+
+def test_a_target_that_is_no_regular_expression_is_refused(tmp_path):
+    groups = {"g": {**GROUPS["g"], "targets": ["re:("]}}
+    config = {"quantization_config": {**QUANTIZATION, "config_groups": groups}}
+    (tmp_path / CONFIG_JSON).write_text(json.dumps(config))
+    (tmp_path / SINGLE).write_bytes(GOOD[SINGLE])
+    with pytest.raises(ValueError, match="targets in config.json: '\\(' is no regular expression"):
+        load_float8(tmp_path)
