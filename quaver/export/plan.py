@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.recipes.serving import find_serving
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     names, tied = _list_names(model)
     _check_names(model, names, [name for name in tied if name in float8])
     given = {} if weights is None else _match_given_names(names, weights, checkpoint, float8)
+    untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
+    absent = [name for name in untied if name not in given]
+    if weights is not None and absent:
+        logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(absent))
     names = names if weights is None else list(given)
     ignore = _list_ignored_modules(model, names, tied, float8, checkpoint)
     sizes = {name: _compute_matrix_size(name, weight, checkpoint) for name, weight in float8.items()}

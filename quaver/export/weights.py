@@ -117,7 +117,8 @@ def iter_float8_weights(
         NotImplementedError: the format does not hold the recipe, weights have several recipes, this rank has only some
             of the experts, or groups of MXFP8 do not divide the inputs of a weight.
     Raises (in the iteration):
-        ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
+        ValueError: a weight is not finite, on the meta device or of another shape than the model's, or the scale of an
+            input is unknown.
     """
     dtype, forward_dtype = _parse_dtype("dtype", dtype), _parse_dtype("rounded_from", rounded_from)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -167,6 +168,8 @@ class Float8Weights:
         self.bytes_yielded = self.bytes_moved = 0
         self.requantized: dict[str, Requantized] = {}
         self._weights = weights if weights is not None else get_named_tensors(model)
+        self._shapes = {} if weights is None else {name: t.shape for name, t in get_named_tensors(model).items()}
+        """The shapes of the user's weights; whole stacks may be transposed."""
         is_file = self.plan.format.is_file
         self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
         self._dtype, self._forward_dtype, self._view, self._has_recipe = dtype, forward_dtype, view, has_recipe
@@ -370,6 +373,9 @@ class Float8Weights:
                 f"{name} is on the meta device, where Accelerate's offload also leaves weights: load all weights "
                 "before the export, or give them as `weights`"
             )
+        expected = self._shapes.get(name, tensor.shape)
+        if tensor.shape != expected and name not in self.plan.checkpoint.whole_stacks:
+            raise InputError(f"{name}: expected {list(expected)}, as the model has, got {list(tensor.shape)}")
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
             self.bytes_moved += tensor.nbytes

@@ -80,6 +80,7 @@ DAMAGES = {
     "unknown name": ("config.json", {"hidden_act": "nope"}, f"{CANNOT}KeyError: 'nope'"),
     "division by zero": ("config.json", {"num_attention_heads": 0}, f"{CANNOT}ZeroDivisionError"),
     "unhashable": ("config.json", {"model_type": ["llama"], "auto_map": {}}, "brings the code of its model"),
+    "other shape": ("config.json", {"vocab_size": 48}, r"lm_head.weight: expected \[48, 32\].*got \[64, 32\]"),
     "tokenizer": ("tokenizer_config.json", None, "tokenizer_config.json': expected a JSON object: .*download it again"),
 }
 
@@ -90,6 +91,14 @@ def test_a_damaged_source_is_one_line(damage, folder, tmp_path, refused):
     (folder / name).write_text("{" if change is None else json.dumps(json.loads((folder / name).read_text()) | change))
     assert re.search(message, refused("export", folder, tmp_path / "out", "--recipe=rowwise"))
     assert not (tmp_path / "out").exists()
+
+
+def test_biases_that_a_folder_lacks_are_named(folder, tmp_path, caplog):
+    """A reader of the export would initialize them."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mlp_bias": True}))
+    assert main(["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise"]) == 0
+    assert "got none for model.layers.0.mlp.gate_proj.bias" in caplog.text
 
 
 def test_a_full_disk_is_one_line_and_exit_code_4(tmp_path, capsys, monkeypatch):
