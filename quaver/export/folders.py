@@ -8,8 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from quaver.runtime.errors import InputError
+
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """The `errno` of a write without room: a full disk, a quota, or the size limit of a file."""
+
+
+_PARTIAL = ".{}.partial"
+"""The name of a folder while it is written, next to its final place."""
+
+_MAX_NAME_BYTES = 255 - len(_PARTIAL.format(""))
 
 
 class NotWrittenError(OSError):
@@ -17,7 +25,9 @@ class NotWrittenError(OSError):
 
 
 def check_new(path: Path) -> None:
-    """Raise FileExistsError if `path` exists."""
+    """Raise FileExistsError if `path` exists, and InputError if its name is too long for `new_folder`."""
+    if (length := len(os.fsencode(path.name))) > _MAX_NAME_BYTES:
+        raise InputError(f"{path.name!r}: expected a name of at most {_MAX_NAME_BYTES} bytes, got {length}")
     if path.exists() or path.is_symlink():
         raise FileExistsError(f"{str(path)!r} exists already; give another folder or remove it")
 
@@ -31,11 +41,12 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
 
     Raises:
         FileExistsError: `path` exists.
+        InputError: the name of `path` is too long.
         NotWrittenError: the disk or the quota is full.
         OSError: the folder cannot be made or written.
     """
     check_new(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(_PARTIAL.format(path.name))
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -101,6 +101,13 @@ def test_biases_that_a_folder_lacks_are_named(folder, tmp_path, caplog):
     assert "got none for model.layers.0.mlp.gate_proj.bias" in caplog.text
 
 
+def test_a_name_that_leaves_no_room_for_a_partial_folder_is_refused_before_the_work(folder, tmp_path, refused):
+    for length in (247, 255, 256):
+        line = refused("export", tmp_path / "nowhere", tmp_path / ("n" * length), "--recipe=rowwise")
+        assert line.endswith(f"expected a name of at most 246 bytes, got {length}")
+    assert main(["export", str(folder), str(tmp_path / ("n" * 246)), "--recipe=rowwise"]) == 0
+
+
 def test_a_full_disk_is_one_line_and_exit_code_4(tmp_path, capsys, monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
