@@ -64,6 +64,18 @@ class _CheckpointConfig(TypedDict):
     model: dict[str, Any]
     training: NotRequired[_CheckpointTraining]  # a converted model has none
     optimizer: NotRequired[_CheckpointOptimizer]
+    float8: NotRequired[dict[str, Any]]
+    parallelism: NotRequired[dict[str, Any]]
+
+
+class _CheckpointLayer(TypedDict):
+    name: str
+    converted: bool
+    reason: str
+
+
+class _CheckpointReport(TypedDict):
+    layers: list[_CheckpointLayer]
 
 
 class _CheckpointData(TypedDict):
@@ -80,6 +92,7 @@ class _CheckpointRecord(TypedDict):
     world_size: AtLeast1
     progress: RunProgress
     config: _CheckpointConfig
+    conversion_report: NotRequired[_CheckpointReport | None]
     data: NotRequired[_CheckpointData]
     huggingface: NotRequired[dict[str, Any]]
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quaver import convert_to_float8_training
 from quaver.export import load_float8, save_float8, set_kv_scales
 from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from tests.library.export.models import saved
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -99,6 +100,15 @@ def test_biases_that_a_folder_lacks_are_named(folder, tmp_path, caplog):
     (folder / "config.json").write_text(json.dumps(config | {"mlp_bias": True}))
     assert main(["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise"]) == 0
     assert "got none for model.layers.0.mlp.gate_proj.bias" in caplog.text
+
+
+@pytest.mark.parametrize("section", [{"config": {"float8": 7}}, {"conversion_report": {"layers": [{"name": 7}]}}])
+def test_a_damaged_section_of_a_checkpoint_is_one_line(section, folder, tmp_path, refused):
+    assert main(["convert", "hf-to-quaver", str(folder), str(tmp_path / "checkpoint")]) == 0
+    record = read_record(tmp_path / "checkpoint")
+    record["config"] |= section.pop("config", {})
+    write_record(tmp_path / "checkpoint", record | section)
+    assert "checkpoint.json' is damaged: con" in refused("export", tmp_path / "checkpoint", tmp_path / "out")
 
 
 def test_a_name_that_leaves_no_room_for_a_partial_folder_is_refused_before_the_work(folder, tmp_path, refused):

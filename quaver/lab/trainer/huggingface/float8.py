@@ -98,7 +98,10 @@ def _list_decisions(checked: CheckedModel) -> dict[str, FilterDecision]:
 
 
 def _decide_as_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
-    return converted[name if name in converted else f"{name}.down_proj"]  # experts are listed by weight
+    decision = converted.get(name, converted.get(f"{name}.down_proj"))  # experts are listed by weight
+    if decision is None:
+        raise InputError(f"the conversion report of the checkpoint lacks the layer {name}; choose another checkpoint")
+    return decision
 
 
 def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
