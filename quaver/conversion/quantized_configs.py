@@ -52,22 +52,33 @@ def iter_model_configs(config: object) -> Iterator[Any]:
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))
 
 
+_DROPS_QUANTIZATION = "_drops_false_quantization"
+"""The attribute of the methods that `patch_transformers_models` made, and of wrappers of them."""
+
+
 def patch_transformers_models() -> None:
-    """If transformers is imported, run `drop_false_quantization` whenever a model loads a state_dict or is saved."""
+    """If transformers is imported, run `drop_false_quantization` whenever a model loads a state_dict or is saved.
+
+    The new methods call what is there, also another library's, which may have replaced them since an earlier call.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     base: Any = getattr(modeling, "PreTrainedModel", None)
-    if base is None or "load_state_dict" in vars(base):
+    if base is None:
         return
-    save_pretrained = base.save_pretrained
+    load, save = vars(base).get("load_state_dict"), base.save_pretrained
 
-    def load_state_dict(self: nn.Module, *args: Any, **options: Any) -> Any:
-        result = nn.Module.load_state_dict(self, *args, **options)
+    @functools.wraps(load or nn.Module.load_state_dict)
+    def load_and_drop(self: nn.Module, *args: Any, **options: Any) -> Any:
+        result = (load or nn.Module.load_state_dict)(self, *args, **options)
         drop_false_quantization(self)
         return result
 
-    @functools.wraps(save_pretrained)
-    def save_true(self: nn.Module, *args: Any, **options: Any) -> Any:
+    @functools.wraps(save)
+    def drop_and_save(self: nn.Module, *args: Any, **options: Any) -> Any:
         drop_false_quantization(self)
-        return save_pretrained(self, *args, **options)
+        return save(self, *args, **options)
 
-    base.load_state_dict, base.save_pretrained = functools.wraps(nn.Module.load_state_dict)(load_state_dict), save_true
+    for name, method in (("load_state_dict", load_and_drop), ("save_pretrained", drop_and_save)):
+        if not hasattr(method, _DROPS_QUANTIZATION):  # `wraps` copies the attribute of the method that is there
+            setattr(method, _DROPS_QUANTIZATION, True)
+            setattr(base, name, method)

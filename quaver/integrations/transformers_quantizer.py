@@ -63,6 +63,9 @@ from quaver.runtime.names import join_names
 METHOD = "quaver"
 """The `quant_method` of a QuaverConfig."""
 
+_ACCEPTS_QUAVER = "_accepts_quaver_config"
+"""The attribute of a `get_hf_quantizer` that `install_quantizer` made, or of a wrapper of it."""
+
 
 @register_quantization_config(METHOD)
 class QuaverConfig(QuantizationConfigMixin):
@@ -348,22 +351,24 @@ def _drop_quantization(config: Any) -> None:
             vars(part).pop(key, None)
 
 
-_modeling: Any = modeling_utils
-_get_hf_quantizer = _modeling.get_hf_quantizer
-
-
-@functools.wraps(_get_hf_quantizer)
-def _get_quantizer(config: Any, quantization_config: Any, *args: Any, **options: Any) -> Any:
-    """Run `get_hf_quantizer`, which raises for a QuaverConfig if config.json keeps another method."""
-    method = getattr(quantization_config, "quant_method", None)
-    if isinstance(quantization_config, Mapping):
-        method = quantization_config.get("quant_method")
-    if method == METHOD:
-        _drop_quantization(config)
-    return _get_hf_quantizer(config, quantization_config, *args, **options)
-
-
-@functools.cache
 def install_quantizer() -> None:
-    """Replace transformers' `get_hf_quantizer` by `_get_quantizer`. A second call does nothing."""
-    _modeling.get_hf_quantizer = _get_quantizer
+    """Make transformers' `get_hf_quantizer` accept a QuaverConfig for a folder whose config.json has another method.
+
+    Calls the function that is there, also another library's, which may have replaced it since an earlier call.
+    """
+    modeling: Any = modeling_utils
+    original = modeling.get_hf_quantizer
+    if hasattr(original, _ACCEPTS_QUAVER):
+        return
+
+    @functools.wraps(original)
+    def get_quantizer(config: Any, quantization_config: Any, *args: Any, **options: Any) -> Any:
+        method = getattr(quantization_config, "quant_method", None)
+        if isinstance(quantization_config, Mapping):
+            method = quantization_config.get("quant_method")
+        if method == METHOD:
+            _drop_quantization(config)
+        return original(config, quantization_config, *args, **options)
+
+    setattr(get_quantizer, _ACCEPTS_QUAVER, True)
+    modeling.get_hf_quantizer = get_quantizer

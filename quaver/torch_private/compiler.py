@@ -74,6 +74,8 @@ def recompile_limit(variants: int) -> AbstractContextManager[Any]:
 def install_partitioner(partitioner: CustomPartitionerFn) -> None:
     """Use `partitioner` for the joint graphs that this process compiles from now on, unless its class is installed.
 
+    Another partitioner that is set later takes its place.
+
     Raises:
         RuntimeError: another partitioner is installed.
     """

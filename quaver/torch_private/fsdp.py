@@ -9,8 +9,9 @@
 - `find_fsdp_module_class()`: public API, without the import of torch.distributed.fsdp; see [Note: import time] in
   dtensor.py.
 - `list_reductions`: the sizes and dtypes of parameter groups. No replacement.
-- `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Remove when FSDP2 hides its hooks from
-  selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862 proposes.
+- `hide_from_policies()`: wraps methods of FSDPState and FSDPParamGroup, and marks the wrappers with `_HIDES_OPS`.
+  Remove when FSDP2 hides its hooks from selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862
+  proposes.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
                 del parameter._unsharded_param
 
 
-_is_hidden: bool = False
-"""Whether FSDP2's hooks are hidden."""
+_HIDES_OPS = "_quaver_hides_ops"
+"""The attribute of a hook whose ops are hidden. `functools.wraps` gives it to wrappers by other libraries, too."""
 
 
 def hide_from_policies() -> None:
@@ -92,10 +93,10 @@ def hide_from_policies() -> None:
     number of earlier calls of its operator. Later results would be mixed up (pytorch/torchtitan#3427). The effect is a
     wrong gradient or the error "not found in storage". Policies save the amaxes of a float8 all-gather.
 
-    Does nothing if torch.distributed.fsdp was not imported.
+    The wrappers change nothing else, also for models without float8, and call what another library put there before. A
+    later call wraps only hooks that another library replaced. Does nothing if torch.distributed.fsdp was not imported.
     """
-    global _is_hidden
-    if _is_hidden or find_fsdp_module_class() is None:
+    if find_fsdp_module_class() is None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
@@ -105,12 +106,13 @@ def hide_from_policies() -> None:
             with without_policies():
                 return method(*args, **kwargs)
 
+        setattr(run, _HIDES_OPS, True)
         return run
 
-    _is_hidden = True
     state: Any = _fsdp_state.FSDPState
     group: Any = _fsdp_param_group.FSDPParamGroup
-    for name in ("pre_forward", "post_forward", "unshard", "wait_for_unshard"):
-        setattr(group, name, hide(getattr(group, name)))
-    state._root_pre_forward = hide(state._root_pre_forward)
-    group._prefetch_unshard = staticmethod(hide(group._prefetch_unshard))
+    names = ("pre_forward", "post_forward", "unshard", "wait_for_unshard", "_prefetch_unshard")
+    for owner, name in ((state, "_root_pre_forward"), *((group, name) for name in names)):
+        hook = getattr(owner, name)
+        if not hasattr(hook, _HIDES_OPS):
+            setattr(owner, name, staticmethod(hide(hook)) if name == "_prefetch_unshard" else hide(hook))

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 from torchao import float8
 from transformers import PreTrainedModel, modeling_utils
@@ -29,6 +31,47 @@ install_quantizer(), patch_transformers_models(), quaver.integrations.torchao.in
 assert read() == changed
 """
 
+REPLACED = """
+import functools
+from transformers import PreTrainedModel, modeling_utils
+from quaver.conversion.quantized_configs import patch_transformers_models
+from quaver.integrations.transformers_quantizer import install_quantizer
+from quaver.torch_private.fsdp import hide_from_policies
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp
 
-def test_only_the_listed_calls_change_other_packages():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=300)
+calls = []
+def patch(owner, name, wraps):
+    original = getattr(owner, name)
+    def replaced(*args, **options):
+        calls.append(name)
+        return original(*args, **options)
+    setattr(owner, name, functools.wraps(original)(replaced) if wraps else replaced)
+    return getattr(owner, name)
+
+def install():
+    install_quantizer(), patch_transformers_models(), hide_from_policies()
+
+PLACES = [(modeling_utils, "get_hf_quantizer"), (PreTrainedModel, "load_state_dict")]
+PLACES += [(PreTrainedModel, "save_pretrained"), (fsdp.FSDPParamGroup, "unshard")]
+patches = [patch(*place, wraps=False) for place in PLACES]  # before quaver, which calls them
+install()
+installed = [getattr(*place) for place in PLACES]
+assert [new.__wrapped__ for new in installed] == patches
+patches = [patch(*place, wraps=True) for place in PLACES]  # after quaver, and still with its wrapper inside
+install()
+assert [getattr(*place) for place in PLACES] == patches
+patches = [patch(*place, wraps=False) for place in PLACES]  # in its place
+install()
+assert [getattr(*place).__wrapped__ for place in PLACES] == patches
+
+model = PreTrainedModel.__new__(PreTrainedModel)
+torch.nn.Module.__init__(model)
+model.load_state_dict({})
+assert calls == ["load_state_dict"] * 3, calls
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, REPLACED], ids=["only the listed calls", "with patches of others"])
+def test_changes_of_other_packages(program):
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
