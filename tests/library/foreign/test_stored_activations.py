@@ -10,7 +10,9 @@ import torch.distributed as dist
 import transformers
 
 from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
+from quaver.integrations.transformers import Float8Callback
 from tests.library.foreign.accelerated import save_and_resume, train_by_accelerate_and_by_hand
+from tests.library.foreign.hf_trainer import checkpointing, losses_of, trained
 from tests.library.foreign.llama import BATCHES, batches, convert, llama, optimizer_of, sharded, train_by_hand
 from tests.ranks import run as run_on_ranks
 from tests.thinned import at_night
@@ -53,6 +55,21 @@ def storing_llama(recipe="rowwise"):
     model = llama(recipe)
     store_activations_in_float8(model)
     return model
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, *at_night([(True,)])])
+def test_trainer(is_checkpointed, tmp_path):
+    """transformers' Trainer evaluates in between, saves and is resumed: the losses of a loop by hand, not a plain's."""
+    options = {"max_grad_norm": 0.0, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
+    by_hand, plain = storing_llama(), llama("rowwise")
+    if is_checkpointed:
+        options |= checkpointing(use_reentrant=False)
+        by_hand.gradient_checkpointing_enable({"use_reentrant": False})
+    run = trained(tmp_path, storing_llama(), [Float8Callback()], **options)
+    assert losses_of(run) == pytest.approx(train_by_hand(by_hand), abs=5e-5)  # Trainer's AdamW is fused
+    assert losses_of(run) != pytest.approx(train_by_hand(plain), abs=5e-5)
+    resumed = trained(tmp_path, storing_llama(), [Float8Callback()], resume=tmp_path / "checkpoint-2", **options)
+    assert losses_of(resumed) == losses_of(run)
 
 
 @pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
