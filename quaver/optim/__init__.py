@@ -2,7 +2,7 @@
 
 from quaver.optim.adamw import Float8AdamW
 from quaver.optim.combined import CombinedOptimizer, load_states_of
-from quaver.optim.groups import FLOAT32_MOMENTS, embeddings_of, float32_embeddings
+from quaver.optim.groups import FLOAT32_MOMENTS, find_embedding_weights, make_param_groups
 from quaver.optim.muon import Float8Muon
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "CombinedOptimizer",
     "Float8AdamW",
     "Float8Muon",
-    "embeddings_of",
-    "float32_embeddings",
+    "find_embedding_weights",
     "load_states_of",
+    "make_param_groups",
 ]

@@ -1,6 +1,6 @@
 """AdamW with moments in float8: `Float8AdamW`, a drop-in for torch.optim.AdamW.
 
-    optimizer = Float8AdamW(float32_embeddings(model), lr=3e-4, weight_decay=0.1)
+    optimizer = Float8AdamW(make_param_groups(model), lr=3e-4, weight_decay=0.1)
 
 A moment takes one byte per element and a float32 scale per block of 256 elements. Blocks and random bits follow from
 the position in the whole parameter, so states are bit-identical on any number of ranks. They can be saved, loaded and
@@ -19,7 +19,7 @@ from torch import Tensor
 from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import make_grid
 from quaver.optim.buckets import Update, run_cut_updates, run_updates
-from quaver.optim.options import check_common, check_storages
+from quaver.optim.options import check_shared_options, check_storages
 from quaver.optim.state import get_blocks, get_row_scales, has_cut_blocks
 from quaver.optim.update import Scalars
 from quaver.torch_private.dtensor import get_local_tensor
@@ -29,7 +29,7 @@ class Float8AdamW(Float8Optimizer):
     """AdamW (decoupled weight decay) whose moments are stored in float8 and rounded stochastically.
 
     Parameters with fewer than 4096 elements or fewer than two dims (norms, biases) have moments in float32. An
-    optimizer cannot recognize embeddings; use `float32_embeddings(model)` to give them float32 moments. All arithmetic
+    optimizer cannot recognize embeddings; use `make_param_groups(model)` to give them float32 moments. All arithmetic
     is float32. A step skips each block of 256 elements whose gradient is not finite: its parameters and moments do not
     change, and `skipped_blocks` counts it.
     """
@@ -56,7 +56,7 @@ class Float8AdamW(Float8Optimizer):
         Args:
             params: parameters, named parameters or param groups, in float32 or bfloat16.
             exp_avg, exp_avg_sq: how the moments are stored: float8, bfloat16 (rounded stochastically) or float32. If
-                `exp_avg` is float8, `exp_avg_sq` must be float8; see `_check_pair`.
+                `exp_avg` is float8, `exp_avg_sq` must be float8; see `_check_moment_storages`.
             masters: for bfloat16 parameters: "bfloat16" updates and stochastically rounds the parameters, "float32"
                 updates a float32 copy of them.
             seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks.
@@ -87,16 +87,16 @@ class Float8AdamW(Float8Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        check_common(group)
+        check_shared_options(group)
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"betas: expected two numbers from 0 to below 1, got {group['betas']}")
         check_storages(group, "exp_avg", "exp_avg_sq")
-        _check_pair(group)
+        _check_moment_storages(group)
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         super()._check_options(groups)
         for group in groups:
-            _check_pair(group)
+            _check_moment_storages(group)
 
     def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
         uncut: dict[int, list[Update]] = defaultdict(list)
@@ -109,7 +109,7 @@ class Float8AdamW(Float8Optimizer):
             elif update.grad.numel():
                 uncut[step].append(update)
         for step, updates in uncut.items():
-            run_updates(updates, Scalars.from_group(group, step), self._get_counter, self.compile)
+            run_updates(updates, Scalars.from_group(group, step), self._get_counter, compile=self.compile)
         for step, shared in cut.items():
             run_cut_updates(shared, Scalars.from_group(group, step), self._get_counter)
         for target, source in copies:
@@ -134,7 +134,7 @@ class Float8AdamW(Float8Optimizer):
         return {**super().__getstate__(), "compile": self.compile}
 
 
-def _check_pair(group: dict[str, Any]) -> None:
+def _check_moment_storages(group: dict[str, Any]) -> None:
     """Raise ValueError for a float8 mean with a second moment in higher precision.
 
     A spike in a block makes the block's codes coarse. Stochastic rounding then sometimes rounds a small mean up, to

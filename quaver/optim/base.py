@@ -44,7 +44,7 @@ from quaver.torch_private.versions import get_version
 
 logger = logging.getLogger(__name__)
 
-_LARGE_VECTOR = 1 << 16
+_LARGE_VECTOR_ELEMENTS = 1 << 16
 """The log says that the moments of vectors with at least this many elements stay in float32."""
 
 STATE_VERSION = 1
@@ -70,7 +70,7 @@ class Float8Optimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
         """The number of skipped parts by device, which the kernels of a step increment."""
-        self._warned = 0
+        self._warned_count = 0
         """How many skipped parts of a CPU warnings have reported."""
         self._versions: dict[Tensor, int] = {}
         """The versions of parameters with a master after their last step. Copies of an optimizer begin without."""
@@ -134,7 +134,7 @@ class Float8Optimizer(Optimizer):
                 _write_to_empty_shard(parameter)
                 if "master" in self.state[parameter]:
                     self._versions[parameter] = get_version(get_local_tensor(parameter))
-        self._report_skipped()
+        self._warn_of_skipped()
         return loss
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -172,12 +172,12 @@ class Float8Optimizer(Optimizer):
     def _skipped_total(self) -> int:
         return sum(int(count) for count in self._skipped.values())
 
-    def _report_skipped(self) -> None:
+    def _warn_of_skipped(self) -> None:
         """Warn how many parts this step skipped. On a GPU say nothing, because reading the counter synchronizes."""
         counter = self._skipped.get(torch.device("cpu"))
-        if counter is None or is_fake_mode_on() or int(counter) == self._warned:
+        if counter is None or is_fake_mode_on() or int(counter) == self._warned_count:
             return
-        count, self._warned = int(counter) - self._warned, int(counter)
+        count, self._warned_count = int(counter) - self._warned_count, int(counter)
         warnings.warn(
             f"gradients are not finite in {count} {self.skipped_noun}: their parameters and moments are unchanged",
             RuntimeWarning,
@@ -186,14 +186,14 @@ class Float8Optimizer(Optimizer):
 
     def _log_float32(self, parameter: Tensor) -> None:
         """Log why requested float8 moments are float32, unless float8 would save little."""
-        if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
+        if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR_ELEMENTS:
             log_once(
                 logger,
                 self,
                 "vectors",
                 "moments of vectors stay in float32, 4 bytes per element each, and this model has vectors of %d "
                 "elements or more; FSDP1 flattens parameters: use fully_shard (FSDP2)",
-                _LARGE_VECTOR,
+                _LARGE_VECTOR_ELEMENTS,
             )
         elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
             if has_process_group() and dist.get_rank():
@@ -302,7 +302,7 @@ class Float8Optimizer(Optimizer):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_skipped": self._skipped, "_warned": self._warned, "_versions": {}, "_names": self._names}
+        own = {"_skipped": self._skipped, "_warned_count": self._warned_count, "_versions": {}, "_names": self._names}
         return {**super().__getstate__(), **own}
 
 

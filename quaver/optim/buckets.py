@@ -26,7 +26,7 @@ from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import make_block_keys
 from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
-BUCKET_ELEMENTS = 1 << 22
+MAX_BUCKET_ELEMENTS = 1 << 22
 """The most elements of a bucket."""
 
 BYTES_PER_UPDATED_ELEMENT = 60
@@ -50,7 +50,7 @@ class Update(NamedTuple):
 
 
 def run_updates(
-    updates: Sequence[Update], scalars: Scalars, get_counter: Callable[[torch.device], Tensor], compile: bool
+    updates: Sequence[Update], scalars: Scalars, get_counter: Callable[[torch.device], Tensor], *, compile: bool
 ) -> None:
     """Make a step of parameters with the same `scalars`.
 
@@ -89,15 +89,15 @@ def compile_update() -> Callable[..., Any]:
 
 
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
-    """Split the rows of a shard into spans of at most `elements` (`BUCKET_ELEMENTS`) elements, or of one row."""
-    rows = max((elements or BUCKET_ELEMENTS) // max(grid.blocks * BLOCK, 1), 1)
+    """Split the rows of a shard into spans of at most `elements` (`MAX_BUCKET_ELEMENTS`) elements, or of one row."""
+    rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks * BLOCK, 1), 1)
     return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowSpan]]]:
-    """Yield buckets of spans with the same device and dtypes, of at most `BUCKET_ELEMENTS` elements or one row."""
+    """Yield buckets of spans with the same device and dtypes, of at most `MAX_BUCKET_ELEMENTS` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
-    capacity = min(BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, BLOCK))
+    capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, BLOCK))
     by_kind: dict[Any, list[tuple[Update, RowSpan]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))

@@ -150,7 +150,7 @@ def _restore_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         raise
 
 
-def list_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def list_optimizers(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """List the optimizers that this one combines, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
@@ -169,13 +169,13 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
             `target` does not change.
     """
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
-    for part in list_parts(source):
+    for part in list_optimizers(source):
         packed = part._make_torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
         for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed_group["params"], strict=True):
                 states[parameter] = part, packed_group, packed["state"].get(number)
-    with _restore_on_error(list_parts(target)):
-        for part in list_parts(target):
+    with _restore_on_error(list_optimizers(target)):
+        for part in list_optimizers(target):
             if isinstance(part, Float8Optimizer):
                 part._load_torch_state_dict(_pack_torch_state_dict(part, states))
             else:

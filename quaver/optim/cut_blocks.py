@@ -46,25 +46,25 @@ class BlockAmaxes(NamedTuple):
         return self.amaxes.narrow(2, self.grid.first_of_row if self.grid.blocks else 0, self.grid.blocks)
 
 
-def reduce_amaxes(parts: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:
+def reduce_amaxes(unreduced: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:
     """Take the largest amaxes over the ranks that share blocks; NaN propagates. A collective.
 
     Args:
-        parts: amaxes of parameters, in the same order on all ranks.
+        unreduced: amaxes of parameters, in the same order on all ranks.
     """
     by_ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
-    for index, part in enumerate(parts):
-        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in _get_groups(part.parameter))
+    for index, local in enumerate(unreduced):
+        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in _get_groups(local.parameter))
         by_ranks[ranks].append(index)
-    agreed = list(parts)
+    reduced = list(unreduced)
     for indices in by_ranks.values():
-        amaxes = torch.cat([parts[i].amaxes.flatten() for i in indices])
-        for group in _get_groups(parts[indices[0]].parameter):
+        amaxes = torch.cat([unreduced[i].amaxes.flatten() for i in indices])
+        for group in _get_groups(unreduced[indices[0]].parameter):
             amaxes = max_over_ranks(amaxes, group)
-        split = amaxes.split([parts[i].amaxes.numel() for i in indices])
-        for i, part_amaxes in zip(indices, split, strict=True):
-            agreed[i] = parts[i]._replace(amaxes=part_amaxes.view(parts[i].amaxes.shape))
-    return agreed
+        split = amaxes.split([unreduced[i].amaxes.numel() for i in indices])
+        for i, whole_amaxes in zip(indices, split, strict=True):
+            reduced[i] = unreduced[i]._replace(amaxes=whole_amaxes.view(unreduced[i].amaxes.shape))
+    return reduced
 
 
 def _get_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
@@ -73,9 +73,9 @@ def _get_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
     return [parameter.device_mesh.get_group(axis) for axis in find_cut_axes(parameter)]
 
 
-def store_scales(part: BlockAmaxes, scales: Sequence[Tensor | None], is_finite: Tensor) -> None:
-    """Write the scales of whole rows, a tensor or None for each of `part.amaxes`, except where a block is skipped."""
-    for scale, amax in zip(scales, part.amaxes, strict=True):
+def store_scales(block_amaxes: BlockAmaxes, scales: Sequence[Tensor | None], is_finite: Tensor) -> None:
+    """Write the scales of whole rows, a tensor or None for each of the `amaxes`, except where a block is skipped."""
+    for scale, amax in zip(scales, block_amaxes.amaxes, strict=True):
         if scale is not None:
             new = compute_moment_scales(amax)[1].view_as(scale)
             scale.copy_(torch.where(is_finite.view_as(scale) if is_finite.dim() else is_finite, new, scale))

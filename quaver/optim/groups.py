@@ -10,12 +10,12 @@ FLOAT32_MOMENTS = {"exp_avg": "float32", "exp_avg_sq": "float32"}
 """The options of a param group with moments in float32."""
 
 
-def embeddings_of(model: nn.Module) -> set[Tensor]:
+def find_embedding_weights(model: nn.Module) -> set[Tensor]:
     """Return the weights of embeddings, including heads that are tied to them."""
     return {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
 
-def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+def make_param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Make param groups of a model's trained parameters in which embeddings have float32 moments.
 
     Most rows of an embedding rarely get a gradient, because their tokens rarely occur.
@@ -23,7 +23,7 @@ def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]
     Args:
         options: the options of both groups, such as `weight_decay`.
     """
-    embeddings = embeddings_of(model)
+    embeddings = find_embedding_weights(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p not in embeddings], **options},

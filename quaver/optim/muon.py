@@ -22,7 +22,7 @@ from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import RowSpan, from_blocks, make_grid, number_blocks, to_blocks
 from quaver.optim.buckets import select_rows, split_rows
 from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
-from quaver.optim.options import check_common, check_storages
+from quaver.optim.options import check_shared_options, check_storages
 from quaver.optim.rounding import draw_more_random_bits, draw_random_bits, make_block_keys, take_low16
 from quaver.optim.state import get_layout, get_local_scales, get_row_scales, has_cut_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
@@ -96,7 +96,7 @@ class Float8Muon(Float8Optimizer):
         self._load_torch_state_dict(state_dict)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_common(group)
+        check_shared_options(group)
         check_storages(group, "momentum_buffer")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum: expected a number from 0 to below 1, got {group['momentum']}")

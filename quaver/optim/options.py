@@ -11,7 +11,7 @@ import torch
 from quaver.optim.state import STORAGES
 
 
-def check_common(group: dict[str, Any]) -> None:
+def check_shared_options(group: dict[str, Any]) -> None:
     """Raise ValueError for an invalid lr, eps, weight decay or seed, an unsupported option, or an unsupported dtype."""
     rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
     for name, value in rates.items():

@@ -29,11 +29,11 @@ LARGEST_QUANT_SCALE = 2.0**120
 
 # 2^32 / golden ratio, and the nearest smaller number that is prime
 _LANE_MULTIPLIER, _BLOCK_MULTIPLIER = 0x9E3779B9, 0x9E3779B1
-_SECOND = 0x85EBCA6B
+_SECOND_DRAW = 0x85EBCA6B
 _LARGEST_CODE = 0x7E
-_DROPPED = 23 - E4M3.mantissa_bits
-_REBIASED = (127 - E4M3.bias) << E4M3.mantissa_bits
-_SUBNORMAL = 1 << E4M3.mantissa_bits
+_DROPPED_BITS = 23 - E4M3.mantissa_bits
+_BIAS_DIFFERENCE = (127 - E4M3.bias) << E4M3.mantissa_bits
+_SMALLEST_NORMAL_CODE = 1 << E4M3.mantissa_bits
 
 
 def _to_int32(bits: int) -> int:
@@ -78,7 +78,7 @@ def draw_random_bits(keys: Tensor) -> Tensor:
 
 def draw_more_random_bits(bits: Tensor) -> Tensor:
     """Return a second random int32 for each of `bits`."""
-    return mix(bits ^ _to_int32(_SECOND))
+    return mix(bits ^ _to_int32(_SECOND_DRAW))
 
 
 def take_low16(bits: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def compute_moment_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     return quant_scale, (1.0 / quant_scale.double()).float()
 
 
-def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
+def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, *, is_root: bool) -> tuple[Tensor, Tensor]:
     """Quantize float32 [B, 256] to e4m3.
 
     Args:
@@ -114,8 +114,8 @@ def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) 
     magnitude = blocks.abs() * quant_scale[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
     lifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
-    code = ((lifted.view(torch.int32) + (noise << (_DROPPED - 16))) >> _DROPPED) - _REBIASED
-    code = torch.where(is_subnormal, code - _SUBNORMAL, code).clamp(max=_LARGEST_CODE)
+    code = ((lifted.view(torch.int32) + (noise << (_DROPPED_BITS - 16))) >> _DROPPED_BITS) - _BIAS_DIFFERENCE
+    code = torch.where(is_subnormal, code - _SMALLEST_NORMAL_CODE, code).clamp(max=_LARGEST_CODE)
     if is_root:
         code = torch.maximum(code, (magnitude > 0).to(torch.int32))
     sign = (blocks.view(torch.int32) >> 24) & 0x80

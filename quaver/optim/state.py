@@ -204,7 +204,7 @@ def write_moments(
         noise = take_high16(bits) if is_root else take_low16(bits)
         if keys.scale is not None:
             amax = values.abs().amax(1) if amaxes is None else amaxes.local[index].reshape(-1)
-            values, scale = quantize_moment(values, amax, noise, is_root)
+            values, scale = quantize_moment(values, amax, noise, is_root=is_root)
             target_scale = get_local_scales(parameter, state[keys.scale])
             target_scale.copy_(scale.view_as(target_scale))
         elif target.dtype is torch.bfloat16:

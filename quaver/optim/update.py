@@ -149,7 +149,7 @@ def store_moment(
     Arguments as in `quantize_moment`.
     """
     if dtype is torch.uint8:
-        return quantize_moment(values, amax, noise, is_root)
+        return quantize_moment(values, amax, noise, is_root=is_root)
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
 
 

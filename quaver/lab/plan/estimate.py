@@ -29,7 +29,7 @@ from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
 from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
-from quaver.optim.buckets import BUCKET_ELEMENTS, BYTES_PER_UPDATED_ELEMENT, MIN_BUCKETS
+from quaver.optim.buckets import BYTES_PER_UPDATED_ELEMENT, MAX_BUCKET_ELEMENTS, MIN_BUCKETS
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
 
@@ -267,7 +267,7 @@ class Estimate:
         optimizer, blocks = self.config.optimizer, set(self.block_weights)
         if optimizer.has_float8_states:
             elements = self._sum(lambda weight: weight.count_sharded(self.dims))
-            return BYTES_PER_UPDATED_ELEMENT * min(BUCKET_ELEMENTS, elements // MIN_BUCKETS)
+            return BYTES_PER_UPDATED_ELEMENT * min(MAX_BUCKET_ELEMENTS, elements // MIN_BUCKETS)
         if optimizer.implementation != "foreach":
             return 0
         # AdamW's square roots of second moments, of all parameters at once

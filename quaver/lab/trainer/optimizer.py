@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.lab.settings import LRScheduler, Optimizer
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
-from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
+from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, find_embedding_weights
 
 REMAINING: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -52,7 +52,7 @@ def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimi
     ]
     betas = (config.beta1, config.beta2)
     if config.has_float8_states:
-        embeddings = embeddings_of(model)
+        embeddings = find_embedding_weights(model)
         in_float32 = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
         groups.append({"params": in_float32, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})

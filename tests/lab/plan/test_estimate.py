@@ -17,7 +17,7 @@ from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
-from quaver.optim.combined import list_parts
+from quaver.optim.combined import list_optimizers
 from quaver.optim.state import make_state
 from quaver.runtime.errors import InputError
 from quaver.torch_private.dtensor import get_local_tensor
@@ -30,7 +30,7 @@ EP = {"model": {"n_experts": 4, "n_shared_experts": 1}, "parallelism": {"expert_
 def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What an optimizer of meta tensors stores after its first step; AdamW counts steps in a float32."""
     size = 0
-    for part in list_parts(optimizer):
+    for part in list_optimizers(optimizer):
         copies, count = (1, 0) if isinstance(part, torch.optim.Muon) else (2, 4)
         for group in part.param_groups:
             for parameter in group["params"]:

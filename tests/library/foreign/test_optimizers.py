@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from quaver import use_float8_primary_weights
 from quaver.integrations.transformers import Float8Callback
-from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_embeddings
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, make_param_groups
 from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests.library.foreign.accelerated import save_and_resume, train_as_documented
 from tests.library.foreign.hf_trainer import losses_of, trained
@@ -20,7 +20,7 @@ from tests.thinned import at_night
 
 
 def make_adamw(model):
-    return Float8AdamW(float32_embeddings(model), lr=1e-3, weight_decay=0.0)
+    return Float8AdamW(make_param_groups(model), lr=1e-3, weight_decay=0.0)
 
 
 def make_muon(model):

@@ -12,7 +12,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, base, buckets, float32_embeddings, update
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, base, buckets, make_param_groups, update
 from quaver.optim.blocks import RowSpan, make_grid, number_blocks
 from quaver.optim.rounding import (
     dequantize_moment,
@@ -67,7 +67,7 @@ def test_c_and_pytorch_agree_in_every_bit(use_pytorch, monkeypatch, dtype, stora
 
     expected = train_with_nan()
     use_pytorch()
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)  # parameters in parts
+    monkeypatch.setattr(buckets, "MAX_BUCKET_ELEMENTS", 5000)  # parameters in parts
     assert_same_states(train_with_nan(), expected)
     assert expected[1].skipped_blocks == 2
 
@@ -230,12 +230,12 @@ def test_stochastic_rounding_keeps_representable_values_and_the_mean(is_root):
     values = torch.zeros(1, 256)
     values[0, :127] = dequantize_moment(exact[None], torch.ones(1))
     for noise in (0, 65535):  # what a code holds is not moved
-        codes, scale = quantize_moment(values, values.amax(1), torch.full((1, 256), noise, dtype=torch.int32), is_root)
+        codes, scale = quantize_moment(values, values.amax(1), torch.full((1, 256), noise).int(), is_root=is_root)
         assert scale.item() == 1
         assert torch.equal(codes[0, :127], exact)
     values = torch.logspace(-5, 0, 256).repeat(4096, 1)
     keys = make_block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
-    codes, scale = quantize_moment(values, values.amax(1), take_low16(draw_random_bits(keys)), is_root)
+    codes, scale = quantize_moment(values, values.amax(1), take_low16(draw_random_bits(keys)), is_root=is_root)
     mean = dequantize_moment(codes, scale).mean(0)
     normal = values[0] > 2**-9 / 448 if is_root else values[0] > 0
     torch.testing.assert_close(mean[normal], values[0][normal], rtol=0.01, atol=1e-7)
@@ -307,7 +307,7 @@ def test_operations_do_not_grow_with_parameters(use_pytorch):
 
 def test_bytes_and_which_parameters_stay_in_float32():
     model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(512, 512), nn.LayerNorm(8192), nn.Linear(8, 8))
-    optimizer = Float8AdamW(float32_embeddings(model, weight_decay=0.1))
+    optimizer = Float8AdamW(make_param_groups(model, weight_decay=0.1))
     make_steps(list(model.parameters()), optimizer, [0])
     assert count_state_bytes(optimizer, model[1].weight) == 2 + 2 * 4 / 256 <= 2.04
     in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]

@@ -78,7 +78,7 @@ def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
 
 def test_matrices_in_parts_have_the_same_bits(monkeypatch):
     whole = train()
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)
+    monkeypatch.setattr(buckets, "MAX_BUCKET_ELEMENTS", 5000)
     assert_same_states(train(), whole)
 
 
