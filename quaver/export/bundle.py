@@ -19,14 +19,14 @@ from quaver.export.folders import make_file_threads
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
-RECORD = "quaver_export.json"
-HEADER_RECORD = "quaver_export"
+RECORD_FILE = "quaver_export.json"
+HEADER_KEY = "quaver_export"
 """The key of the record in the header of a single file."""
 
-CARD = "README.md"
-GENERATION = "generation_config.json"
+MODEL_CARD_FILE = "README.md"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
-_TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
+_TOKENIZER_PATTERNS = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
@@ -36,7 +36,7 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
         FileNotFoundError: it has none.
         ValueError: a .json file among them is damaged.
     """
-    files = _find_files(folder, *_TOKENIZER)
+    files = _find_files(folder, *_TOKENIZER_PATTERNS)
     if not files:
         raise FileNotFoundError(f"{str(folder)!r}: expected files of a tokenizer, such as tokenizer.json, got none")
     return files
@@ -47,7 +47,7 @@ def list_copied_files(folder: Path) -> list[Path]:
 
     Raises ValueError if a .json file among them is damaged.
     """
-    return _find_files(folder, *_TOKENIZER, GENERATION)
+    return _find_files(folder, *_TOKENIZER_PATTERNS, GENERATION_CONFIG_FILE)
 
 
 def _find_files(folder: Path, *patterns: str) -> list[Path]:
@@ -60,10 +60,10 @@ def _find_files(folder: Path, *patterns: str) -> list[Path]:
 
 def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:
     """Write the card and the record, the last files of an export."""
-    (folder / CARD).write_text("\n".join(_format_card(record, report)) + "\n", encoding="utf-8")
+    (folder / MODEL_CARD_FILE).write_text("\n".join(_format_card(record, report)) + "\n", encoding="utf-8")
     about = {"quaver": version("quaver"), **record, "conversion_report": report.to_dict()}
     digests = _compute_digests(folder, sorted(file.name for file in folder.iterdir()))
-    write_json(folder / RECORD, {**about, "sha256": digests})
+    write_json(folder / RECORD_FILE, {**about, "sha256": digests})
 
 
 def check_bundle(folder: Path) -> None:
@@ -73,7 +73,7 @@ def check_bundle(folder: Path) -> None:
         FileNotFoundError: a file is missing.
         ValueError: a file differs, or the record is damaged.
     """
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if not path.is_file():
         return
     digests = read_json_object(path).get("sha256")
@@ -82,13 +82,13 @@ def check_bundle(folder: Path) -> None:
     check_names(digests, path)
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
-        raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {join_names(missing)}")
+        raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD_FILE} names: {join_names(missing)}")
     actual = _compute_digests(folder, list(digests))
     differing = sorted(name for name in digests if actual[name] != digests[name])
     if differing:
         raise InputError(
-            f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {join_names(differing)}; download "
-            f"them again, or remove {RECORD} if you changed them"
+            f"{str(folder)!r} has files that differ from their sha256 in {RECORD_FILE}: {join_names(differing)}; "
+            f"download them again, or remove {RECORD_FILE} if you changed them"
         )
 
 

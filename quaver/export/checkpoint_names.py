@@ -33,13 +33,13 @@ from quaver.runtime.names import strip_wrappers
 PartNames = tuple[str, ...]
 """The names of the matrices of one expert; the stack concatenates their rows in this order."""
 
-PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+DIFFUSION_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """Prefixes of the names of a diffusion model in files that hold several models."""
 
 FLOAT32_LEAF = "e_score_correction_bias"
 """The last part of the name of a bias that routers add to scores. No export rounds it."""
 
-_LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_PART_LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _list_linear_variants(
 
 def _name_matrices(prefix: str, leaf: str, count: int) -> list[PartNames]:
     dot = "." if prefix else ""
-    return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _LEAVES[leaf]) for index in range(count)]
+    return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _PART_LEAVES[leaf]) for index in range(count)]
 
 
 class _Conversions:
@@ -271,17 +271,15 @@ class _Conversions:
         converter, target, pattern = match
         if len(converter.source_patterns) > 1:  # it needs several stacks at once, as Ernie 4.5 VL's does
             return None
-        rows = torch.arange(count * _ROWS, device="cpu").view(count, _ROWS, 1)
+        rows = torch.arange(count * _TRACED_ROWS, device="cpu").view(count, _TRACED_ROWS, 1)
         converter.add_tensor(target, name, pattern, rows)
         split = converter.convert(target, model=self._model, config=self._model.config)
         names_by_row = {_find_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
         if None in names_by_row or len(split) % count:
             return None
         count_of_parts = len(split) // count
-        return [
-            tuple(names_by_row[row] for row in range(index * _ROWS, (index + 1) * _ROWS, _ROWS // count_of_parts))
-            for index in range(count)
-        ]
+        starts = range(0, _TRACED_ROWS, _TRACED_ROWS // count_of_parts)
+        return [tuple(names_by_row[index * _TRACED_ROWS + row] for row in starts) for index in range(count)]
 
 
 _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "text_model.")
@@ -291,11 +289,11 @@ _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model
 def list_other_names(name: str) -> list[str]:
     """Return the names that a tensor may have in a part of the model, such as its text model, and the reverse."""
     in_text = [name.replace(part, "", 1) for part in _TEXT_PARTS if part in name]
-    without_prefix = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-    return [*in_text, *without_prefix, *(f"{prefix}{name}" for prefix in PREFIXES)]
+    without_prefix = [name.removeprefix(prefix) for prefix in DIFFUSION_PREFIXES if name.startswith(prefix)]
+    return [*in_text, *without_prefix, *(f"{prefix}{name}" for prefix in DIFFUSION_PREFIXES)]
 
 
-_ROWS = 4
+_TRACED_ROWS = 4
 """Rows of an expert in the stack that `_Conversions.find_parts` converts: two each for gate and up."""
 
 

@@ -14,9 +14,9 @@ from quaver.export.folders import NotWrittenError
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
-SUFFIX = ".safetensors"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SAFETENSORS = ".safetensors"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 CONFIG_JSON = "config.json"
 
 
@@ -115,7 +115,7 @@ class StoredTensors(Mapping[str, Tensor]):
         check_names(self._file, folder)
         if index is not None and index != self._file:
             differing = sorted(name for name in {*index, *self._file} if index.get(name) != self._file.get(name))
-            raise InputError(f"{str(folder / INDEX)!r} and the files it names differ: {join_names(differing)}")
+            raise InputError(f"{str(folder / INDEX_FILE)!r} and the files it names differ: {join_names(differing)}")
         if len(stored) != len(self._file):
             twice = sorted(name for name, file in stored if self._file[name] != file)
             raise InputError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
@@ -138,11 +138,11 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file)
 
-    def shape(self, name: str) -> list[int]:
+    def get_shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, from the header of its file."""
         return list(self._opened[self._file[name]].get_slice(name).get_shape())
 
-    def dtype(self, name: str) -> str:
+    def get_dtype(self, name: str) -> str:
         """Return the dtype of a tensor as the header of its file names it: F8_E4M3, BF16, F32 and so on."""
         return str(self._opened[self._file[name]].get_slice(name).get_dtype())
 
@@ -154,8 +154,8 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
         FileNotFoundError: a file that the index names is missing, or outside of the folder.
         ValueError: the index is damaged or empty.
     """
-    path = folder / INDEX
-    if (folder / SINGLE).is_file() or not path.is_file():
+    path = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file() or not path.is_file():
         return None
     try:
         files = {name: folder / file for name, file in read_json_object(path)["weight_map"].items()}
@@ -190,23 +190,23 @@ def _find_single_file(folder: Path) -> Path:
     if folder.is_file():
         _check_file(folder)
         return folder
-    if (folder / SINGLE).is_file():
-        return folder / SINGLE
+    if (folder / SINGLE_FILE).is_file():
+        return folder / SINGLE_FILE
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(path.name for path in files[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
         raise FileNotFoundError(
-            f"{str(folder)!r}: expected {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
-            "or save it with save_pretrained, which writes safetensors"
+            f"{str(folder)!r}: expected {SINGLE_FILE}, or shards and {INDEX_FILE}, got {names}; download all files of "
+            "the model, or save it with save_pretrained, which writes safetensors"
         )
     return files[0]
 
 
 def _check_file(file: Path) -> None:
     """Raise ValueError for a file of another kind, or one that shares an index with other files."""
-    if file.suffix != SUFFIX:
-        raise InputError(f"{str(file)!r}: expected a folder or a {SUFFIX} file")
-    for index in file.parent.glob(f"*{SUFFIX}.index.json"):
+    if file.suffix != SAFETENSORS:
+        raise InputError(f"{str(file)!r}: expected a folder or a {SAFETENSORS} file")
+    for index in file.parent.glob(f"*{SAFETENSORS}.index.json"):
         weight_map = read_json_object(index).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if file.name in files and any(other_file != file.name for other_file in files):
@@ -265,11 +265,13 @@ class SafetensorsWriter:
         count = len(self._written)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._written):
-            file = SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            file = SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             (self._folder / f"{number}.partial").rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
-            write_json(self._folder / INDEX, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map})
+            write_json(
+                self._folder / INDEX_FILE, {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            )
 
 
 def write_model(

@@ -181,10 +181,10 @@ def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Check
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[PartNames]) -> bool:
     """Return whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
     for parts in stack if len(stack[0]) > 1 else []:
-        scales = [checkpoint.scale(part) for part in parts]
+        scales = [checkpoint.get_scale(part) for part in parts]
         if scales[0].kind == "tensor" and any(scale.values != scales[0].values for scale in scales):
             return False
-        rows, *_ = checkpoint.shape(parts[0])
+        rows, *_ = checkpoint.get_shape(parts[0])
         if scales[0].block_size is not None and rows % scales[0].block_size[0]:
             return False
     return True
@@ -201,7 +201,7 @@ def _read_parts(
     """Read the codes and the scale of a weight of `shape` [N, K], or of a stack, into new memory."""
     codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
-        pairs = [_replace_zero_scales(checkpoint.read_codes(part), checkpoint.scale(part)) for part in parts]
+        pairs = [_replace_zero_scales(checkpoint.read_codes(part), checkpoint.get_scale(part)) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), pairs, strict=True):
             rows.copy_(part)
@@ -326,8 +326,8 @@ def _find_problems(
         differences = [f"{prefix} {join_names(names)}" for prefix, names in lists if names]
         yield f"names differ: {', '.join(differences)}"
     for name in loaded:
-        if loaded.shape(name) != list(tensors[name].shape):
-            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {loaded.shape(name)}"
+        if loaded.get_shape(name) != list(tensors[name].shape):
+            yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {loaded.get_shape(name)}"
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in loaded]
     if on_meta:
         yield (

@@ -27,16 +27,16 @@ from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 
-LEAVES = ("k_scale", "v_scale")
+SCALE_LEAVES = ("k_scale", "v_scale")
 
-_ATTRIBUTE = "_float8_kv_scales"
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-_STORED = {
+_SCALES_ATTRIBUTE = "_float8_kv_scales"
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+_STORED_LEAVES = {
     "k_proj.k_scale": ("k_scale",),  # modelopt
     "v_proj.v_scale": ("v_scale",),
     "k_proj.output_scale": ("k_scale",),  # Quark, and compressed-tensors before it had k_scale
     "v_proj.output_scale": ("v_scale",),
-    "kv_scale": LEAVES,  # AutoFP8
+    "kv_scale": SCALE_LEAVES,  # AutoFP8
     "k_scale": ("k_scale",),
     "v_scale": ("v_scale",),
 }
@@ -80,7 +80,7 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
         yield
     scales = _compute_kv_scales(amaxes)
     for name, scale in scales.items():
-        setattr(attentions[name], _ATTRIBUTE, scale)
+        setattr(attentions[name], _SCALES_ATTRIBUTE, scale)
 
 
 def _find_cache_argument(module: nn.Module) -> str | None:
@@ -88,7 +88,7 @@ def _find_cache_argument(module: nn.Module) -> str | None:
     if "attention" not in type(module).__name__.lower():
         return None
     arguments = inspect.signature(module.forward).parameters
-    return next((cache for cache in _CACHES if cache in arguments), None)
+    return next((cache for cache in _CACHE_ARGUMENTS if cache in arguments), None)
 
 
 def _wrap_cache(
@@ -130,7 +130,9 @@ def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, f
     scales = torch.tensor(
         [[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32, device="cpu"
     )
-    return {name: dict(zip(LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)}
+    return {
+        name: dict(zip(SCALE_LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)
+    }
 
 
 def get_kv_scales(model: nn.Module) -> dict[str, float]:
@@ -138,7 +140,7 @@ def get_kv_scales(model: nn.Module) -> dict[str, float]:
     return {
         strip_wrappers(f"{name}.{leaf}".lstrip(".")): scale
         for name, module in model.named_modules()
-        for leaf, scale in getattr(module, _ATTRIBUTE, {}).items()
+        for leaf, scale in getattr(module, _SCALES_ATTRIBUTE, {}).items()
     }
 
 
@@ -153,16 +155,16 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
         ValueError: the model has no module for a scale. It is then unchanged.
     """
     modules = {strip_wrappers(name): module for name, module in model.named_modules()}
-    known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
+    known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in SCALE_LEAVES}
     in_model = make_checkpoint_names(model).find_model_names(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]
     if unknown:
         raise InputError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
     for module in modules.values():
-        module.__dict__.pop(_ATTRIBUTE, None)
+        module.__dict__.pop(_SCALES_ATTRIBUTE, None)
     for stored, name in in_model.items():
         owner, _, leaf = name.rpartition(".")
-        modules[owner].__dict__.setdefault(_ATTRIBUTE, {})[leaf] = scales[stored]
+        modules[owner].__dict__.setdefault(_SCALES_ATTRIBUTE, {})[leaf] = scales[stored]
 
 
 def find_kv_scale_names(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
@@ -173,11 +175,11 @@ def find_kv_scale_names(names: list[str], quantized: Container[str]) -> dict[str
     """
     stored: dict[str, tuple[str, ...]] = {}
     for name in names:
-        suffix = next((leaf for leaf in _STORED if name.endswith(f".{leaf}")), None)
+        suffix = next((leaf for leaf in _STORED_LEAVES if name.endswith(f".{leaf}")), None)
         owner = name.removesuffix(f".{suffix}")
         if suffix is not None and not owner.endswith("_proj"):
-            stored[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])
+            stored[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED_LEAVES[suffix])
     in_model = set(itertools.chain(*stored.values()))
     owners = {name: names_in_model[0].rpartition(".")[0] for name, names_in_model in stored.items()}
-    both = [owner for owner in owners.values() if in_model.issuperset(f"{owner}.{leaf}" for leaf in LEAVES)]
+    both = [owner for owner in owners.values() if in_model.issuperset(f"{owner}.{leaf}" for leaf in SCALE_LEAVES)]
     return {name: stored[name] for name, owner in owners.items() if owner in quantized or owner in both}

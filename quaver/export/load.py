@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.quantized_configs import patch_transformers_models
-from quaver.export.bundle import HEADER_RECORD, check_bundle, list_copied_files
-from quaver.export.checkpoint_names import PREFIXES, PartNames, make_checkpoint_names
-from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
+from quaver.export.bundle import HEADER_KEY, check_bundle, list_copied_files
+from quaver.export.checkpoint_names import DIFFUSION_PREFIXES, PartNames, make_checkpoint_names
+from quaver.export.files import (
+    SAFETENSORS,
+    SINGLE_FILE,
+    SafetensorsWriter,
+    StoredTensors,
+    read_config,
+    write_model,
+)
 from quaver.export.folders import check_new, new_folder
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
@@ -84,7 +91,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def _check(self) -> None:
         stored = self._stored
         tensors = sort_tensors(
-            {name: stored.dtype(name) for name in stored if name not in self.format.marks}, self.format
+            {name: stored.get_dtype(name) for name in stored if name not in self.format.marks}, self.format
         )
         self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.model_tensors)
         if not self._scale_of:
@@ -117,12 +124,12 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """Return the scales of a float8 weight: one for a matrix or a whole stack, else one for each matrix."""
         scale_name = self._scale_of[name]
         stored = torch.ones((), dtype=torch.float32, device="cpu") if scale_name is None else self._stored[scale_name]
-        return self.format.parse_scales(name, self.shape(name), stored)
+        return self.format.parse_scales(name, self.get_shape(name), stored)
 
     def remove_padding(self, name: str, shape: Sequence[int]) -> None:
         """Read only `shape` of a matrix from now on, if the file holds it padded."""
         padded = self.format.get_padded_shape(name, shape)
-        if padded is not None and padded == self._stored.shape(name):
+        if padded is not None and padded == self._stored.get_shape(name):
             self._unpadded[name] = list(shape)
 
     def _read(self, name: str) -> Tensor:
@@ -168,16 +175,16 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def get_code_dtype(self, name: str) -> str:
         """Return the dtype of a float8 weight, as the header of its file names it."""
-        return self._stored.dtype(name)
+        return self._stored.get_dtype(name)
 
-    def scale(self, name: str) -> StoredScale:
+    def get_scale(self, name: str) -> StoredScale:
         """Return the scale of a float8 matrix."""
         return self.read_scales(name)[0]
 
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision to the new file `path`. Keeps metadata that is not about float8."""
-        with new_folder(path, file=SINGLE) as partial:
-            writer, own = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_RECORD)
+        with new_folder(path, file=SINGLE_FILE) as partial:
+            writer, own = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_KEY)
             for metadata in self._stored.metadata:
                 writer.metadata |= {key: text for key, text in metadata.items() if key not in own}
             for name, tensor in self.items():
@@ -190,9 +197,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         parts = [part.get("model_type") for part in self._config.values() if isinstance(part, dict)]
         return model_type is not None and model_type in parts and model_type != self._config.get("model_type")
 
-    def shape(self, name: str) -> list[int]:
+    def get_shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, from the header of its file."""
-        return self._unpadded.get(name) or self._stored.shape(name)
+        return self._unpadded.get(name) or self._stored.get_shape(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names  # Mapping's method would read the tensor
@@ -228,7 +235,7 @@ class ModelTensors(Mapping[str, Tensor]):
         stored_by_part = self._names.find_stored_parts(checkpoint)
         outside, in_model = [], self._names.find_model_names(tensors, checkpoint)
         pairs = in_model.items()
-        prefix = next((start for start in PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
+        prefix = next((start for start in DIFFUSION_PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
                 stacks[name] = [
@@ -251,7 +258,7 @@ class ModelTensors(Mapping[str, Tensor]):
             name
             for name in self._names.whole_stacks
             if name in self.parts
-            and list(tensors[name].shape) != (shape := self._checkpoint.shape(self.parts[name][0][0]))
+            and list(tensors[name].shape) != (shape := self._checkpoint.get_shape(self.parts[name][0][0]))
             and list(tensors[name].mT.shape) == shape
         }
         self.parts |= stacks
@@ -274,9 +281,9 @@ class ModelTensors(Mapping[str, Tensor]):
                 f"the checkpoint lacks matrices of experts of the model: {join_names(missing)}; it has "
                 f"{join_names(sorted(set(self._checkpoint).difference(*stack)))}"
             )
-        expected = [self._checkpoint.shape(stack[0][0])] * len(stack[0])
+        expected = [self._checkpoint.get_shape(stack[0][0])] * len(stack[0])
         for parts in stack:
-            shapes = [self._checkpoint.shape(part) for part in parts]
+            shapes = [self._checkpoint.get_shape(part) for part in parts]
             if shapes != expected:
                 raise InputError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {shapes}")
 
@@ -290,16 +297,16 @@ class ModelTensors(Mapping[str, Tensor]):
             return tensor.mT.contiguous() if name in self.swapped else tensor
         stored = dict(zip(self._names.get_stored_names(name), itertools.chain(*self.parts[name]), strict=True))
         return self._names.read_stack(
-            name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
+            name, self.get_shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
         )
 
-    def shape(self, name: str) -> list[int]:
+    def get_shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, from the headers of the files."""
         first, *more_parts = self.parts[name][0]
         if name not in self.stacks:
-            shape = self._checkpoint.shape(first)
+            shape = self._checkpoint.get_shape(first)
             return [shape[0], *reversed(shape[1:])] if name in self.swapped else shape
-        rows, columns = self._checkpoint.shape(first)
+        rows, columns = self._checkpoint.get_shape(first)
         matrix = [rows * (1 + len(more_parts)), columns]
         return [len(self.parts[name]), *(reversed(matrix) if name in self.transposed else matrix)]
 
@@ -346,8 +353,8 @@ def import_float8(
     """
     folder, out = Path(folder), Path(out)
     check_new(out)
-    if folder.is_file() and out.suffix != SUFFIX:
-        raise InputError(f"{str(out)!r}: expected a name that ends in {SUFFIX}, because {str(folder)!r} is a file")
+    if folder.is_file() and out.suffix != SAFETENSORS:
+        raise InputError(f"{str(out)!r}: expected a name that ends in {SAFETENSORS}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
     _log_unloaded_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():

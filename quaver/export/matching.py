@@ -160,7 +160,7 @@ def _iter_expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Ten
     format = tensors.plan.format
     rows_per_block = (format.block_size or (1, 1))[0]
     for name, weight in tensors.plan.float8.items():
-        for parts, _, operand in tensors.forward_operands(name):
+        for parts, _, operand in tensors.iter_forward_operands(name):
             held, count = format.convert_operand(operand, weight.config.casts.weight.row), len(parts)
             if count > 1 and operand.data.shape[0] // count % rows_per_block:  # gate and up share a block
                 held = None

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
-from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
+from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, write_bundle
 from quaver.export.converted_view import Recipe
-from quaver.export.files import CONFIG_JSON, SINGLE, SafetensorsWriter, encode_config, encode_json
+from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, encode_config, encode_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
@@ -136,10 +136,10 @@ def _create_file(
 ) -> Iterator[SafetensorsWriter]:
     encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
     _log_warnings(tensors.plan)
-    with new_folder(path, file=SINGLE) as staging:
+    with new_folder(path, file=SINGLE_FILE) as staging:
         writer = SafetensorsWriter(staging, None)
         yield writer
-        writer.metadata[HEADER_RECORD] = json.dumps(
+        writer.metadata[HEADER_KEY] = json.dumps(
             {"quaver": version("quaver"), **record, **_measure_costs(model, tensors)}
         )
         writer.close()
@@ -167,7 +167,7 @@ def _create_bundle(
         (staging / CONFIG_JSON).write_text(config, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            generation.to_json_file(staging / GENERATION)
+            generation.to_json_file(staging / GENERATION_CONFIG_FILE)
         for file in files:  # may replace the generation config
             shutil.copyfile(file, staging / file.name)
         record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}

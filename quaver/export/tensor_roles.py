@@ -13,13 +13,13 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
-from quaver.export.formats import METHODS
+from quaver.export.formats import FORMAT_READERS
 from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import find_kv_scale_names
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
-CODES = ("F8_E4M3", "F8_E5M2")
+CODE_DTYPES = ("F8_E4M3", "F8_E5M2")
 """The dtypes of float8 weights, as the headers of files name them."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
@@ -47,10 +47,10 @@ _FOREIGN_LEAVES = (
     "qzeros",
     "g_idx",
 )
-_HIGH_PRECISION = ("F64", "F32", "BF16", "F16")
-_KNOWN = (
-    f"quaver reads weights in {' or '.join(CODES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
-    f"quant_method {', '.join(METHODS)}"
+_HIGH_PRECISION_DTYPES = ("F64", "F32", "BF16", "F16")
+_SUPPORTED = (
+    f"quaver reads weights in {' or '.join(CODE_DTYPES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
+    f"quant_method {', '.join(FORMAT_READERS)}"
 )
 
 
@@ -59,7 +59,7 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
 
     Raises:
         ValueError: its quantization_config is damaged.
-        NotImplementedError: it describes a format that is not in `METHODS`.
+        NotImplementedError: it describes a format that is not in `FORMAT_READERS`.
     """
     quantization = find_quantization(config)
     if quantization is None:
@@ -67,11 +67,12 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
     if not isinstance(quantization, dict):
         raise InputError(f"quantization_config in config.json: expected an object, got a {type(quantization).__name__}")
     method = quantization.get("quant_method")
-    if not isinstance(method, str) or method not in METHODS:
+    if not isinstance(method, str) or method not in FORMAT_READERS:
         raise NotImplementedError(
-            f"quant_method in config.json is {method!r}; {_KNOWN}; dequantize the model with the library that made it"
+            f"quant_method in config.json is {method!r}; {_SUPPORTED}; dequantize the model with the library that made "
+            "it"
         )
-    return METHODS[method](quantization)
+    return FORMAT_READERS[method](quantization)
 
 
 def find_quantization(config: Mapping[str, Any]) -> Any:
@@ -117,7 +118,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
     candidates = {
         name: [scale for scale in _list_scale_names(name) if scale in dtypes]
         for name, dtype in dtypes.items()
-        if dtype in CODES
+        if dtype in CODE_DTYPES
     }
     scale_of = _choose_scales(candidates, dtypes, format)
     used = set(scale_of.values())
@@ -128,7 +129,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
         if name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
     if lost:
-        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_KNOWN}")
+        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_SUPPORTED}")
     cache_scales = find_kv_scale_names(unused, quantized)
     remaining = [name for name in unused if name not in cache_scales]
     left_out = [name for name in remaining if _is_other_scale(name, scale_of, quantized)]
@@ -144,12 +145,12 @@ def _check_no_foreign_weights(dtypes: Mapping[str, str]) -> None:
         or name.endswith("_weight_scale_2")
         or (
             name.endswith(".weight")
-            and dtype not in (*_HIGH_PRECISION, *CODES)
+            and dtype not in (*_HIGH_PRECISION_DTYPES, *CODE_DTYPES)
             and any(scale in dtypes for scale in _list_scale_names(name))
         )
     ]
     if foreign:
-        raise NotImplementedError(f"expected float8 weights, got {join_names(foreign)}; {_KNOWN}")
+        raise NotImplementedError(f"expected float8 weights, got {join_names(foreign)}; {_SUPPORTED}")
 
 
 def _choose_scales(
@@ -166,7 +167,7 @@ def _choose_scales(
                 f"{name} ({dtypes[name]}): expected one scale, got {join_names(scales) or 'none'}"
                 + (f", next to it {join_names(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
-                + f"; {_KNOWN}"
+                + f"; {_SUPPORTED}"
             )
     return {name: scales[0] if scales else None for name, scales in candidates.items()}
 

@@ -171,7 +171,7 @@ class Float8Weights:
         self._shapes = {} if weights is None else {name: t.shape for name, t in get_named_tensors(model).items()}
         """The shapes of the user's weights; whole stacks may be transposed."""
         is_file = self.plan.format.is_file
-        self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
+        self._shares_scales = share_fused_scales and self.plan.format.weight_strategy == "tensor" and not is_file
         self._dtype, self._forward_dtype, self._view, self._has_recipe = dtype, forward_dtype, view, has_recipe
         self._frozen = find_frozen_weights(model)
         self._buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
@@ -223,7 +223,7 @@ class Float8Weights:
                     for part, rows in zip(parts, rows_of_parts, strict=True):
                         yield part, self._cast_high_precision(part, rows)
             elif name not in yielded:
-                fused = self._list_fused_weights(name) if self._shares else [name]
+                fused = self._list_fused_weights(name) if self._shares_scales else [name]
                 yielded.update(fused)
                 yield from self._quantize_fused(fused)
         for name, scale in self.kv_scales.items():
@@ -245,7 +245,7 @@ class Float8Weights:
         gathers_codes = self._gathered_as_codes.keys() >= set(names)
         if len(names) > 1 and gathers_codes:
             amaxes = torch.stack([self._compute_amaxes(name) for name in names]).amax(0)
-        matrices: list[Iterable[_Matrix]] = [self.forward_operands(name, amaxes) for name in names]
+        matrices: list[Iterable[_Matrix]] = [self.iter_forward_operands(name, amaxes) for name in names]
         if len(names) > 1 and not gathers_codes:
             matrices = [*map(list, matrices)]
             scales = [_get_scales(operand) for linear in matrices for _, _, operand in linear]
@@ -285,7 +285,7 @@ class Float8Weights:
             raise _make_diverged_error(name)
         return amaxes
 
-    def forward_operands(self, name: str, amaxes: Tensor | None = None) -> Iterator[_Matrix]:
+    def iter_forward_operands(self, name: str, amaxes: Tensor | None = None) -> Iterator[_Matrix]:
         """Yield each matrix of a float8 weight, with its operand in the forward.
 
         `amaxes`: of the linears that share a scale, if only codes and scales are gathered.
@@ -390,9 +390,10 @@ def _check_recipe(plan: Plan, format: str) -> None:
     """Raise NotImplementedError if the format cannot store the codes of the recipe that the user gave."""
     for weight in plan.float8.values():
         if not plan.format.can_hold(weight.config.casts.weight.row):
+            held, cast = plan.format.weight_strategy, weight.config.casts.weight.row
             raise NotImplementedError(
-                f"recipe: expected weights with a scale per {plan.format.weights}, which the format {format!r} holds, "
-                f"got {plan.recipe!r} with weights {weight.config.casts.weight.row}; give another recipe or format"
+                f"recipe: expected weights with a scale per {held}, which the format {format!r} holds, got "
+                f"{plan.recipe!r} with weights {cast}; give another recipe or format"
             )
 
 

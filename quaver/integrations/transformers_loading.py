@@ -109,9 +109,9 @@ class Float8Tensors(WeightConverter):
             parts = list(itertools.chain(*stack))
             if name in loaded.tied or name not in in_model or (name not in loaded.stacks and float8.isdisjoint(parts)):
                 continue
-            if loaded.shape(name) != list(in_model[name].shape):
+            if loaded.get_shape(name) != list(in_model[name].shape):
                 raise ValueError(
-                    f"{name}: expected {list(in_model[name].shape)}, as the model has, got {loaded.shape(name)}"
+                    f"{name}: expected {list(in_model[name].shape)}, as the model has, got {loaded.get_shape(name)}"
                 )
             self._target |= dict.fromkeys(parts, name)
         if self._target:  # the loader reports every other name as unexpected

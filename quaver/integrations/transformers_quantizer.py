@@ -39,12 +39,12 @@ from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, iter_model_configs
 from quaver.experts.module import is_experts
-from quaver.export.files import CONFIG_JSON, SUFFIX, read_config
+from quaver.export.files import CONFIG_JSON, SAFETENSORS, read_config
 from quaver.export.frozen import StoredWeights, find_frozen_obstacle
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import find_float8_weights
-from quaver.export.tensor_roles import CODES, find_quantization
+from quaver.export.tensor_roles import CODE_DTYPES, find_quantization
 from quaver.integrations.transformers_conv1d import Conv1DLinear
 from quaver.integrations.transformers_convert import (
     make_float8_filter,
@@ -191,7 +191,7 @@ class QuaverQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Convert the model on the meta device, and apply_filter how each parameter is read."""
+        """Convert the model on the meta device, and decide how each parameter is read."""
         with torch.device("cpu"):  # overrides transformers' default device, meta
             self._convert_empty(model, _open_float8_checkpoint(checkpoint_files))
         self._has_transformed_weights |= any(isinstance(module, Conv1DLinear) for module in model.modules())
@@ -324,8 +324,8 @@ def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | N
     folder = Path(files[0]).parent
     stored = find_quantization(read_config(folder)) if (folder / CONFIG_JSON).is_file() else None
     if stored is None or (isinstance(stored, dict) and stored.get("quant_method") == METHOD):
-        opened = [safe_open(file, framework="pt") for file in files if file.endswith(SUFFIX)]
-        if not any(str(file.get_slice(name).get_dtype()) in CODES for file in opened for name in file.keys()):  # noqa: SIM118
+        opened = [safe_open(file, framework="pt") for file in files if file.endswith(SAFETENSORS)]
+        if not any(str(file.get_slice(name).get_dtype()) in CODE_DTYPES for file in opened for name in file.keys()):  # noqa: SIM118
             return None
     checkpoint = Float8Checkpoint(folder, torch.float32)
     if set(checkpoint.files) != set(map(Path, files)):

@@ -18,8 +18,8 @@ called `<linear>.weight_scale`, in fp8 `<linear>.weight_scale_inv`. Static activ
 
 A weight is quantized again if the format cannot hold its codes. The 32 x 32 blocks of `mxfp8` become 32 equal rows of
 scales. With a blockwise config, compressed-tensors has the blocks of compressed-tensors-block or of
-compressed-tensors-mxfp8. `METHODS` reads folders of other writers by their `quant_method`; docs/export.md lists who
-writes which layout.
+compressed-tensors-mxfp8. `FORMAT_READERS` reads folders of other writers by their `quant_method`; docs/export.md
+lists who writes which layout.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ COMPRESSED_TENSORS = compressed_tensors.METHOD
 
 CHECKPOINT_FORMATS: dict[str, type[WeightFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.CompressedTensors,
-    compressed_tensors.BLOCKS: compressed_tensors.CompressedTensorsBlocks,
+    compressed_tensors.BLOCK_FORMAT: compressed_tensors.CompressedTensorsBlocks,
     "compressed-tensors-mxfp8": compressed_tensors.CompressedTensorsMXFP8,
     fp8.METHOD: fp8.FP8,
     COMFYUI: ComfyUI,
 }
 """The formats that `save_float8` writes, by name."""
 
-CONTROL = {"high-precision": WeightFormat}
+CONTROL_FORMATS = {"high-precision": WeightFormat}
 """The control of `iter_float8_weights`: the same names in high precision."""
 
-METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
+FORMAT_READERS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.make_stored_format,
     fp8.METHOD: partial(make_block_format, fp8.METHOD),
     "fbgemm_fp8": partial(make_block_format, "fbgemm_fp8", by_token=True),
@@ -70,7 +70,7 @@ def _scales_tokens(algorithm: object) -> bool:
 
 def find_format_class(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
-    known = {**CHECKPOINT_FORMATS, **CONTROL}
+    known = {**CHECKPOINT_FORMATS, **CONTROL_FORMATS}
     if format not in known:
         raise InputError(f"format: expected one of {', '.join(known)}, got {format!r}")
     return known[format]

@@ -28,9 +28,9 @@ _BLOCK_SIZES = {"block": (BLOCK_SIZE, BLOCK_SIZE), "group": (1, GROUP_SIZE)}
 class WeightFormat:
     """How a format stores the weights of one recipe, and how a server quantizes the inputs of these linears."""
 
-    weights: str
+    weight_strategy: str
     """The strategy "channel" (a scale per row), "tensor", "block" (128 x 128) or "group" (MXFP8)."""
-    activations: str | None
+    activation_strategy: str | None
     """The strategy "token", "tensor" or "group"; None for activations in high precision."""
     is_static: bool = False
     """Whether the checkpoint has scales of activations."""
@@ -54,12 +54,12 @@ class WeightFormat:
     @property
     def block_size(self) -> tuple[int, int] | None:
         """The rows and columns of a block; None for scales per row or per tensor."""
-        return _BLOCK_SIZES.get(self.weights)
+        return _BLOCK_SIZES.get(self.weight_strategy)
 
     @property
     def is_mx(self) -> bool:
         """Whether scales are E8M0, one byte each."""
-        return self.weights == "group"
+        return self.weight_strategy == "group"
 
     def can_hold(self, weight: CastConfig) -> bool:
         """Return whether the format stores the codes and scales of this cast unchanged."""
@@ -67,7 +67,7 @@ class WeightFormat:
             is_e8m0 = weight.scale_calculation_mode is not None
             return is_e8m0 and weight.block_size is not None and weight.block_size[1] == GROUP_SIZE
         known = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
-        return known.get(self.weights, weight.block_size == self.block_size)
+        return known.get(self.weight_strategy, weight.block_size == self.block_size)
 
     def convert_operand(self, operand: Operand, weight: CastConfig) -> Operand | None:
         """Return the operand with the format's layout of scales, or None if the format cannot hold its codes.
@@ -83,7 +83,7 @@ class WeightFormat:
                 return None
             row_scales = scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]]
             return Operand(operand.data, row_scales, ScaleLayout(1, GROUP_SIZE))
-        if self.weights == "tensor":
+        if self.weight_strategy == "tensor":
             return operand if scale.numel() == 1 else None
         return operand if self.block_size in (None, weight.block_size) else None
 
@@ -93,7 +93,7 @@ class WeightFormat:
         `power_of_2`: round the scales to powers of two. MXFP8 always does.
         """
         if self.block_size is None:
-            layout = ROWWISE if self.weights == "channel" else TENSORWISE
+            layout = ROWWISE if self.weight_strategy == "channel" else TENSORWISE
             dim = None if layout.is_tensorwise else 1
             codes, _, scale = dynamic_cast(weight, E4M3.dtype, dim, power_of_2=power_of_2)
         else:

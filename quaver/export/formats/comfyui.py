@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.export.checkpoint_names import PREFIXES
-from quaver.export.files import SUFFIX, StoredTensors, check_names, parse_json_object
+from quaver.export.checkpoint_names import DIFFUSION_PREFIXES
+from quaver.export.files import SAFETENSORS, StoredTensors, check_names, parse_json_object
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import has_mx_scales
 from quaver.export.formats.stored import StoredFormat, StoredScale, is_block_size
@@ -34,10 +34,10 @@ from quaver.runtime.names import join_names
 
 COMFYUI = "comfyui"
 _MARK = "comfy_quant"
-_METADATA = "_quantization_metadata"
+_METADATA_KEY = "_quantization_metadata"
 _OLDER_MARK = "scaled_fp8"
-_TOKENIZERS = ("spiece_model", "tekken_model", "tokenizer_json")
-_CODES = {
+_TOKENIZER_TENSORS = ("spiece_model", "tekken_model", "tokenizer_json")
+_CODE_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "float8_e4m3fn_rowwise": "F8_E4M3",
@@ -46,7 +46,7 @@ _CODES = {
 }
 """The dtype of the codes by the format of a mark. Only convert_to_quant writes scales per row and per block."""
 
-_REPLACED = {
+_REPLACED_PREFIXES = {
     "Flux or AuraFlow": ("single_transformer_blocks.0.attn.to_q.",),
     "SD3": ("transformer_blocks.0.attn.add_q_proj.", "pos_embed.proj."),
     "PixArt": ("transformer_blocks.0.", "adaln_single.emb.timestep_embedder.", "pos_embed.proj."),
@@ -55,8 +55,8 @@ _REPLACED = {
 }
 """Prefixes of tensor names that identify a model of diffusers. ComfyUI renames the tensors of these models."""
 
-_PADDED = 32
-_TILE = (128, 4)
+_PADDED_MULTIPLE = 32
+_TILE_SHAPE = (128, 4)
 """The rows and columns of scales in a tile; see `_to_tiles`."""
 
 
@@ -83,7 +83,7 @@ class ComfyUI(WeightFormat):
     def iter_tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         yield from super().iter_tensors(name, operand)
         mark: dict[str, Any] = {"format": "mxfp8" if self.is_mx else "float8_e4m3fn"}
-        if self.activations is None:
+        if self.activation_strategy is None:
             mark["full_precision_matrix_mult"] = True
         text = bytearray(json.dumps(mark).encode())
         yield f"{name.removesuffix('weight')}{_MARK}", torch.frombuffer(text, dtype=torch.uint8)
@@ -101,12 +101,14 @@ class ComfyUI(WeightFormat):
 
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Refuse a folder, options of a folder, and names of diffusers, which ComfyUI replaces when it loads them."""
-        if path.suffix != SUFFIX:
-            raise InputError(f"{str(path)!r}: expected a name that ends in {SUFFIX}; the format {COMFYUI} is one file")
+        if path.suffix != SAFETENSORS:
+            raise InputError(
+                f"{str(path)!r}: expected a name that ends in {SAFETENSORS}; the format {COMFYUI} is one file"
+            )
         given = [name for name, value in folder_options.items() if value]
         if given:
             raise InputError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
-        for model, parts in _REPLACED.items():
+        for model, parts in _REPLACED_PREFIXES.items():
             if all(any(name.startswith(part) for name in names) for part in parts):
                 raise NotImplementedError(
                     f"{COMFYUI}: ComfyUI replaces the names of {model} in diffusers, and would read codes without "
@@ -119,7 +121,7 @@ class _LayerMark(NamedTuple):
     """The mark of a layer in a file: how its weight is quantized."""
 
     format: str
-    """A key of `_CODES`. In "mxfp8" the scales are E8M0 in tiles and the codes are padded."""
+    """A key of `_CODE_DTYPES`. In "mxfp8" the scales are E8M0 in tiles and the codes are padded."""
     block_size: tuple[int, int] | None
     """The rows and columns of a block; None if the shape of the scale implies it."""
     shape: tuple[int, int] | None
@@ -129,7 +131,7 @@ class _LayerMark(NamedTuple):
 class MarkedFormat(StoredFormat):
     """The format of a file, or of a folder with marked layers, for reading."""
 
-    metadata_keys = (_METADATA,)
+    metadata_keys = (_METADATA_KEY,)
 
     def __init__(self, config: StoredFormat, stored: StoredTensors, is_file: bool) -> None:
         """Read the marks of a checkpoint, if it has any.
@@ -143,21 +145,23 @@ class MarkedFormat(StoredFormat):
         objects = {
             name.removesuffix(f".{_MARK}"): parse_json_object(name, bytes(stored[name].flatten().tolist()))
             for name, leaf in leaves.items()
-            if leaf == _MARK and stored.dtype(name) == "U8"
+            if leaf == _MARK and stored.get_dtype(name) == "U8"
         }
         objects |= _read_marks_in_metadata(stored)
         layers = {f"{layer}.weight": _parse_mark(layer, mark) for layer, mark in objects.items()}
-        unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODES]
+        unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODE_DTYPES]
         if unknown:
             raise NotImplementedError(
-                f"unsupported formats of ComfyUI: {join_names(unknown)}; expected one of {', '.join(_CODES)}"
+                f"unsupported formats of ComfyUI: {join_names(unknown)}; expected one of {', '.join(_CODE_DTYPES)}"
             )
         for name, mark in layers.items():
-            dtype = stored.dtype(name) if name in stored else "no such tensor"
-            if dtype != _CODES[mark.format]:
-                raise InputError(f"{name} is marked as {mark.format}: expected {_CODES[mark.format]}, got {dtype}")
+            dtype = stored.get_dtype(name) if name in stored else "no such tensor"
+            if dtype != _CODE_DTYPES[mark.format]:
+                raise InputError(
+                    f"{name} is marked as {mark.format}: expected {_CODE_DTYPES[mark.format]}, got {dtype}"
+                )
         self.layers, self.is_file = layers, is_file
-        self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZERS)]
+        self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZER_TENSORS)]
         self.shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
 
     def get_padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
@@ -185,13 +189,13 @@ class MarkedFormat(StoredFormat):
 
 def _read_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     """Yield the marks in the metadata by the stored name of the layer, which may have a prefix."""
-    for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
-        layers = parse_json_object(_METADATA, text).get("layers")
+    for text in (metadata[_METADATA_KEY] for metadata in stored.metadata if _METADATA_KEY in metadata):
+        layers = parse_json_object(_METADATA_KEY, text).get("layers")
         if not isinstance(layers, dict):
-            raise InputError(f"{_METADATA}: expected an object of layers, got a {type(layers).__name__}")
+            raise InputError(f"{_METADATA_KEY}: expected an object of layers, got a {type(layers).__name__}")
         check_names(layers, stored.path)
         for layer, mark in layers.items():
-            names = (f"{prefix}{layer}" for prefix in ("", *PREFIXES))
+            names = (f"{prefix}{layer}" for prefix in ("", *DIFFUSION_PREFIXES))
             yield next((name for name in names if f"{name}.weight" in stored), layer), mark
 
 
@@ -201,7 +205,7 @@ def _parse_mark(layer: str, mark: Any) -> _LayerMark:
         raise InputError(f"the mark of {layer}: expected a format, got {str(mark)[:80]!r}")
     parameters = mark.get("params")
     size = mark.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
-    block_size = (1, _PADDED) if format == "mxfp8" else None
+    block_size = (1, _PADDED_MULTIPLE) if format == "mxfp8" else None
     if format == "float8_e4m3fn_blockwise":
         if type(size) is not int or size < 1:
             raise InputError(f"the mark of {layer}: expected a group_size of 1 or more, got {str(size)[:80]!r}")
@@ -211,7 +215,7 @@ def _parse_mark(layer: str, mark: Any) -> _LayerMark:
 
 
 def _compute_padded_shape(shape: Sequence[int]) -> list[int]:
-    return [-(-length // _PADDED) * _PADDED for length in shape]
+    return [-(-length // _PADDED_MULTIPLE) * _PADDED_MULTIPLE for length in shape]
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
@@ -220,7 +224,7 @@ def _to_tiles(scales: Tensor) -> Tensor:
     Within a tile, the scale of row r and column c is at (r % 32) * 16 + r // 32 * 4 + c: "scaling factors layout" in
     NVIDIA's documentation of cuBLAS.
     """
-    rows, columns = (-(-length // tile) for length, tile in zip(scales.shape, _TILE, strict=True))
+    rows, columns = (-(-length // tile) for length, tile in zip(scales.shape, _TILE_SHAPE, strict=True))
     padded = F.pad(scales, (0, columns * 4 - scales.shape[1], 0, rows * 128 - scales.shape[0]))
     return padded.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4).reshape(padded.shape)
 
@@ -232,7 +236,7 @@ def _from_tiles(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
         ValueError: the number of scales does not match.
     """
     rows, length = shape
-    columns = -(-length // _PADDED)
+    columns = -(-length // _PADDED_MULTIPLE)
     tiles = -(-rows // 128), -(-columns // 4)
     if scales.itemsize != 1 or scales.numel() != tiles[0] * tiles[1] * 512:
         raise InputError(

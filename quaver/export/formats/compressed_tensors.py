@@ -13,14 +13,14 @@ from typing import Any, Self
 from torch import nn
 
 from quaver.export.formats.base import GROUP_SIZE, WeightFormat
-from quaver.export.formats.stored import LINEARS, StoredFormat, parse_block_size
+from quaver.export.formats.stored import LINEAR_TARGET, StoredFormat, parse_block_size
 from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
 
 METHOD = "compressed-tensors"
-BLOCKS = "compressed-tensors-block"
+BLOCK_FORMAT = "compressed-tensors-block"
 
 
 class CompressedTensors(WeightFormat):
@@ -44,23 +44,25 @@ class CompressedTensors(WeightFormat):
         if cut and self.is_mx:
             raise NotImplementedError(
                 f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {join_names(cut)}; use the "
-                f"format {BLOCKS}, which quantizes again, or leave these in high precision"
+                f"format {BLOCK_FORMAT}, which quantizes again, or leave these in high precision"
             )
 
     def make_quantization_config(
         self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         inputs = None
-        if self.activations is not None:
-            inputs = self._make_quantization_args(self.activations, is_dynamic=not self.is_static)
+        if self.activation_strategy is not None:
+            inputs = self._make_quantization_args(self.activation_strategy, is_dynamic=not self.is_static)
         group = {
             "targets": ["Linear"],
-            "weights": self._make_quantization_args(self.weights, is_dynamic=False),
+            "weights": self._make_quantization_args(self.weight_strategy, is_dynamic=False),
             "input_activations": inputs,
             "output_activations": None,
         }
         groups = {"group_0": group}
-        if cut_inputs and self.activations == "group":  # compressed-tensors raises for groups that do not divide inputs
+        if (
+            cut_inputs and self.activation_strategy == "group"
+        ):  # compressed-tensors raises for groups that do not divide inputs
             groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
         return {
             "quant_method": METHOD,
@@ -130,7 +132,9 @@ def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
     for group in groups.values():
         inputs, targets = group.get("input_activations"), group.get("targets")
         has_token_scales = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
-        token_scales |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_token_scales)
+        token_scales |= dict.fromkeys(
+            map(str, targets if isinstance(targets, list) else [LINEAR_TARGET]), has_token_scales
+        )
     for pattern in (target.removeprefix("re:") for target in token_scales if target.startswith("re:")):
         try:
             re.compile(pattern)

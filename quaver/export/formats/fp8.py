@@ -9,7 +9,7 @@ from torch import nn
 
 from quaver.export.checkpoint_names import is_transformers_model
 from quaver.export.formats.base import WeightFormat
-from quaver.export.formats.compressed_tensors import BLOCKS
+from quaver.export.formats.compressed_tensors import BLOCK_FORMAT
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import join_names
 
@@ -38,7 +38,7 @@ class FP8(WeightFormat):
         if hidden and is_transformers_model(model):
             raise NotImplementedError(
                 f"{METHOD}: transformers also skips linears whose names end with the name of a high-precision linear: "
-                f"{join_names(hidden)}; keep these in high precision, or use the format {BLOCKS}"
+                f"{join_names(hidden)}; keep these in high precision, or use the format {BLOCK_FORMAT}"
             )
 
     def make_quantization_config(
@@ -56,7 +56,7 @@ class FP8(WeightFormat):
         if ragged:
             yield (
                 f"{join_names(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "
-                f"dequantize=True, refuses such fp8 weights or reads wrong values; use the format {BLOCKS}"
+                f"dequantize=True, refuses such fp8 weights or reads wrong values; use the format {BLOCK_FORMAT}"
             )
         if high_precision_linears:
             yield (

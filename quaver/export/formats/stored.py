@@ -24,7 +24,7 @@ from quaver.recipes.scale_layout import BLOCK_SIZES, ScaleLayout
 from quaver.recipes.scaling import dequantize
 from quaver.runtime.errors import InputError
 
-LINEARS = "Linear"
+LINEAR_TARGET = "Linear"
 """The target of the group for all linears that no other group names."""
 
 
@@ -77,7 +77,7 @@ class StoredFormat:
         if module in self.token_scales:
             return self.token_scales[module]
         patterns = (target for target in self.token_scales if target.startswith("re:"))
-        target = next((target for target in patterns if re.match(target.removeprefix("re:"), module)), LINEARS)
+        target = next((target for target in patterns if re.match(target.removeprefix("re:"), module)), LINEAR_TARGET)
         return self.token_scales.get(target, any(self.token_scales.values()))
 
     def parse_scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
@@ -184,4 +184,4 @@ def make_block_format(method: str, quantization: Mapping[str, Any], *, by_token:
     """
     size = quantization.get("weight_block_size")
     sizes = () if size is None else (parse_block_size(size),)
-    return StoredFormat(method, sizes, {LINEARS: by_token or size is not None})
+    return StoredFormat(method, sizes, {LINEAR_TARGET: by_token or size is not None})

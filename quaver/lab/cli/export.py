@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
             set_activity(f"writing {target}")
             if options.own_scales:
                 planned = plan_export(source.model, options.format, source.weights).format
-                if planned.weights != "tensor" or planned.is_file:
+                if planned.weight_strategy != "tensor" or planned.is_file:
                     options.require_default("own_scales", unless="a folder's weights have scales per tensor")
             if kv_scales is not None:
                 set_kv_scales(source.model, kv_scales)

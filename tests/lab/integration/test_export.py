@@ -188,6 +188,6 @@ def test_a_mixture_is_trained_exported_and_trained_on(tmp_path):
     assert main(["export", str(checkpoint), str(tmp_path / "again"), "--dtype=float32", "--recipe=rowwise"]) == 0
     first, again = StoredTensors(exported), StoredTensors(tmp_path / "again")
     assert set(first) == set(again)
-    assert any(first.dtype(name) == "F8_E4M3" for name in first if ".experts.3." in name)
+    assert any(first.get_dtype(name) == "F8_E4M3" for name in first if ".experts.3." in name)
     values = load_float8(tmp_path / "again", dtype=torch.float32, model=served)
     assert all(torch.equal(values[name], tensor) for name, tensor in weights.items())

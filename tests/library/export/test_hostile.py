@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from quaver.export import load_float8
-from quaver.export.files import CONFIG_JSON, INDEX, SINGLE
+from quaver.export.bundle import RECORD_FILE
+from quaver.export.files import CONFIG_JSON, INDEX_FILE, SINGLE_FILE
 
 WEIGHTS = {"a.weight": torch.ones(32, 16).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(32, 1)}
 WEIGHTS |= {"norm.weight": torch.ones(16)}
 GROUPS = {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}, "input_activations": None}}
 QUANTIZATION = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
-GOOD = {CONFIG_JSON: json.dumps({"quantization_config": QUANTIZATION}).encode(), SINGLE: save(WEIGHTS)}
+GOOD = {CONFIG_JSON: json.dumps({"quantization_config": QUANTIZATION}).encode(), SINGLE_FILE: save(WEIGHTS)}
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 VALUES = st.recursive(
@@ -51,9 +52,11 @@ CONFIGS = st.builds(lambda groups: {**QUANTIZATION, "config_groups": groups}, GR
 CONFIGS |= objects("quant_method", "weight_block_size", "config_groups") | VALUES
 FILES: dict[str, st.SearchStrategy[bytes]] = {
     CONFIG_JSON: encoded(st.fixed_dictionaries({"quantization_config": CONFIGS})) | mutated(GOOD[CONFIG_JSON]),
-    SINGLE: mutated(GOOD[SINGLE]),
-    INDEX: encoded(objects("weight_map", "metadata")),
-    "quaver_export.json": encoded(st.fixed_dictionaries({"sha256": objects(CONFIG_JSON, SINGLE, "..", "") | VALUES})),
+    SINGLE_FILE: mutated(GOOD[SINGLE_FILE]),
+    INDEX_FILE: encoded(objects("weight_map", "metadata")),
+    "quaver_export.json": encoded(
+        st.fixed_dictionaries({"sha256": objects(CONFIG_JSON, SINGLE_FILE, "..", "") | VALUES})
+    ),
 }
 
 
@@ -62,8 +65,8 @@ FILES: dict[str, st.SearchStrategy[bytes]] = {
 def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
     for path, content in GOOD.items():
         (tmp_path / path).write_bytes(content)
-    if name == INDEX:  # which is read if there is no single file
-        (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
+    if name == INDEX_FILE:  # which is read if there is no single file
+        (tmp_path / SINGLE_FILE).rename(tmp_path / "a.safetensors")
 
     @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
     @given(FILES[name])
@@ -76,7 +79,7 @@ def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
             message = str(error)
         assert "\n" not in message
 
-    if name == "quaver_export.json":
+    if name == RECORD_FILE:
         load_one = example(b'{"sha256": {"\\n": null}}')(load_one)
     assert set(dict(load_float8(tmp_path))) == {"a.weight", "norm.weight"}
     load_one()
@@ -84,7 +87,7 @@ def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
 
 def test_control_characters_in_a_name_are_refused(tmp_path):
     (tmp_path / CONFIG_JSON).write_bytes(GOOD[CONFIG_JSON])
-    (tmp_path / SINGLE).write_bytes(save({"a\x1b]0;title\x07\nb.weight": torch.ones(2)}))
+    (tmp_path / SINGLE_FILE).write_bytes(save({"a\x1b]0;title\x07\nb.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match="is not printable; download it again"):
         load_float8(tmp_path)
 
@@ -93,6 +96,6 @@ def test_a_target_that_is_no_regular_expression_is_refused(tmp_path):
     groups = {"g": {**GROUPS["g"], "targets": ["re:("]}}
     config = {"quantization_config": {**QUANTIZATION, "config_groups": groups}}
     (tmp_path / CONFIG_JSON).write_text(json.dumps(config))
-    (tmp_path / SINGLE).write_bytes(GOOD[SINGLE])
+    (tmp_path / SINGLE_FILE).write_bytes(GOOD[SINGLE_FILE])
     with pytest.raises(ValueError, match="targets in config.json: '\\(' is no regular expression"):
         load_float8(tmp_path)

@@ -158,7 +158,7 @@ def test_torch_dequantizes_blocks_to_the_same_values(recipe, exported):
 def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
     stored = StoredTensors(exported("deepseek", format))
     scale = f"{RAGGED}_scale_inv" if format == "fp8" else f"{RAGGED}_scale"
-    assert (stored.shape(RAGGED), stored.shape(scale)) == ([192, 200], [2, 2])
+    assert (stored.get_shape(RAGGED), stored.get_shape(scale)) == ([192, 200], [2, 2])
     frozen = load_frozen(deepseek(), exported("deepseek", format))
     assert logits_of(frozen).equal(logits_of(frozen_deepseek()))
     if format == "fp8":
@@ -190,8 +190,8 @@ def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format,
         shape = {"rowwise": [rows, 1], "tensorwise": [1], "mxfp8": [rows, columns // 32]}[recipe]
         shape = shape if format == "compressed-tensors" else [rows // 128, columns // 128]
         scale = f"{name.removesuffix('weight')}{leaf}"
-        assert (stored.dtype(name), stored.shape(name)) == ("F8_E4M3", [rows, columns])
-        assert (stored.dtype(scale), stored.shape(scale)) == ("U8" if recipe == "mxfp8" else "F32", shape)
+        assert (stored.get_dtype(name), stored.get_shape(name)) == ("F8_E4M3", [rows, columns])
+        assert (stored.get_dtype(scale), stored.get_shape(scale)) == ("U8" if recipe == "mxfp8" else "F32", shape)
 
 
 def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):

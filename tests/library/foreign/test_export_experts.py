@@ -74,7 +74,7 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
     plan = save_float8(model, tmp_path / "out", format=format).plan
     assert weight_names(tmp_path / "out") == weight_names(tmp_path / "plain")
     stored = StoredTensors(tmp_path / "out")
-    float8_names = [key for key in stored if stored.dtype(key) == "F8_E4M3"]
+    float8_names = [key for key in stored if stored.get_dtype(key) == "F8_E4M3"]
     assert plan.count == len(float8_names)
     assert bool(plan.whole_stacks) == (name in WHOLE)
     assert any("experts." in key and "shared" not in key for key in float8_names) == (name in MIXTURES)

@@ -154,11 +154,11 @@ def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
         raise InputError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
-    _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
+    _check_shapes({name: stored.get_shape(name) for name in stored}, expected, folder)
     for name in expected:
-        if stored.dtype(name) not in _DTYPES:
+        if stored.get_dtype(name) not in _DTYPES:
             dtypes = "float32, bfloat16 or float16"
-            raise NotImplementedError(f"{name} must be {dtypes}, got {stored.dtype(name)}; dequantize the model")
+            raise NotImplementedError(f"{name} must be {dtypes}, got {stored.get_dtype(name)}; dequantize the model")
     if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
         raise InputError(
             f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
