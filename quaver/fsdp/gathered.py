@@ -156,8 +156,8 @@ class Float8AllGatherWeight(ScaledShard):
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: WholeScales
         if scale is not None and scale.is_known:
-            power_of_2 = config.round_scales_to_power_of_2
-            cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
+            row, column, power_of_2 = True, False, config.round_scales_to_power_of_2
+            cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
             operand = expect(cast.row)
             codes = [operand.data]
             scales = [Scales(expect(operand.quant_scale), expect(operand.dequant_scale))]

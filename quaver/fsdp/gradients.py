@@ -38,12 +38,12 @@ from quaver.torch_private.fsdp import find_fsdp_module_class, list_reductions
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-BLOCK = 256
+BLOCK_ELEMENTS = 256
 """Elements that share a scale of 4 bytes."""
-MIN_ELEMENTS = 16 * BLOCK
+MIN_GRADIENTS = 16 * BLOCK_ELEMENTS
 """The fewest gradients of one rank in one reduction. Below it, the extra message costs more than the bytes save."""
 _SCALE_BYTES = 4
-_DEQUANTIZED_ROWS = 8
+_MAX_DEQUANTIZED_ROWS = 8
 """Rows that are dequantized at once, which bounds the float32 memory to as many chunks."""
 
 
@@ -55,7 +55,7 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     send nothing. The codes are cast from FSDP2's buffers in `reduce_dtype`, for which float32 is best.
 
     Raises:
-        ValueError: the model uses neither, a rank has fewer than `MIN_ELEMENTS` of a group's gradients, or gradients
+        ValueError: the model uses neither, a rank has fewer than `MIN_GRADIENTS` of a group's gradients, or gradients
             are reduced in another dtype than float32, bfloat16 or float16.
     """
     fsdp_class = find_fsdp_module_class()
@@ -81,9 +81,9 @@ def _check_reduction(elements: int, ranks: int, dtype: torch.dtype, owner: str) 
             f"{owner} has gradients in {dtype}; expected {', '.join(map(str, HP_DTYPES))} to reduce in float8: set "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32) of FSDP2, or convert the parameters"
         )
-    if elements < MIN_ELEMENTS:
+    if elements < MIN_GRADIENTS:
         raise ValueError(
-            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {MIN_ELEMENTS:,} to "
+            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {MIN_GRADIENTS:,} to "
             "reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce in high "
             "precision"
         )
@@ -165,7 +165,7 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     payload = quantize_gradients(own.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
-    parts = gathered.split(_DEQUANTIZED_ROWS)
+    parts = gathered.split(_MAX_DEQUANTIZED_ROWS)
     flat = torch.cat([dequantize_gradients(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
 
@@ -182,7 +182,7 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
-    for part in received.split(_DEQUANTIZED_ROWS):
+    for part in received.split(_MAX_DEQUANTIZED_ROWS):
         for values in dequantize_gradients(part, rows.shape[1]):
             total += values
     return total
@@ -190,14 +190,16 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def quantize_gradients(rows: Tensor) -> Tensor:
     """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
-    row = expect(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
-    scales = expect(row.dequant_scale).contiguous()  # they are column-major on a GPU
-    return torch.cat([scales.view(torch.uint8), row.data.view(torch.uint8)], dim=1)
+    row, column, power_of_2 = True, False, False
+    cast, options = CASTS[ScalingGranularity.BLOCKWISE], (1, BLOCK_ELEMENTS, "")
+    operand = expect(cast(rows, E4M3.dtype, row, column, power_of_2, *options).row)
+    scales = expect(operand.dequant_scale).contiguous()  # they are column-major on a GPU
+    return torch.cat([scales.view(torch.uint8), operand.data.view(torch.uint8)], dim=1)
 
 
 def dequantize_gradients(payload: Tensor, columns: int) -> Tensor:
     """Dequantize the payload of `quantize_gradients` to float32 [n, columns]."""
-    scale_bytes = _SCALE_BYTES * -(-columns // BLOCK)
+    scale_bytes = _SCALE_BYTES * -(-columns // BLOCK_ELEMENTS)
     scales = payload[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     codes = payload[:, scale_bytes:].view(E4M3.dtype)
-    return scaling.dequantize(codes, scales, layout=make_block_layout(E4M3.dtype, 1, BLOCK))
+    return scaling.dequantize(codes, scales, layout=make_block_layout(E4M3.dtype, 1, BLOCK_ELEMENTS))

@@ -48,7 +48,7 @@ class PreparedInputs(Protocol):
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
-_GATHERED = "the weights to all-gather in float8"
+_GATHERED_WEIGHTS = "the weights to all-gather in float8"
 
 
 class Siblings:
@@ -143,7 +143,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     if key not in siblings.agreed:
         lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
         groups = [own.fsdp_group] if own.tp_group is None else [own.fsdp_group, own.tp_group]
-        check_ranks_agree(lines, *groups, what=_GATHERED)
+        check_ranks_agree(lines, *groups, what=_GATHERED_WEIGHTS)
         siblings.agreed.add(key)
     _compute_and_set_scales(computed)
     return typing.cast(WholeScales, _get_scaled_shard(weight).get_scales(weight.parameter))
@@ -219,7 +219,7 @@ def _check_siblings_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
     weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
     check_ranks_agree_once(
-        module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED
+        module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
     )
 
 

@@ -88,7 +88,7 @@ class TokenDispatch:
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""
-        if not travels_as_codes(casts, row, column, self._grad_weight_from_codes):
+        if not travels_as_codes(casts, row=row, column=column, grad_weight_from_codes=self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row=row, column=column)
         cast = casts.row if row else casts.column_source
         if not cast.is_tensorwise:
@@ -126,7 +126,7 @@ class TokenDispatch:
         return Operands(operand, requantized.column)
 
 
-def travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
+def travels_as_codes(casts: OperandCasts, *, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
     """Return whether a matrix travels as codes if these operands of it are read; see [Note: what travels as codes]."""
     if casts.is_dequantized:
         row, column = True, False
@@ -198,8 +198,8 @@ class ExpertDispatcher:
         are_codes = [False, False]
         if config is not None:
             readers = ((config.casts.input, trains_first), (config.casts.grad_output, trains_last))
-            from_codes = self.grad_weight_from_codes
-            are_codes = [travels_as_codes(casts, True, trains, from_codes) for casts, trains in readers]
+            options = {"row": True, "grad_weight_from_codes": self.grad_weight_from_codes}
+            are_codes = [travels_as_codes(casts, column=trains, **options) for casts, trains in readers]
             # A bias or a norm after the experts reads grad_output in high precision.
             is_read = getattr(experts, "has_bias", False) or getattr(experts, "has_post_expert_norm", False)
             are_codes[1] = are_codes[1] and not is_read

@@ -192,8 +192,9 @@ def _cast_with_agreed_scale(
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_known)
     if is_known:
-        row = expect(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
-        return row.data, expect(row.quant_scale).clone(), expect(row.dequant_scale), observed
+        row, column = True, False
+        operand = expect(cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row)
+        return operand.data, expect(operand.quant_scale).clone(), expect(operand.dequant_scale), observed
     own = compute_matrix_amax(hp, None)
     record_amax(scale, own)
     # Functional collectives also take the name of a group.

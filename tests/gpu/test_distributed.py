@@ -19,7 +19,7 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from quaver.fsdp.gradients import BLOCK, dequantize_gradients, quantize_gradients, sum_over_ranks
+from quaver.fsdp.gradients import BLOCK_ELEMENTS, dequantize_gradients, quantize_gradients, sum_over_ranks
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.library.distributed.models import config_of
@@ -107,7 +107,7 @@ def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
 
 
 def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(mesh):
-    rows = torch.randn(1, 40 * BLOCK + 77, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(1, 40 * BLOCK_ELEMENTS + 77, generator=torch.Generator().manual_seed(0))
     rows[0, 300] = torch.nan
     with host():
         expected = dequantize_gradients(quantize_gradients(rows), rows.shape[1])[0]

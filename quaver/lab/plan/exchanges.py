@@ -233,7 +233,9 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
     for operand in sent:
         in_codes = 0.0
-        if operand is not None and travels_as_codes(operand, True, True, run.grad_weight_from_codes):
+        if operand is not None and travels_as_codes(
+            operand, row=True, column=True, grad_weight_from_codes=run.grad_weight_from_codes
+        ):
             in_codes = run.get_float8_share(EXPERTS)
         if operand is not None and in_codes:
             if operand.row.is_tensorwise:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quaver.fsdp.gradients import BLOCK
+from quaver.fsdp.gradients import BLOCK_ELEMENTS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import (
     BlockTimes,
@@ -41,7 +41,7 @@ WEIGHT_BYTES = 2
 """Weights are gathered in bfloat16, in which their gradients are computed."""
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
-_CODE_BYTES = 1 + 4 / BLOCK
+_CODE_BYTES = 1 + 4 / BLOCK_ELEMENTS
 """Bytes of a gradient that is sent as a float8 code, with its part of a block's scale."""
 _CAST_BYTES = 6 * GRADIENT_BYTES
 """Bytes that a float8 reduction moves per gradient in addition to the copy. The cast reads twice; codes are written,

@@ -14,7 +14,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import reduce_gradients_in_float8
-from quaver.fsdp.gradients import BLOCK, Float8ReduceScatter, dequantize_gradients, quantize_gradients, sum_over_ranks
+from quaver.fsdp.gradients import (
+    BLOCK_ELEMENTS,
+    Float8ReduceScatter,
+    dequantize_gradients,
+    quantize_gradients,
+    sum_over_ranks,
+)
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal
 from tests.steps import draw, full
@@ -63,16 +69,16 @@ def test_gradients_differ_from_high_precision_by_one_cast_or_two():
 
 @on_ranks(2)
 def test_the_sum_is_in_float32_in_the_order_of_ranks_and_codes_travel():
-    columns = 3 * BLOCK + 5
+    columns = 3 * BLOCK_ELEMENTS + 5
     gradients = [draw(2, columns, seed=rank) for rank in range(2)]
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
         total = sum_over_ranks(gradients[dist.get_rank()], dist.group.WORLD)
     expected = torch.zeros(columns)
     for rows in gradients:
-        for first in range(0, columns, BLOCK):
-            block = rows[dist.get_rank(), first : first + BLOCK]
+        for first in range(0, columns, BLOCK_ELEMENTS):
+            block = rows[dist.get_rank(), first : first + BLOCK_ELEMENTS]
             scale = (448 / block.abs().amax().double()).float()
-            expected[first : first + BLOCK] += (block * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
+            expected[first : first + BLOCK_ELEMENTS] += (block * scale).to(torch.float8_e4m3fn).float() * (1 / scale)
     assert torch.equal(total, expected)
     (_, sent), _ = exchange.call_args
     assert exchange.call_count == 1
@@ -81,8 +87,8 @@ def test_the_sum_is_in_float32_in_the_order_of_ranks_and_codes_travel():
 
 @pytest.mark.parametrize("ranks", [1, 9])
 def test_rows_of_any_length_and_number_are_decoded(ranks):
-    rows = draw(ranks, BLOCK + 3)
-    parts = [dequantize_gradients(payload, BLOCK + 3) for payload in quantize_gradients(rows).split(8)]
+    rows = draw(ranks, BLOCK_ELEMENTS + 3)
+    parts = [dequantize_gradients(payload, BLOCK_ELEMENTS + 3) for payload in quantize_gradients(rows).split(8)]
     assert 30 < compute_sqnr_db(rows, torch.cat(parts)) < 33
 
 
@@ -96,10 +102,10 @@ def test_gradients_that_are_not_finite_on_one_rank_are_nan_on_all(bad):
 
 @on_ranks(2)
 def test_only_the_block_of_an_inf_is_lost():
-    rows = torch.ones(2, 3 * BLOCK)
-    rows[0, BLOCK] = float("inf")
+    rows = torch.ones(2, 3 * BLOCK_ELEMENTS)
+    rows[0, BLOCK_ELEMENTS] = float("inf")
     total = sum_over_ranks(rows, dist.group.WORLD)
-    lost = slice(BLOCK, 2 * BLOCK) if dist.get_rank() == 0 else slice(0, 0)
+    lost = slice(BLOCK_ELEMENTS, 2 * BLOCK_ELEMENTS) if dist.get_rank() == 0 else slice(0, 0)
     assert total[lost].isnan().all()
     assert total.nan_to_num(nan=2.0).eq(2.0).all()
 
