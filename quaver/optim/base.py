@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import typing
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -37,6 +36,7 @@ from quaver.optim.state import (
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.once import log_once
 from quaver.runtime.process_group import has_process_group
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.dispatch import is_fake_mode_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
 from quaver.torch_private.optimizer import load_with_hooks
@@ -178,10 +178,9 @@ class Float8Optimizer(Optimizer):
         if counter is None or is_fake_mode_on() or int(counter) == self._warned_count:
             return
         count, self._warned_count = int(counter) - self._warned_count, int(counter)
-        warnings.warn(
+        warn_user(
             f"gradients are not finite in {count} {self.skipped_noun}: their parameters and moments are unchanged",
             RuntimeWarning,
-            stacklevel=2,
         )
 
     def _log_float32(self, parameter: Tensor) -> None:

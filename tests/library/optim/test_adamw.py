@@ -260,8 +260,9 @@ def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported():
     (parameter,), optimizer = train(steps=1, shapes=[(64, 512)])
     before, old_state = parameter.detach().clone(), copy.deepcopy(optimizer.state[parameter])
     parameter.grad[3, 300] = torch.inf
-    with pytest.warns(RuntimeWarning, match="gradients are not finite in 1 blocks of 256 elements"):
+    with pytest.warns(RuntimeWarning, match="gradients are not finite in 1 blocks of 256 elements") as warned:
         optimizer.step()
+    assert [warning.filename for warning in warned] == [__file__]
     state = optimizer.state[parameter]
     assert torch.equal(parameter[3, 256:], before[3, 256:])
     assert not (parameter[3, :256] == before[3, :256]).any()
