@@ -19,7 +19,7 @@ from torch import Tensor
 from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import make_grid
 from quaver.optim.buckets import Update, run_cut_updates, run_updates
-from quaver.optim.options import check_shared_options, check_storages
+from quaver.optim.options import check_shared_options, check_storages, is_number_below
 from quaver.optim.state import get_blocks, get_row_scales, has_cut_blocks
 from quaver.optim.update import Scalars
 from quaver.torch_private.dtensor import get_local_tensor
@@ -86,10 +86,11 @@ class Float8AdamW(Float8Optimizer):
         self._load_torch_state_dict(state_dict)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+        betas = group["betas"]
         check_shared_options(group)
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {group['betas']}")
+        is_pair = isinstance(betas, Sequence) and len(betas) == 2
+        if not is_pair or not all(is_number_below(1, beta) for beta in betas):
+            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {betas}")
         check_storages(group, "exp_avg", "exp_avg_sq")
         _check_moment_storages(group)
 

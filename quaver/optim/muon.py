@@ -22,7 +22,7 @@ from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import RowSpan, from_blocks, make_grid, number_blocks, to_blocks
 from quaver.optim.buckets import select_rows, split_rows
 from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
-from quaver.optim.options import check_shared_options, check_storages
+from quaver.optim.options import check_shared_options, check_storages, is_number_below
 from quaver.optim.rounding import draw_more_random_bits, draw_random_bits, make_block_keys, take_low16
 from quaver.optim.state import get_layout, get_local_scales, get_row_scales, has_cut_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
@@ -98,17 +98,16 @@ class Float8Muon(Float8Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_shared_options(group)
         check_storages(group, "momentum_buffer")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum: expected a number from 0 to below 1, got {group['momentum']}")
+        if not is_number_below(1, group["momentum"]):
+            raise ValueError(f"momentum: expected a number from 0 to below 1, got {group['momentum']!r}")
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(
                 f"adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
             )
-        if len(group["ns_coefficients"]) != 3 or not 0 < group["ns_steps"] < 100:
-            raise ValueError(
-                "expected three ns_coefficients and 1 to 99 ns_steps, got "
-                f"{group['ns_coefficients']} and {group['ns_steps']}"
-            )
+        coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+        has_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
+        if not has_three or type(steps) is not int or not 0 < steps < 100:
+            raise ValueError(f"expected three ns_coefficients and 1 to 99 ns_steps, got {coefficients} and {steps}")
         for parameter in group["params"]:
             if parameter.dim() != 2:
                 raise ValueError(f"expected matrices, got a parameter {list(parameter.shape)}; use Float8AdamW for it")

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quaver.optim.state import STORAGES
 
 
 def check_shared_options(group: dict[str, Any]) -> None:
     """Raise ValueError for an invalid lr, eps, weight decay or seed, an unsupported option, or an unsupported dtype."""
-    rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
-    for name, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a finite number, 0 or more, got {value}")
-    if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**63):
+    for name in ("lr", "eps", "weight_decay"):
+        if not is_number_below(math.inf, group[name]):
+            raise ValueError(f"{name}: expected a finite number, 0 or more, got {group[name]!r}")
+    if type(group["seed"]) is not int or not 0 <= group["seed"] < 2**63:
         raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {group['seed']!r}")
     check_torch_options(group, "amsgrad", "maximize", "capturable", "differentiable")
     for parameter in group["params"]:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"expected parameters in float32 or bfloat16, got {parameter.dtype}")
+
+
+def is_number_below(limit: float, value: object) -> bool:
+    """Return whether `value` is a real number, or a tensor with one, from 0 to below `limit`."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return isinstance(number, Real) and not isinstance(number, bool) and 0 <= float(number) < limit
 
 
 def check_torch_options(group: Mapping[str, Any], *names: str) -> None:

@@ -229,7 +229,7 @@ def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str,
 
 def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise ValueError unless a state has the tensors that a param group's options ask for."""
-    expected = get_layout(parameter, group).tensors
+    expected = {"step": ((), torch.float32), **get_layout(parameter, group).tensors}
     for name, (shape, dtype) in expected.items():
         value = state.get(name)
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
