@@ -157,8 +157,9 @@ class Recorder(StorageWatch):
             self._change_saved(allocation.key, -1)
 
     def _change_saved(self, key: int, change: int) -> None:
-        self._saved[key] = self._saved.get(key, 0) + change
-        self._log_state(key, self._sizes[key])
+        with self._lock:
+            self._saved[key] = self._saved.get(key, 0) + change
+            self._log_state(key, self._sizes[key])
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _get_shape_and_dtype(tensor)
@@ -228,9 +229,10 @@ class Recorder(StorageWatch):
 
     def end(self) -> None:
         """Stop recording."""
-        self.forget_all()
-        self._live.clear()
-        self._operand = None
+        with self._lock:
+            self.forget_all()
+            self._live.clear()
+            self._operand = None
 
     def _log_state(self, key: int, size_bytes: int) -> None:
         t_us = (time.perf_counter_ns() - self._start) / 1e3
@@ -280,10 +282,11 @@ class Recorder(StorageWatch):
 
     def _mark_held_from_forward(self) -> None:
         """Mark, at the beginning of backward, what the forward allocated and something still holds."""
-        for key, allocation in self._live.items():
-            made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
-            if made_in_forward and allocation.category is None and not self._saved.get(key):
-                allocation.held_from_forward = True
+        with self._lock:
+            for key, allocation in self._live.items():
+                made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
+                if made_in_forward and allocation.category is None and not self._saved.get(key):
+                    allocation.held_from_forward = True
 
 
 def _categorize_weight_cast(allocation: Allocation, tensor: Tensor | None) -> None:

@@ -49,7 +49,8 @@ class StorageWatch(TorchDispatchMode):
         self._ignored: dict[int, weakref.ref[UntypedStorage]] = {}  # buffers of a collective's backend
         self._resizes: AbstractContextManager[Any] = nullcontext()
         self._among_fakes = False  # whether storages on the meta device belong to fake tensors
-        self._lock = threading.RLock()  # a thread of a collective's backend may release a storage
+        self._lock = threading.RLock()
+        """Held while the records change: a thread of a collective's backend may release a storage at any time."""
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         """Record a storage that is seen for the first time.
@@ -75,9 +76,10 @@ class StorageWatch(TorchDispatchMode):
 
     def forget_all(self) -> None:
         """Stop following all storages."""
-        self._references.clear()
-        self._ignored.clear()
-        self._sizes.clear()
+        with self._lock:
+            self._references.clear()
+            self._ignored.clear()
+            self._sizes.clear()
 
     def __enter__(self) -> Any:
         self._among_fakes = is_fake_mode_on()
@@ -152,11 +154,12 @@ class StorageWatch(TorchDispatchMode):
         if storage.device.type == "meta" and not self._among_fakes:
             return
         key = storage_key(storage)
-        if key not in self._sizes:
-            self._sizes[key] = before_bytes
-            self._references[key] = weakref.ref(storage, partial(self._on_release, key))
-            self.storage_appeared(key, before_bytes, None, None)
-        self._follow_storage(storage, None, None)
+        with self._lock:
+            if key not in self._sizes:
+                self._sizes[key] = before_bytes
+                self._references[key] = weakref.ref(storage, partial(self._on_release, key))
+                self.storage_appeared(key, before_bytes, None, None)
+            self._follow_storage(storage, None, None)
 
     def _on_release(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
         with self._lock:

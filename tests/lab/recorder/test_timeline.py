@@ -2,6 +2,7 @@
 
 import gc
 import json
+from threading import Thread
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.lab.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.lab.recorder.allocator import measure_usage, pause_garbage_collection
+from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.config import ScalingGranularity
 from tests.lab.memory.models import CPU, Block, build_stack
 from tests.ranks import on_ranks
@@ -147,6 +149,28 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
         grown.resize_(512)  # an operator
     assert counted.live_bytes == 2048
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_release_on_another_thread_waits_for_a_resize():
+    held, order = [], []
+    release = Thread(target=held.clear)
+
+    class Watch(StorageWatch):
+        def storage_appeared(self, key, size_bytes, tensor, operator):
+            if tensor is None:
+                release.start()
+                release.join(0.2)
+                order.append("resized")
+
+        def storage_released(self, key, size_bytes):
+            order.append("released")
+
+    resized = torch.zeros(256)
+    with Watch():
+        held.append(torch.zeros(256))
+        resized.untyped_storage().resize_(0)
+        release.join()
+    assert order == ["resized", "released"]
 
 
 def test_sums_names_and_spans_of_a_whole_step():
