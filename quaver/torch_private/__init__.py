@@ -6,6 +6,7 @@
 | `dispatch` | the stacks of modes and transforms, dispatch keys, operator classes |
 | `tracing` | the jit tracer, the compiler's context, fake tensors |
 | `compiler` | compiled modules, the compiler's settings |
+| `inductor` | the code that Inductor generates, its caches |
 | `versions` | version counters |
 | `dtensor` | the local tensor of a DTensor |
 | `nested` | the ragged dim of a nested tensor |
@@ -19,6 +20,7 @@
 | `optimizer` | hooks of state dicts |
 | `muon` | Newton-Schulz and learning rates of torch.optim.Muon |
 | `hardware` | instructions of the CPU, the float8 matmul of GPUs |
+| `replacing` | attributes that are replaced inside a block |
 
 Each file begins with its names, their purpose, and when they can be removed; "no replacement" means that torch 2.14 has
 no public equivalent. tests/library/test_torch_private.py fails if a name disappears or changes, and if a private name
@@ -30,11 +32,11 @@ Used outside of this package:
 - `TorchDispatchMode`, `is_traceable_wrapper_subclass` and `tree_*` of torch.utils._python_dispatch and _pytree, and
   operators of torch.ops.aten whose names begin with an underscore.
 - Attributes of objects: `OpOverload._schema`, `Tensor._make_wrapper_subclass`, `Parameter._is_param`, `_orig_mod` of a
-  compiled module, `_forward_pre_hooks`, `_forward_hooks` and `_forward_hooks_always_called` of a module, and
-  `_wrapped_by_lr_sched` of an optimizer's `step`.
+  compiled module, `_compiled_call_impl`, `_forward_pre_hooks`, `_forward_hooks` and `_forward_hooks_always_called` of a
+  module, and `_wrapped_by_lr_sched` of an optimizer's `step`.
 - Methods of torch's parallel styles that quaver/parallel/tensor_parallel.py overrides or calls: `_apply`,
   `_prepare_input_fn`, `_prepare_input_arg` and `_prepare_input_kwarg_fn`.
 - `_is_profiler_enabled` of torch.autograd.profiler, which quaver/runtime/phases.py and quaver/kernels/operation.py read
   without a call.
-- Parts of fake tensors and of Inductor, which the folders devices, compiling and faking of quaver/lab/memory replace.
+- Parts of Inductor that quaver/lab/bench/ledger replaces.
 """

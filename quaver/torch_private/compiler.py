@@ -10,6 +10,9 @@
   No replacement.
 - `get_traced_backend()`: WrapBackendDebug._compiler_name of the frame that Dynamo traces, from
   torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
+- `BackendCompilerFailed`: torch._dynamo.exc.BackendCompilerFailed, which wraps an error of the backend. No replacement.
+- `compile_like(copy, model)`: OptimizedModule.dynamo_ctx, the closure of Module._compiled_call_impl,
+  torch._dynamo.trace_rules.check and torch._dynamo.external_utils.wrap_inline. No replacement.
 - `count_graphs()`: torch._dynamo.utils.counters["stats"]["unique_graphs"]. No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch of recompile_limit and accumulated_recompile_limit.
   No replacement.
@@ -17,6 +20,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,15 +28,21 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table as decompositions
 
 __all__ = [
+    "BackendCompilerFailed",
     "CustomPartitionerFn",
     "OptimizedModule",
+    "compile_like",
     "decompositions",
     "count_graphs",
     "install_partitioner",
@@ -57,6 +67,32 @@ def get_traced_backend() -> str | None:
 def count_graphs() -> int:
     """Return how many graphs Dynamo has compiled in this process. A function that fell back to eager has none."""
     return int(counters["stats"]["unique_graphs"])
+
+
+def compile_like(copy: nn.Module, model: nn.Module) -> None:
+    """Compile `copy` and its modules in the same way as `model`, since a copy is not compiled.
+
+    Args:
+        model: the original, possibly in a wrapper of torch.compile, which `copy` does not have.
+    Raises:
+        NotImplementedError: a module was not compiled by `nn.Module.compile`.
+    """
+    if isinstance(model, OptimizedModule):
+        call = copy._call_impl
+        is_torchs = trace_rules.check(copy.forward)  # Dynamo skips frames of torch's modules unless inlined
+        copy._compiled_call_impl = model.dynamo_ctx(wrap_inline(call) if is_torchs else call)
+        model = model._orig_mod
+    copies = dict(copy.named_modules())
+    for name, module in model.named_modules():
+        compiled: Any = module._compiled_call_impl
+        if compiled is None:
+            continue
+        wrap = inspect.getclosurevars(compiled).nonlocals.get("self")  # has torch.compile's backend and options
+        if not callable(wrap):
+            raise NotImplementedError(
+                f"expected a module that nn.Module.compile compiled, got one that calls {compiled!r}; compile it so"
+            )
+        copies[name]._compiled_call_impl = wrap(copies[name]._call_impl)
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[Any]:

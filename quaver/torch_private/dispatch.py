@@ -14,6 +14,8 @@
 - `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
   overloads without a kernel.
 - `decompose(overload, args, kwargs)`: OpOverload.decompose, which runs the ops of a composite op.
+- `implement_operators(namespace)`: torch.library._scoped_library, a Library whose kernels are removed at the exit.
+- `exclude_keys(keys)`: torch._C._ExcludeDispatchKeyGuard, a context in which operators skip the kernels of these keys.
 - `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
 - `skip_torch_function`: torch._C._disabled_torch_function_impl, for `__torch_function__` of a tensor subclass.
 - `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: the types of torch.ops.aten.mm.default, of
@@ -22,6 +24,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -43,8 +46,10 @@ __all__ = [
     "dispatch_keys",
     "dispatch_mode_at",
     "dispatch_modes",
+    "exclude_keys",
     "is_fake_mode_on",
     "has_kernel",
+    "implement_operators",
     "innermost_transform",
     "is_batched",
     "skip_torch_function",
@@ -60,12 +65,18 @@ dispatch_keys = torch._C._dispatch_keys
 _BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 skip_torch_function = torch._C._disabled_torch_function_impl
 dispatch_modes = _get_current_dispatch_mode_stack
+exclude_keys = torch._C._ExcludeDispatchKeyGuard
 without_dispatch_modes = _disable_current_modes
 
 
 def is_fake_mode_on() -> bool:
     """Return whether a FakeTensorMode is among the dispatch modes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def implement_operators(namespace: str) -> AbstractContextManager[torch.library.Library]:
+    """Yield a library whose kernels for operators of `namespace` are used inside the block."""
+    return torch.library._scoped_library(namespace, "IMPL")
 
 
 def has_kernel(overload: OpOverload, key: str = "") -> bool:

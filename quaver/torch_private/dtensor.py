@@ -6,6 +6,8 @@
 - `set_local_tensor(tensor, local)`: assigns DTensor._local_tensor. No replacement.
 - `compute_local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, for
   this rank's part. No replacement.
+- `cache_fake_shapes()`: replaces torch.distributed.tensor._dispatch._are_we_tracing of torch 2.11. Remove with it;
+  torch 2.13 has no such function.
 - `is_dtensor(tensor)`, `make_dtensor_like(local, like)`: public API, without the import of torch.distributed.tensor.
 
 [Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo together take longer to import
@@ -15,11 +17,14 @@ than torch, which does not import them. `import quaver` and the conversion of a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quaver.torch_private.replacing import replace_attribute
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,3 +70,16 @@ def compute_local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tu
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def cache_fake_shapes() -> AbstractContextManager[None]:
+    """Let DTensors of fake tensors use the cache of shapes inside the block, as those of real tensors do.
+
+    Torch 2.11 takes fake tensors as a sign of tracing and skips the cache. Each operator, also of the optimizer, would
+    then allocate its unsharded operands.
+    """
+    from torch.distributed.tensor import _dispatch
+
+    module: Any = _dispatch
+    is_old = hasattr(module, "_are_we_tracing")
+    return replace_attribute(module, "_are_we_tracing", lambda: False) if is_old else nullcontext()

@@ -7,7 +7,10 @@
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
 - `is_called_by_fake_tensors()`: whether torch._subclasses.meta_utils calls the caller. It creates fake tensors, in a
   non-strict torch.export without a tracing context, and treats tensors of one storage as views.
-- `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that creates them.
+- `FakeTensor`, `FakeTensorMode`, `FakeCopyMode`: torch._subclasses.fake_tensor, tensors without memory, the mode that
+  creates them, and the mode in which copy.deepcopy creates them.
+- `DataDependentOutputException`, `DynamicOutputShapeException`, `UnsupportedOperatorException`: the errors of operators
+  that fake tensors cannot run.
 - `assume_constant_result(function)`: torch.compiler.assume_constant_result without its import of torch._dynamo
   ([Note: import time] in dtensor.py). Remove when PyTorch defers the import.
 - `disable_compile(function)`: torch._compile._disable_dynamo, which is torch.compiler.disable but imports torch._dynamo
@@ -25,11 +28,22 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo as disable_compile
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
+    "UnsupportedOperatorException",
     "assume_constant_result",
     "is_called_by_fake_tensors",
     "current_tracing_context",

@@ -25,19 +25,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.compiling.compiled import (
-    are_kernels_left_out,
     has_compiled_code,
-    recompile,
     refuse_to_compile,
     repeat_until_nothing_compiles,
 )
-from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
+from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
 from quaver.lab.recorder.allocator import pause_garbage_collection
+from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.recorder.timeline import record_timeline
-from quaver.torch_private.compiler import OptimizedModule
+from quaver.torch_private.compiler import OptimizedModule, compile_like
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def explain(
     with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
         fake = make_fake_copy(_unwrap(model), fakes)
         if compiled:
-            recompile(fake, model)
+            compile_like(fake, model)
         arguments = make_fake_copies(inputs, fakes)
         fake_optimizer = None if optimizer is None else optimizer(fake.parameters())
 
@@ -198,13 +197,16 @@ def predict_step(
         fakes.reads = 0
         if fakes.assumptions is not None:
             fakes.assumptions.notes.clear()
-        prediction = record_step(step, model, optimizer, persistent_scales=persistent_scales, around=backend)
+        tracker = CompiledTracker(model) if fakes.runs_compiled_code else None
+        prediction = record_step(
+            step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, around=backend
+        )
         notes = () if fakes.assumptions is None else tuple(fakes.assumptions.notes)
         return replace(prediction, reads=fakes.reads, notes=notes)
 
     (first_step or step)()
     prediction = repeat_until_nothing_compiles(record)
-    with refuse_to_compile():
+    with refuse_to_compile() if fakes.runs_compiled_code else nullcontext():
         return replace(prediction, notes=(*prediction.notes, *check_integers(step, fakes)))
 
 
@@ -214,14 +216,15 @@ def record_step(
     optimizer: Optimizer | None,
     *,
     persistent_scales: Sequence[Tensor] = (),
+    tracker: ModuleTracker | None = None,
     around: AbstractContextManager[Any] | None = None,
 ) -> Prediction:
     """Record one call of `step` with fake or real tensors. With real compiled code the report has no peak.
 
     Args:
+        tracker: as for `record_timeline`.
         around: a context whose allocations are recorded too.
     """
-    tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
         pause_garbage_collection(),
         record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,

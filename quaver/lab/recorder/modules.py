@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -55,11 +55,7 @@ def iter_visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class ModuleTracker:
     """Context manager that tracks the module in which code runs.
 
-    A subclass that follows compiled code overrides `follows_compiled_code` and `attached_to`.
-
-    Attributes:
-        stack: the modules whose forward runs, the innermost last. In backward, the modules of a recomputation.
-        compiled: names of compiled modules that are followed.
+    A subclass that follows compiled code overrides `follows_compiled_code`.
     """
 
     follows_compiled_code = False
@@ -67,7 +63,9 @@ class ModuleTracker:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.stack: list[str] = []
+        """The modules whose forward runs, the innermost last. In backward, the modules of a recomputation."""
         self.compiled: set[str] = set()
+        """The names of the compiled modules that are followed."""
         self._numbers: list[int] = []
         self._names: list[str] = []
         self._undo = ExitStack()
@@ -89,10 +87,6 @@ class ModuleTracker:
     ) -> None:
         self._undo.close()
         self.stack.clear()
-
-    def attached_to(self, recorder: Any) -> AbstractContextManager[Any]:
-        """Report compiled code to `recorder` inside the block. This class does not follow it."""
-        return nullcontext()
 
     @property
     def current(self) -> str:

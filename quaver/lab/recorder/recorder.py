@@ -103,25 +103,25 @@ class AllocationState(NamedTuple):
 
 
 class Recorder(StorageWatch):
-    """The log of one step.
-
-    Attributes:
-        initial: the allocations that are older than the recording, with their bytes.
-        log: the events of the recording, in order.
-        spans: each phase, with the length of the log at its beginning.
-    """
+    """The log of one step."""
 
     def __init__(self, modules: ModuleTracker, open_phases: list[OpenPhase]) -> None:
         super().__init__()
         self.initial: dict[Allocation, int] = {}
+        """The allocations that are older than the recording, with their bytes."""
         self.log: list[AllocationState] = []
+        """The events of the recording, in order."""
         self.spans: list[tuple[str, int]] = [("other", 0)]
+        """Each phase, with the length of the log at its beginning."""
         self.in_optimizer = False
-        self._modules, self._open_phases = modules, open_phases
+        self.modules, self._open_phases = modules, open_phases
         self._live: dict[int, Allocation] = {}
         self._saved: dict[int, int] = {}
         self._operand: Allocation | None = None  # the largest operand of the last operator
         self._start = time.perf_counter_ns()
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        return self.modules.follows_compiled_code
 
     def categorize(
         self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE, *, parameter: str | None = None
@@ -147,7 +147,7 @@ class Recorder(StorageWatch):
         unseen = self._ignored.pop(key, None) is not None
         self.follow(part, "torch.distributed" if unseen else None)
         allocation = self._live[key]
-        allocation.saved_in = allocation.saved_in or self._modules.current
+        allocation.saved_in = allocation.saved_in or self.modules.current
         self._change_saved(key, 1)
         return allocation
 
@@ -172,7 +172,7 @@ class Recorder(StorageWatch):
         allocation = Allocation(
             key,
             operator.removesuffix(".default"),
-            self._modules.current,
+            self.modules.current,
             self.spans[-1][0],
             shape,
             dtype,
@@ -192,7 +192,7 @@ class Recorder(StorageWatch):
         allocation = self._live[key]
         if allocation.category in (None, "inputs"):
             allocation.category = "gathered_weights"
-            allocation.module = allocation.module or self._modules.current
+            allocation.module = allocation.module or self.modules.current
         self._log_state(key, size_bytes)
 
     def storage_released(self, key: int, size_bytes: int) -> None:
@@ -214,9 +214,9 @@ class Recorder(StorageWatch):
             if reads and from_forward and phase in _AFTER_FORWARD:
                 line = find_caller().line or self._find_line_of_node()
                 name = self._name_with_phase(str(operator).removesuffix(".default"))
-                allocation.first_use = Use(name, self._modules.current, phase, line)
+                allocation.first_use = Use(name, self.modules.current, phase, line)
         if phase == "forward" and torch.is_grad_enabled():
-            self._modules.record_line(find_caller().line)
+            self.modules.record_line(find_caller().line)
 
     def _follow_phase(self) -> None:
         phase = self._get_phase()
@@ -242,12 +242,12 @@ class Recorder(StorageWatch):
         if self.in_optimizer:
             return "optimizer"
         if current_node() is not None:
-            return "recompute" if self._modules.stack else "backward"
+            return "recompute" if self.modules.stack else "backward"
         # the loss runs after the model's forward
-        return "forward" if self._modules.stack or self.spans[-1][0] == "forward" else "other"
+        return "forward" if self.modules.stack or self.spans[-1][0] == "forward" else "other"
 
     def _find_line_of_node(self) -> str:
-        line = self._modules.find_line_of_node()
+        line = self.modules.find_line_of_node()
         return f"backward of {line}" if line else ""
 
     def find_allocation(self, tensor: Tensor) -> Allocation | None:
@@ -263,9 +263,9 @@ class Recorder(StorageWatch):
     def _name_gathered(self, allocation: Allocation, tensor: Tensor) -> None:
         """Name an unsharded weight after the parameter with its storage. FSDP2 only resized the storage."""
         part = next(iter_plain_parts(tensor))
-        allocation.parameter = self._modules.find_parameter(storage_key(part.untyped_storage()))
+        allocation.parameter = self.modules.find_parameter(storage_key(part.untyped_storage()))
         if allocation.parameter:
-            allocation.module = self._modules.current
+            allocation.module = self.modules.current
             allocation.shape, allocation.dtype = _get_shape_and_dtype(part)
 
     def _name_with_phase(self, operator: str) -> str:

@@ -25,19 +25,18 @@ NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_sc
 """Categories that would be alive even if autograd did not save them."""
 
 
-def make_report(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
+def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
     """Return the report of a recording.
 
     Args:
         note: the reason why the recording saw no operators, if so. The report then has no timeline and no peak.
-        compiled: names of compiled modules, whose graphs hold the tensors that are saved in them.
     """
     timeline = list(_iter_timeline(recorder))
     totals = [sum(row[2:]) for row in timeline]
     saved_event = _find_saved_peak(recorder)
     peak_event = _find_maximum(totals)
     saved = [item for item in _replay(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
-    rows = _rank(_make_saved_row(allocation, *state, compiled) for allocation, state in saved)
+    rows = _rank(_make_saved_row(allocation, *state, recorder.modules.compiled) for allocation, state in saved)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from quaver.lab.recorder.callers import get_module_name
 from quaver.torch_private.dispatch import is_fake_mode_on
 from quaver.torch_private.memory import storage_key
+from quaver.torch_private.replacing import replace_attribute
 from quaver.torch_private.tracing import FakeTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -39,7 +39,9 @@ class StorageWatch(TorchDispatchMode):
     The mode does not see compiled code, memory that a kernel allocates and frees inside one operator, and buffers of a
     collective's backend. Nor does it see the few bytes of a Python number that C++ wraps in a tensor.
 
-    Subclasses override `storage_appeared`, `storage_resized` and `storage_released`, which get the storage's key.
+    Subclasses override `storage_appeared`, `storage_resized` and `storage_released`, which get the storage's key. A
+    subclass that follows compiled code overrides `ignore_compile_internals`, a method of TorchDispatchMode: without
+    that Dynamo runs eager code while the mode is on.
     """
 
     def __init__(self) -> None:
@@ -148,7 +150,7 @@ class StorageWatch(TorchDispatchMode):
             self._on_resize(storage, before_bytes)
             return storage
 
-        return patch.object(UntypedStorage, "resize_", resize_and_report)
+        return replace_attribute(UntypedStorage, "resize_", resize_and_report)
 
     def _on_resize(self, storage: UntypedStorage, before_bytes: int) -> None:
         if storage.device.type == "meta" and not self._among_fakes:

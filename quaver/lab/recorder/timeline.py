@@ -24,16 +24,13 @@ COMPILED = "compiled code: not attributed"
 
 
 class Timeline:
-    """The recording of one step.
+    """The recording of one step."""
 
-    Attributes:
-        exact: False if compiled code ran, whose operators no dispatch mode sees. The report then covers only tensors
-            that stay between steps.
-    """
-
-    def __init__(self, recorder: Recorder, compiled: set[str], *, exact: bool) -> None:
-        self._recorder, self._compiled = recorder, compiled
+    def __init__(self, recorder: Recorder, *, exact: bool) -> None:
+        self._recorder = recorder
         self.exact = exact
+        """False if compiled code ran, whose operators no dispatch mode sees. The report then covers only tensors that
+        stay between steps."""
 
     def get_allocation(self, event: int) -> Allocation | None:
         """Return the allocation that an event changed; None for event 0, the beginning of the recording."""
@@ -45,7 +42,7 @@ class Timeline:
 
     def report(self) -> dict[str, Any]:
         """Return the recording as a dict for JSON; docs/profiling.md describes its keys."""
-        return make_report(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
+        return make_report(self._recorder, note="" if self.exact else COMPILED)
 
 
 @contextmanager
@@ -76,11 +73,10 @@ def record_timeline(
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
         if exact:  # otherwise a dispatch mode or hooks would make torch.compile fall back to eager code or recompile
-            stack.enter_context(tracker.attached_to(recorder))
             stack.enter_context(record_saved_tensors(recorder))
             stack.enter_context(recorder)
         try:
-            yield Timeline(recorder, tracker.compiled, exact=exact)
+            yield Timeline(recorder, exact=exact)
         finally:
             _categorize_gradients_and_state(recorder, model, optimizer)
             recorder.end()

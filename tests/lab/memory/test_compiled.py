@@ -16,14 +16,14 @@ from torch._inductor.graph import GraphLowering
 from benchmarks.memory import RECORD, WITHIN, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from quaver.lab.memory import explain
-from quaver.lab.memory.compiling.compiled import are_kernels_left_out, leave_out_kernels
-from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
-from quaver.lab.memory.compiling.makers import follow, get_follower
+from quaver.lab.memory.compiling.compiled import leave_out_kernels
+from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_recording
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.recorder.allocator import measure_usage
+from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.training import Training
@@ -137,13 +137,12 @@ def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
 
 def test_what_a_graph_saved_is_released_when_its_backward_ends():
     recorder, held = Recorder(tracker := CompiledTracker(nn.Identity()), []), torch.zeros(4)
-    rows = CompiledRows(recorder, tracker)
-    rows.record_saved([held, 3])
-    rows.record_saved([held])
+    tracker.record_saved(recorder, [held, 3])
+    tracker.record_saved(recorder, [held])
     for saved in (1, 0):
-        rows.begin_backward([held, torch.zeros(4)])
+        tracker.begin_backward(recorder, [held, torch.zeros(4)])
         assert recorder.log[-1].saved == saved + 1
-        rows.end_backward()
+        tracker.end_backward(recorder)
         assert recorder.log[-1].saved == saved
 
 
@@ -172,17 +171,19 @@ def test_what_each_way_to_compile_saves():
     assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
     dynamic = explain(build_compiled(dynamic=True), inputs)
     assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
-    assert not are_kernels_left_out()
 
 
 def test_a_block_in_a_block_restores_what_the_outer_one_set():
-    with follow("outer"), leave_out_kernels():
-        with follow("inner"), leave_out_kernels():
-            assert get_follower() == "inner"
-        assert get_follower() == "outer"
-        assert are_kernels_left_out()
-    assert get_follower() is None
-    assert not are_kernels_left_out()
+    outer, inner = (Recorder(CompiledTracker(nn.Identity()), []) for _ in range(2))
+    run = GraphLowering.run
+    with outer, leave_out_kernels():
+        left_out = GraphLowering.run
+        with inner, Recorder(ModuleTracker(nn.Identity()), []), leave_out_kernels():
+            assert find_recording() == (inner, inner.modules)
+        assert find_recording() == (outer, outer.modules)
+        assert GraphLowering.run is left_out is not run
+    assert find_recording() is None
+    assert GraphLowering.run is run
 
 
 def test_no_process_is_started(monkeypatch):
@@ -218,7 +219,6 @@ def test_refused_compile_options_leave_settings_as_before(options, message):
         explain(build_compiled(**options), (torch.empty(3, 64),))
     assert "\n" not in str(error.value)
     assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
-    assert not are_kernels_left_out()
 
 
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):

@@ -37,8 +37,8 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 
 from quaver.lab.bench.ledger.launches import CompiledGraph, TritonKernel, read_graph
-from quaver.lab.memory.compiling.inductor import disable_caches
 from quaver.roofline.attention import CUDNN, choose_kernel
+from quaver.torch_private.inductor import disable_caches
 
 _DEVICE = torch.device("cuda", 0)
 

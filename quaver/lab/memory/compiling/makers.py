@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from quaver.lab.memory.compiling.compiled_tracker import find_recording
 from quaver.lab.recorder.recorder import CAST_PREFIX
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.runtime.phases import phase
@@ -35,37 +36,12 @@ _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
 
-_follower: Any = None
-
-
-@contextmanager
-def follow(rows: Any) -> Iterator[None]:
-    """Report compiled code to `rows`, a CompiledRows object (compiled_rows.py), inside the block."""
-    global _follower
-    before, _follower = _follower, rows
-    try:
-        yield
-    finally:
-        _follower = before
-
-
-def get_follower() -> Any:
-    """Return the CompiledRows object of the innermost open `follow` block, or None."""
-    return _follower
-
-
 def kernel(*args: Any) -> None:
     """Replace every fused kernel and do nothing."""
 
 
 class Maker:
-    """The origin of one buffer.
-
-    Attributes:
-        operator: a name such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the operator
-            whose result the buffer is. Or a single operator, or "compiled code" if none is known.
-        module: the operator's module, relative to the compiled module. Empty for the compiled module, or if unknown.
-    """
+    """The origin of one buffer."""
 
     is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
 
@@ -73,7 +49,10 @@ class Maker:
         """Take `readers`, the first operator that reads each tensor, by the tensor's name."""
         result = _name_operator(node)
         self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
+        """A name such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the operator whose
+        result the buffer is. Or a single operator, or "compiled code" if none is known."""
         self.module = find_module_path(node)
+        """The operator's module, relative to the compiled module. Empty for the compiled module, or if unknown."""
         self._in_line = _make_frame(node)
         self._kernel, self._readers = operator, readers
         self._reader_makers: dict[str, Maker] = {}
@@ -116,7 +95,8 @@ class Maker:
 
 
 def _inside(module: str) -> AbstractContextManager[None]:
-    return nullcontext() if _follower is None else _follower.inside(module)
+    recording = find_recording()
+    return nullcontext() if recording is None else recording.tracker.inside(module)
 
 
 def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from quaver.torch_private.dispatch import DispatchKey, DispatchKeySet, has_kernel
+from quaver.torch_private.dispatch import (
+    DispatchKey,
+    DispatchKeySet,
+    exclude_keys,
+    has_kernel,
+    implement_operators,
+)
 
 FLOAT32_INPUTS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
@@ -49,7 +55,7 @@ _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 @contextmanager
 def use_gpu_autocast() -> Iterator[None]:
     """Let `torch.autocast("cpu")` compute in float32 what `torch.autocast("cuda")` does, inside the block."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with implement_operators("aten") as library:
         for name in FLOAT32_INPUTS:
             _add_rule(library, name, partial(_cast_inputs, _get_overload(name)))
         for name in FLOAT32_RESULT:
@@ -84,7 +90,7 @@ def _add_rule(library: torch.library.Library, name: str, rule: Callable[..., Any
 
 
 def _cast_inputs(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+    with exclude_keys(_AUTOCAST_CPU):
         return operator(*cast_to_float32(args), **cast_to_float32(kwargs))
 
 
@@ -92,5 +98,5 @@ def _set_dtype(operator: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False)) | kwargs
     if _may_cast(args[0]) and arguments.get("dtype") is None:
         arguments["dtype"] = torch.float32
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+    with exclude_keys(_AUTOCAST_CPU):
         return operator(**arguments)

@@ -23,6 +23,11 @@ _COPIED = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_sc
 class GlooBuffers(TorchDispatchMode):
     """Allocates gloo's buffers while it is on. Enter it after the modes that must see them."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that Dynamo may run compiled code while the mode is on."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,8 @@ from quaver.lab.memory.devices.autocast import cast_to_float32, has_gpu_rule, us
 from quaver.linear.backends import assume_native
 from quaver.linear.native_mm import ScaleKind
 from quaver.runtime.devices import simulate_gpu
+from quaver.torch_private.dispatch import implement_operators
+from quaver.torch_private.replacing import replace_attribute
 
 DEVICES = ("cpu", "cuda")
 _CAPABILITY = (9, 0)
@@ -36,8 +37,8 @@ def as_on_a_gpu() -> Iterator[None]:
         stack.enter_context(simulate_gpu(_CAPABILITY))
         stack.enter_context(assume_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(use_gpu_autocast())
-        stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
-        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        stack.enter_context(replace_attribute(F, "rms_norm", _rms_norm))
+        library = stack.enter_context(implement_operators("aten"))
         # compiled code calls this overload, and torch has a fake implementation only for the default one
         library.impl("_scaled_mm.out", _scaled_mm_out, "Meta")
         yield

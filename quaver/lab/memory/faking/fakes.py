@@ -14,18 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
-import torch.distributed.tensor
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
@@ -33,6 +24,15 @@ from quaver.lab.memory.devices.gpu import DEVICES, as_on_a_gpu
 from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
+from quaver.torch_private.dtensor import cache_fake_shapes
+from quaver.torch_private.replacing import replace_attribute
+from quaver.torch_private.tracing import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -43,25 +43,24 @@ _DEVICE = torch.ops.prim.device.default
 class Fakes(FakeTensorMode):
     """Makes every tensor fake while it is on.
 
-    Attributes:
-        reads: the number of values that were read ([Note: values that are read]).
-        integer_reads: the places where integers were read.
-        integer: the answer to these reads.
-        assumptions: the assumptions of an estimate; None to raise instead.
-
     Args:
         device: the device whose memory is predicted, one of DEVICES. Tensors are on the CPU for each.
+        runs_compiled_code: whether compiled modules run as compiled code, inside `leave_out_kernels`.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", *, runs_compiled_code: bool = False) -> None:
         if device not in DEVICES:
             raise ValueError(f"expected a device to predict for, {' or '.join(DEVICES)}, got {device!r}")
         super().__init__(allow_non_fake_inputs=True)  # tensors that a module created on import
-        self.device = device
+        self.device, self.runs_compiled_code = device, runs_compiled_code
         self.reads = 0
+        """The number of values that were read ([Note: values that are read])."""
         self.integer_reads: set[str] = set()
+        """The places where integers were read."""
         self.integer = 1
+        """The answer to reads of integers."""
         self.assumptions: Assumptions | None = None
+        """The assumptions of an estimate; None to raise instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not self.in_kernel_invocation:
@@ -110,14 +109,14 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
             implementation, or the block fails after it has read an integer.
         ValueError: the device is unknown.
     """
-    fakes = Fakes(device)
+    fakes = Fakes(device, runs_compiled_code=compiled)
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(as_on_a_gpu())
         stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
         stack.enter_context(fakes)
         stack.enter_context(_without_tracing_in_transformers())
-        stack.enter_context(_without_tracing_in_dtensors())
+        stack.enter_context(cache_fake_shapes())
         fakes.assumptions = Assumptions() if estimate else None
         try:
             yield fakes
@@ -139,18 +138,7 @@ def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
-    return patch.object(module, "is_fake_tensor", lambda tensor: False)
-
-
-def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
-    """Let DTensors of torch 2.11 treat fake tensors as real ones inside the block.
-
-    They take fake tensors as a sign of tracing and skip the cache of shapes. Each operator, also of the optimizer,
-    would then allocate its unsharded operands. This can go with torch 2.11; torch 2.13 does not check.
-    """
-    if not hasattr(torch.distributed.tensor._dispatch, "_are_we_tracing"):
-        return nullcontext()
-    return patch.object(torch.distributed.tensor._dispatch, "_are_we_tracing", lambda: False)
+    return replace_attribute(module, "is_fake_tensor", lambda tensor: False)
 
 
 def make_fake_copy(model: Module, fakes: Fakes) -> Module:
@@ -181,6 +169,10 @@ class _Sizes(StorageWatch):
     def __init__(self) -> None:
         super().__init__()
         self.sizes_bytes: list[int] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         if operator is not None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from quaver.lab.recorder.callers import NOT_THE_MODELS, get_module_name, shorten_path
+from quaver.torch_private.tracing import UnsupportedOperatorException
 
 
 def make_refusal(error: Exception) -> NotImplementedError:
@@ -45,14 +45,11 @@ def make_dependence_error(places: Iterable[str], error: Exception | None = None)
 
 
 class Assumptions:
-    """Assumes the results of operators for an estimate.
-
-    Attributes:
-        notes: the assumptions, without duplicates.
-    """
+    """Assumes the results of operators for an estimate."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        """The assumptions, without duplicates."""
 
     def make_largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest possible results of `operator`, or None if no bound is known."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from quaver.lab.memory.compiling.makers import follow
 from quaver.lab.recorder.modules import ModuleTracker, iter_visible_modules
 from quaver.lab.recorder.recorder import Allocation, Recorder
 from quaver.lab.recorder.storages import iter_plain_parts
+from quaver.torch_private.dispatch import dispatch_modes
 
 
 class CompiledTracker(ModuleTracker):
@@ -27,6 +27,9 @@ class CompiledTracker(ModuleTracker):
         super().__init__(model)
         self._inside = ""
         self._paths: dict[str, str] = {}
+        self._saved: Counter[Allocation] = Counter()
+        self._received: list[list[Allocation]] = []
+        """The saved tensors that each running compiled backward has received, the innermost last."""
 
     def __enter__(self) -> CompiledTracker:
         super().__enter__()
@@ -37,10 +40,6 @@ class CompiledTracker(ModuleTracker):
                 self._paths[name] = paths[id(module)]
         self._modules |= {name: module for name, module in self.model.named_modules() if name}
         return self
-
-    def attached_to(self, recorder: Recorder) -> AbstractContextManager[None]:
-        """Report the buffers of compiled code to `recorder` inside the block."""
-        return follow(CompiledRows(recorder, self))
 
     @property
     def current(self) -> str:
@@ -61,6 +60,25 @@ class CompiledTracker(ModuleTracker):
         finally:
             self._inside = before
 
+    def record_saved(self, recorder: Recorder, tensors: Sequence[Any]) -> None:
+        """Record the tensors that a compiled forward returns for its backward."""
+        self._saved.update(recorder.save(part) for part in _iter_parts(tensors))
+
+    def begin_backward(self, recorder: Recorder, tensors: Sequence[Any]) -> None:
+        """Record the tensors that a compiled backward receives. A forward saved some of them."""
+        received = []
+        for part in _iter_parts(tensors):
+            allocation = recorder.find_allocation(part)
+            if allocation is not None and self._saved[allocation]:
+                self._saved[allocation] -= 1
+                received.append(allocation)
+        self._received.append(received)
+
+    def end_backward(self, recorder: Recorder) -> None:
+        """Record that the compiled backward that began last has dropped its arguments."""
+        for allocation in self._received.pop():
+            recorder.release(allocation)
+
     def _follow(self, name: str, module: nn.Module) -> None:
         compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
 
@@ -78,32 +96,20 @@ class CompiledTracker(ModuleTracker):
         self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
 
 
-class CompiledRows:
-    """Reports compiled code to a recorder: the module that runs, and the tensors that the graph saves for backward."""
+class Recording(NamedTuple):
+    """The recording to which compiled code reports its buffers."""
 
-    def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
-        self._recorder, self.inside = recorder, tracker.inside
-        self._saved: Counter[Allocation] = Counter()
-        self._received: list[list[Allocation]] = []
+    recorder: Recorder
+    tracker: CompiledTracker
 
-    def record_saved(self, tensors: Sequence[Any]) -> None:
-        """Record the tensors that a compiled forward returns for its backward."""
-        self._saved.update(self._recorder.save(part) for part in _iter_parts(tensors))
 
-    def begin_backward(self, tensors: Sequence[Any]) -> None:
-        """Record the tensors that a compiled backward receives. A forward saved some of them."""
-        received = []
-        for part in _iter_parts(tensors):
-            allocation = self._recorder.find_allocation(part)
-            if allocation is not None and self._saved[allocation]:
-                self._saved[allocation] -= 1
-                received.append(allocation)
-        self._received.append(received)
-
-    def end_backward(self) -> None:
-        """Record that the compiled backward that began last has dropped its arguments."""
-        for allocation in self._received.pop():
-            self._recorder.release(allocation)
+def find_recording() -> Recording | None:
+    """Return the innermost active recording that follows compiled code, or None."""
+    recorders = [mode for mode in reversed(dispatch_modes()) if isinstance(mode, Recorder)]
+    recordings = (
+        Recording(recorder, recorder.modules) for recorder in recorders if isinstance(recorder.modules, CompiledTracker)
+    )
+    return next(recordings, None)
 
 
 def _iter_parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
