@@ -17,14 +17,14 @@ docs/design/0020-plan.md says why there are two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import ceil, prod
 
 import torch
 
-from quaver.checkpointing.policy import parse_selective_option
 from quaver.kernels.adamw import BLOCK
 from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, shares_codes
+from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
@@ -37,17 +37,13 @@ ESTIMATE_ERROR = 0.1
 """The largest difference between an estimate and a prediction, as a share of the prediction. A nightly test of
 tests/lab/plan/test_estimate.py draws configs at random; most are within half of it."""
 
-_FLOAT32_BYTES = 4
-"""Bytes of an element in float32."""
-_STORED_BYTES = 1 + _FLOAT32_BYTES / 128
-"""Bytes of an element that is stored in float8: its code and its part of a scale."""
 _EMBEDDING = "embed_tokens"
 _ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, HEAD: 0}
-_SLICES = 4
+_LOSS_SLICES = 4
 """Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/trainer/loss.py):
 log-probabilities and gradients of the previous slice, logits (unless they are float32) and log-probabilities of the
 next."""
-_SPLIT_SLICES = 1
+_SPLIT_LOSS_SLICES = 1
 """The same number under tensor parallelism, which splits the vocabulary: the gradients, computed in place."""
 
 
@@ -107,6 +103,7 @@ class Estimate:
         self.embedding_bytes = self.stream_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
+        self.saved = SavedActivations(config, dims.tensor, self.float8_shares, self.recipe)
         self.block_weights = [_Weight(*weight) for weight in list_block_weights(self.model)]
         self.outside_weights = _list_outside_weights(self.model)
         self.embedding_elements = self.model.vocab_size * self.model.dim // dims.tensor
@@ -136,14 +133,14 @@ class Estimate:
         FSDP2 keeps the gathered embedding, the root, until its backward; fsdp_reshard_after_forward = "always" frees it
         only between the forward and the backward of the whole model.
         """
-        always = self._count_held_code_bytes()
-        always += self.embedding_elements * self.stream_bytes if self.is_sharded else 0
+        codes_and_root = self._count_held_code_bytes()
+        codes_and_root += self.embedding_elements * self.stream_bytes if self.is_sharded else 0
         in_model = {**self._count_head_moments(), **self._count_block_moments(), **self._count_embedding_moments()}
         # the embedding's gradient in the dtype of its weight, and the copy that is reduced
         reduced = self._count_reduced_bytes(self.embedding_elements)
         reduced += self.embedding_bytes * self.embedding_elements if self.is_sharded else 0
         return {
-            **{name: always + size for name, size in in_model.items()},
+            **{name: codes_and_root + size for name, size in in_model.items()},
             "reduction of the embedding's gradient": max(self.count_parameter_bytes(), self.held_gradients) + reduced,
             "optimizer": self.count_parameter_bytes() + self._count_optimizer_bytes(),
         }
@@ -180,13 +177,13 @@ class Estimate:
         of_embedding = parameter * self.embedding_elements // self.dims.shard
         tied = self._count_tied_gradient_bytes() + tables
 
-        def hold(gradients: int) -> int:
+        def add_held(gradients: int) -> int:
             return tied + max(self.held_gradients, gradients)
 
         kept = [self.kept_block] * len(saved)
-        at_last = hold(parameter * head // self.dims.shard) + sum(saved[:-1]) + sum(kept[:-1])
-        at_next = hold(parameter * head // self.dims.shard + of_block) + sum(saved[:-2]) + sum(kept[:-1])
-        at_first = hold(self.count_parameter_bytes() - of_embedding - of_block) + self.kept_block
+        at_last = add_held(parameter * head // self.dims.shard) + sum(saved[:-1]) + sum(kept[:-1])
+        at_next = add_held(parameter * head // self.dims.shard + of_block) + sum(saved[:-2]) + sum(kept[:-1])
+        at_first = add_held(self.count_parameter_bytes() - of_embedding - of_block) + self.kept_block
         forward_last, forward_next, forward_first = (
             size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[max(-2, -len(saved))], saved[0])
         )
@@ -216,19 +213,19 @@ class Estimate:
         """
         tp, elements = self.dims.tensor, self.embedding_elements
         others = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
-        is_cast = self.embedding_bytes < _FLOAT32_BYTES  # as a whole, before a rank copies its part
+        is_cast = self.embedding_bytes < FLOAT32_BYTES  # as a whole, before a rank copies its part
         copies = (tp if is_cast else 1) * (tp > 1) + int(self.model.tie_word_embeddings)
         size = self._count_tied_gradient_bytes() + max(self.held_gradients, others)
-        size += (_FLOAT32_BYTES * tp + copies * self.embedding_bytes) * elements
+        size += (FLOAT32_BYTES * tp + copies * self.embedding_bytes) * elements
         return {
             "embedding": size
             + self._count_reduced_bytes(self.padded_block_elements)
-            + self.tokens * self.model.dim * _FLOAT32_BYTES // tp
+            + self.tokens * self.model.dim * FLOAT32_BYTES // tp
         }
 
     def _list_saved_by_blocks(self) -> list[int]:
         """Return the bytes that each block saves."""
-        return [self.tokens * token_bytes for token_bytes in self._iter_saved_by_blocks()]
+        return [self.tokens * token_bytes for token_bytes in self.saved.iter_token_bytes()]
 
     def _count_gathered_block_bytes(self) -> int:
         """Return the bytes of a block's gathered weights."""
@@ -240,7 +237,7 @@ class Estimate:
 
     def count_parameter_bytes(self) -> int:
         """Return the bytes of this rank's parameters. Their gradients take as many."""
-        return self._sum(lambda weight: weight.count_sharded(self.dims)) * self.parameter_bytes
+        return self._sum_over_weights(lambda weight: weight.count_sharded(self.dims)) * self.parameter_bytes
 
     def _count_held_gradient_bytes(self) -> int:
         """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
@@ -250,8 +247,8 @@ class Estimate:
         if reduce == "every":
             return self.count_parameter_bytes()
         if reduce == "last_all_reduce":
-            return _FLOAT32_BYTES * self._sum(lambda weight: weight.count_sharded(self.dims))
-        return _FLOAT32_BYTES * self._sum(lambda weight: prod(weight.find_gathered_shape(self.dims)))
+            return FLOAT32_BYTES * self._sum_over_weights(lambda weight: weight.count_sharded(self.dims))
+        return FLOAT32_BYTES * self._sum_over_weights(lambda weight: prod(weight.find_gathered_shape(self.dims)))
 
     def _count_gradient_bytes(self, elements: int) -> int:
         """Return the bytes of gradients in the dtype of gathered weights, or of parameters that are not sharded."""
@@ -260,18 +257,18 @@ class Estimate:
     def _count_reduced_bytes(self, elements: int) -> int:
         """Return the bytes of float32 gradients that are reduced, with their codes if they are sent in float8."""
         gradient_codes = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
-        return (_FLOAT32_BYTES + gradient_codes) * elements if self.is_sharded else 0
+        return (FLOAT32_BYTES + gradient_codes) * elements if self.is_sharded else 0
 
     def _count_optimizer_bytes(self) -> int:
         """Return the bytes of the temporaries of the optimizer's step."""
         optimizer, blocks = self.config.optimizer, set(self.block_weights)
         if optimizer.has_float8_states:
-            elements = self._sum(lambda weight: weight.count_sharded(self.dims))
+            elements = self._sum_over_weights(lambda weight: weight.count_sharded(self.dims))
             return BYTES_PER_UPDATED_ELEMENT * min(MAX_BUCKET_ELEMENTS, elements // MIN_BUCKETS)
         if optimizer.implementation != "foreach":
             return 0
         # AdamW's square roots of second moments, of all parameters at once
-        return self.parameter_bytes * self._sum(
+        return self.parameter_bytes * self._sum_over_weights(
             lambda weight: (
                 0
                 if optimizer.is_muon and weight in blocks and len(weight.shape) == 2
@@ -285,7 +282,7 @@ class Estimate:
 
     def _count_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
-        return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32_BYTES
+        return self.model.n_layers * 2 * self.model.n_experts * FLOAT32_BYTES
 
     def _count_head_bytes(self) -> dict[str, int]:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
@@ -296,13 +293,14 @@ class Estimate:
         gathered = weights if self.is_sharded and not is_tied else 0
         cast = weights if self.is_sharded and is_tied and self.stream_bytes > compute_bytes else 0  # from the root
         if tp > 1:
-            loss = compute_bytes * logits + _SPLIT_SLICES * _FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
+            loss = compute_bytes * logits + _SPLIT_LOSS_SLICES * FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
         elif logits > SLICE_ELEMENTS:
             loss = (
-                compute_bytes * logits + (_SLICES - (compute_bytes == _FLOAT32_BYTES)) * _FLOAT32_BYTES * SLICE_ELEMENTS
+                compute_bytes * logits
+                + (_LOSS_SLICES - (compute_bytes == FLOAT32_BYTES)) * FLOAT32_BYTES * SLICE_ELEMENTS
             )
         else:  # log-probabilities and two gradients
-            loss = 3 * _FLOAT32_BYTES * logits
+            loss = 3 * FLOAT32_BYTES * logits
         return {
             # the weight, the all-gather's buffer of the same size, and the logits
             "forward of the head": (2 * gathered + cast + logits) * compute_bytes
@@ -314,7 +312,7 @@ class Estimate:
             + input_bytes,
         }
 
-    def _sum(self, count: Callable[[_Weight], int]) -> int:
+    def _sum_over_weights(self, count: Callable[[_Weight], int]) -> int:
         return self.model.n_layers * sum(map(count, self.block_weights)) + sum(map(count, self.outside_weights))
 
     def count_state_bytes(self) -> int:
@@ -324,17 +322,17 @@ class Estimate:
         def count_bytes(weight: _Weight) -> int:
             elements = weight.count_sharded(self.dims)
             is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
-            moments, step = (1, 0) if is_muons else (2, _FLOAT32_BYTES)
+            moments, step = (1, 0) if is_muons else (2, FLOAT32_BYTES)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
             in_float32 = is_small or weight.name == _EMBEDDING
             moment = (
-                _FLOAT32_BYTES * elements if in_float32 else elements + _FLOAT32_BYTES * weight.count_scales(self.dims)
+                FLOAT32_BYTES * elements if in_float32 else elements + FLOAT32_BYTES * weight.count_scales(self.dims)
             )
-            return moments * moment + _FLOAT32_BYTES
+            return moments * moment + FLOAT32_BYTES
 
-        return self._sum(count_bytes)
+        return self._sum_over_weights(count_bytes)
 
     def _count_input_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
@@ -351,12 +349,8 @@ class Estimate:
         # A GPU multiplies codes along rows only, so that a process holds them in both layouts.
         codes = 1 if shares_codes(self.config.float8.recipe) and self.is_sharded else 2
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
-        share = sum(self._compute_share(name) * size for name, size in sizes) / sum(size for _, size in sizes)
+        share = sum(self.float8_shares.get(name, 0.0) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * high_precision
-
-    def _compute_share(self, *names: str) -> float:
-        """Return the share of blocks in which all named linears are in float8."""
-        return min(self.float8_shares.get(name, 0.0) for name in names)
 
     def _compute_gathered_bytes(self) -> float:
         return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else self.compute_bytes
@@ -372,115 +366,12 @@ class Estimate:
 
     def _count_table_bytes(self) -> int:
         """Return the bytes of the rotary tables."""
-        return 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32_BYTES
+        return 2 * self.config.training.seq_len * self.model.head_dim * FLOAT32_BYTES
 
     def _count_head_input_bytes(self) -> int:
         """Return the bytes of the last block's output, and of its norm, which tensor parallel ranks gather."""
-        stream = _STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
+        stream = STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
         return int(self.tokens * self.model.dim * (stream / self.dims.tensor + self.compute_bytes))
-
-    def _iter_saved_by_blocks(self) -> Iterator[int]:
-        """Yield the bytes per token that each block saves."""
-        checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
-        input_bytes = int(self._choose_stream_bytes() * self.model.dim) // self.dims.tensor
-        everything = self._count_saved_without_checkpoint()
-        every = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
-        if checkpoint.mode == "none":
-            yield from [everything] * layers
-        elif checkpoint.mode == "memory_budget":
-            yield from [input_bytes + int(checkpoint.memory_budget * (everything - input_bytes))] * layers
-        elif every is None:
-            yield from [self._count_saved_by_policy()] * layers
-        else:
-            yield from (input_bytes if number % every == 0 else everything for number in range(1, layers + 1))
-
-    def _choose_stream_bytes(self) -> float:
-        """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
-        stores = self.config.activation_checkpoint.store_in_float8
-        return _STORED_BYTES if stores and self.config.training.compile else self.stream_bytes
-
-    def _count_attention_bytes(self) -> tuple[int, int, int]:
-        """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
-        queries, keys = self.model.dim, self.model.n_kv_heads * self.model.head_dim
-        return queries, keys, self.compute_bytes * queries + _FLOAT32_BYTES * self.model.n_heads
-
-    def _count_saved_by_policy(self) -> int:
-        """Return the bytes per token that the policy of checkpointing/policy.py saves.
-
-        The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
-        compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
-        policy saves as codes.
-        """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
-        experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
-        is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        saved_bytes, stream_bytes = (
-            _STORED_BYTES if is_compiled and stores else self.compute_bytes,
-            self._choose_stream_bytes(),
-        )
-        attention += int((saved_bytes - self.compute_bytes) * queries)
-        matmuls: float
-        if is_compiled:
-            matmuls = saved_bytes * (queries + keys) + (
-                _FLOAT32_BYTES * experts if experts else saved_bytes * self.model.hidden_dim
-            )
-            matmuls += saved_bytes * (self.model.top_k * dim + shared) if experts else 0
-        else:
-            wide = self.model.top_k * 2 * self.model.hidden_dim + shared if experts else self.model.hidden_dim
-            matmuls = self.compute_bytes * (keys + dim + wide)
-        scattered = 2 * saved_bytes * dim if tp > 1 else 0
-        return int(stream_bytes * dim + matmuls + attention + scattered) // tp
-
-    def _count_saved_without_checkpoint(self) -> int:
-        """Return the bytes per token that a block saves without checkpointing.
-
-        Compiled float8 code does not save an input of a linear that it can cast again from other saved tensors. Eager
-        code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
-        input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
-        """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self.model.dim, self.dims.tensor
-        experts, hidden = self.model.n_experts, self.model.hidden_dim
-        is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        saved_bytes, stream_bytes = (
-            (_STORED_BYTES, _STORED_BYTES) if stores else (self.compute_bytes, self.stream_bytes)
-        )
-        # the residual stream before attention, and after it, where compiled code saves attention's output instead
-        streams = (stream_bytes + (saved_bytes if is_compiled else stream_bytes)) * dim
-        if self.config.data.document_mask:  # attention with a mask has as many keys as queries
-            keys = queries
-        rotated = saved_bytes * (queries + 2 * keys)
-        attention += int((saved_bytes - self.compute_bytes) * queries)
-        rows = count_networks(self.model)
-        gates = saved_bytes * 2 * hidden * rows
-        wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
-        saved, product = self._count_saved_of_float8(tp=1), hidden * rows
-        gathered = dim * tp, self._count_saved_of_float8(tp)
-        inputs = (
-            (self._compute_share("q_proj", "k_proj", "v_proj"), *gathered),
-            (self._compute_share(wide), *gathered),
-            (self._compute_share(down), product, saved),
-        )
-        linears = sum(
-            features * (share * codes + (1 - share) * self.compute_bytes) for share, features, codes in inputs
-        )
-        if saved < self.compute_bytes:  # attention saves its output
-            linears += self._compute_share("o_proj") * saved * queries
-        if not is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
-            fused = self._compute_share(down) if self.config.float8.fused_producers else 0.0
-            linears += saved_bytes * product * (1 - fused)
-        if experts:  # scores, and the tokens of experts before and after
-            linears += saved_bytes * dim * self.model.top_k * 2 + _FLOAT32_BYTES * experts
-        mask = self.compute_bytes * self.config.training.seq_len if self.config.data.document_mask else 0
-        return int(streams + rotated + attention + gates + linears) // tp + mask
-
-    def _count_saved_of_float8(self, tp: int) -> int:
-        """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
-        if self.recipe is None:
-            return 0
-        if self.recipe.casts.input.column_source.is_disabled:
-            return self.compute_bytes
-        saves = tp > 1 or not self.config.training.compile
-        return int(saves)
 
     def _count_feed_forward_bytes(self, saved_bytes: int) -> int:
         """Return the bytes of the temporaries in a feed-forward's backward.
@@ -494,7 +385,7 @@ class Estimate:
         if not self.config.training.compile:
             # saved codes of gate and up are dequantized; the tokens' gradients from all experts are added in float32
             token_bytes += 2 * wide_bytes if checkpoint.store_in_float8 else 0
-            of_experts = (3 * _FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k if model.n_experts else 0
+            of_experts = (3 * FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k if model.n_experts else 0
             token_bytes = max(token_bytes, of_experts)
         token_bytes += self.stream_bytes * model.dim
         wide = sum(
@@ -502,7 +393,7 @@ class Estimate:
             for weight in self.block_weights
             if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
         )
-        recomputed_bytes = max(0, self.tokens * self._count_saved_without_checkpoint() - saved_bytes)
+        recomputed_bytes = max(0, self.tokens * self.saved.count_without_checkpoint() - saved_bytes)
         return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tensor + recomputed_bytes
 
 
