@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -23,6 +23,8 @@ from quaver.lab.plan.run import shares_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.training import Training
+from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
@@ -171,17 +173,37 @@ def list_layouts(
     return layouts
 
 
-def list_precisions(block_length: int | None, is_multiplied: bool) -> list[str]:
-    """Return bfloat16, and the recipes that a search tries on a GPU.
+def list_precisions(spec: DeviceSpec, recipes: Sequence[str] = ()) -> list[str]:
+    """Return bfloat16 and the recipes that a search tries on a GPU: `recipes`, by default those that suit the GPU.
 
-    Args:
-        block_length: the length of the blocks that the GPU multiplies natively, or None.
-        is_multiplied: whether the GPU multiplies float8.
+    Raises:
+        InputError: the GPU does not multiply float8 with the scales of one of `recipes`.
     """
-    if not is_multiplied:
-        return [BFLOAT16]
-    blocks = {128: ["blockwise"], 32: ["mxfp8"]}.get(block_length or 0, [])
-    return [BFLOAT16, "tensorwise", "rowwise", *blocks]
+    if not recipes:
+        blocks = {128: ["blockwise"], 32: ["mxfp8"]}.get(spec.block_length or 0, [])
+        return [BFLOAT16] if spec.float8_tflops is None else [BFLOAT16, "tensorwise", "rowwise", *blocks]
+    names = [name if name == BFLOAT16 else canonicalize_recipe(name) for name in recipes]
+    for name in names:
+        if name != BFLOAT16 and find_unmultiplied_kinds(spec, name):
+            raise InputError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
+    return list(dict.fromkeys((BFLOAT16, *names)))
+
+
+def round_step_sequences(tokens: int, training: Training, ranks: int) -> int:
+    """Return the number of sequences nearest to a step of `tokens` that layouts of `ranks` can divide.
+
+    Fewer sequences than ranks become a power of two. More become a multiple of the configured run's smallest step, or
+    of the ranks if that is larger, unless the ranks divide them already.
+    """
+    sequences = tokens // training.seq_len
+    if sequences < ranks:
+        powers = (1 << power for power in range(ranks.bit_length()))
+        return min(powers, key=lambda power: abs(power - sequences))
+    if sequences % ranks == 0:
+        return sequences
+    smallest_step = ranks * training.local_batch_size
+    unit = smallest_step if smallest_step <= sequences else ranks
+    return round(sequences / unit) * unit
 
 
 class Degrees(NamedTuple):

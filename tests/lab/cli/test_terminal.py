@@ -201,7 +201,7 @@ def make_plan_views():
     for degrees, gather, batch, speed, seconds, mfu, wait in numbers:
         cells = ("tensorwise", degrees, "8x4", gather, batch, "1/2", "174.9", "67.1M", f"{seconds}", f"{speed:,}")
         rows.append((f"{len(rows) + 1}*", *cells, f"{mfu}", f"{wait}"))
-    return [plan.make_layout_table(rows, 80 * GIB)]
+    return [plan.views.make_layout_table(rows, 80 * GIB)]
 
 
 def make_gpu_views():

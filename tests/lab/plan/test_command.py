@@ -141,7 +141,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
         modeled = Costs.from_formulas(run, cluster)
         return modeled._replace(block=BlockTimes(*(2 * seconds for seconds in modeled.block)))
 
-    monkeypatch.setattr(command, "count_costs", costs)
+    monkeypatch.setattr(command.views, "count_costs", costs)
     picture = tmp_path / "step.png"
     printed, written = plan("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", picture)
     if not is_counted:
@@ -161,7 +161,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
 )
 def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, tokens, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
-    assert command.PlanOptions(gpus=gpus, global_batch=tokens).choose_step_sequences(TrainConfig()) == sequences
+    assert command.PlanOptions(gpus=gpus, global_batch=tokens).count_step_sequences(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,9 @@ def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, ref
 
 def test_the_largest_local_batch_of_a_search_is_said_to_be_it(plan):
     words, sentence = ["--gpus", "1", "--top", "1", "--memory", "400GiB"], "row 1 has the largest local batch of the"
-    assert f"{sentence} search, 16; --training.local_batch_size adds another" in plan(*words)[0]
+    printed = plan(*words)[0]
+    assert f"{sentence} search, 16; --training.local_batch_size adds another" in printed
+    assert "--memory 400GiB: one H100 has only 79.63 GiB" in printed
     assert sentence not in plan(*words, "--training.local_batch_size", "64")[0]
 
 

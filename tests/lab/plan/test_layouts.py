@@ -8,6 +8,7 @@ from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import BFLOAT16
+from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, changed
 
 
@@ -117,6 +118,5 @@ def test_a_bfloat16_candidate_drops_job_compare():
 
 
 def test_recipes_are_those_that_the_gpu_multiplies():
-    assert list_precisions(128, True)[-1] == "blockwise"
-    assert list_precisions(32, True)[-1] == "mxfp8"
-    assert list_precisions(None, False) == [BFLOAT16]
+    last = {gpu: list_precisions(find_device_spec(gpu))[-1] for gpu in ("h100", "b200", "l40s", "a100")}
+    assert last == {"h100": "blockwise", "b200": "mxfp8", "l40s": "rowwise", "a100": BFLOAT16}

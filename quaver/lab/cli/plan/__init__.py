@@ -1,0 +1,120 @@
+"""`quaver plan CONFIG.toml --gpus N --gpu NAME [options] [--section.field value ...]`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.cli.plan.options import PlanOptions
+from quaver.lab.cli.plan.views import iter_notes_on_steps, iter_views
+from quaver.lab.cli.run_config import load_and_warn
+from quaver.lab.output_file import replace_output, write_json
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.counted import check_counts_for
+from quaver.lab.plan.layouts import list_layouts, list_precisions
+from quaver.lab.plan.limits import describe_limits, list_links
+from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.picture import draw_step
+from quaver.lab.plan.search import USABLE, FittingLayout, SearchResult, search
+from quaver.lab.plan.unsimulated import iter_unsimulated
+from quaver.lab.plan.write import check_target, write_run
+from quaver.lab.runs.provenance import describe_measurement
+from quaver.lab.settings.config_file import parse_arguments
+from quaver.lab.settings.flags import split_options
+from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
+from quaver.lab.terminal.console import print_views
+from quaver.lab.terminal.progress import show_progress
+from quaver.roofline.device_specs import DeviceSpec
+from quaver.runtime.errors import InputError
+
+__all__ = ["PlanOptions", "run"]
+
+
+def run(argv: list[str]) -> int:
+    """Print the fastest layouts; returns 0 when done, 2 for bad input."""
+    with report_bad_input():
+        options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
+        options.check_files()
+        config = load_and_warn(*parse_arguments(run_flags, PlanOptions))
+        spec = options.read_device()
+        cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
+        if options.ledger:
+            check_counts_for(spec)
+        memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
+        layouts = list_layouts(
+            config,
+            options.gpus,
+            gpus_per_node=options.nodes_of,
+            precisions=list_precisions(spec, options.recipes),
+            step_sequences=options.count_step_sequences(config),
+            less_precise_storage=options.store_less,
+        )
+        layouts.refuse_unmultiplied(spec)
+        if options.write is not None:
+            check_target(config, options.gpus, options.nodes_of, Path(options.write))
+        with show_progress("planning") as set_activity:
+            result = search(layouts, cluster, memory, top=options.top, set_activity=set_activity)
+        if not result.rows:
+            raise InputError(_describe_misfit(result, spec, memory))
+        for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
+            if number is not None and number > len(result.rows):
+                raise InputError(f"{option} must be a row of 1 to {len(result.rows)}, got {number}")
+    limits = [describe_limits(row, cluster) for row in result.rows]
+    print_views(iter_views(options, result, limits, cluster, memory))
+    print_views(iter_notes_on_steps(options, layouts, result))
+    print_views(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
+    _write(options, result, limits, cluster)
+    return 0
+
+
+def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
+    candidate, needed = result.nearest
+    return (
+        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the nearest, {candidate.precision} on "
+        f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
+        "add GPUs with --gpus, or try --store-less"
+    )
+
+
+def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
+    files = [Path(options.output)]
+    rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
+    write_json(
+        {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
+    )
+    if options.explain is not None:
+        row = result.rows[options.explain - 1]
+        files.append(Path(options.png))
+        with replace_output(files[-1], "--png") as image:
+            draw_step(row.timeline, image, title=f"{row.candidate.precision}, {row.candidate.description}")
+    if options.write is not None:
+        row = result.rows[options.row - 1]
+        comment = (
+            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
+            f"Estimated peak {format_bytes(row.peak_bytes)}; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+        )
+        with report_bad_input():
+            files += write_run(
+                row.candidate.config, options.gpus, options.nodes_of, Path(options.write), comment=comment
+            )
+    for file in files:
+        print(f"saved {file}")
+
+
+def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+    return {
+        "precision": row.candidate.precision,
+        "mesh": row.candidate.dims.mesh,
+        "expert_parallel": row.candidate.dims.expert,
+        "peak_bytes": row.peak_bytes,
+        "step_seconds": row.seconds,
+        "tokens_per_second_per_gpu": row.tokens_per_s,
+        "step_tokens": row.run.step_tokens,
+        "mfu": compute_share_of_peak(row.run, row.seconds, cluster.spec),
+        "links": [asdict(link) for link in list_links(row.timeline)],
+        "limits": limits,
+        "is_configured": row.candidate.is_configured,
+        "config": asdict(row.candidate.config),
+    }

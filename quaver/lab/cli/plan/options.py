@@ -1,0 +1,121 @@
+"""The options of `quaver plan`, and what they ask for."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from quaver.lab.output_file import Output, check_outputs
+from quaver.lab.plan.device_file import read_device_spec
+from quaver.lab.plan.layouts import round_step_sequences
+from quaver.lab.plan.search import USABLE
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
+from quaver.lab.settings.float8 import BFLOAT16
+from quaver.lab.terminal.byte_sizes import parse_bytes
+from quaver.recipes.recipe_name import canonicalize_recipe
+from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
+from quaver.runtime.errors import InputError
+
+_NETWORK_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
+_TOKEN_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
+_TOKEN_UNITS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
+
+
+@dataclass(frozen=True)
+class PlanOptions(Settings):
+    """Find the layouts and recipes with which a run is fastest on a cluster, and what limits them. Memory is
+    estimated, the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
+    """
+
+    gpus: MostRanks = setting(8, "Number of GPUs of the run.")
+    gpu: str = setting("h100", f"Kind of the GPUs: {DEVICE_NAMES.lower()}.")
+    spec: UserPath | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
+    nodes_of: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")
+    network: str = setting(
+        "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
+    )
+    storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
+    global_batch: str | None = setting(
+        None, 'Tokens of a step, such as "4M", rounded so that the ranks divide it. Default: the configured batch.'
+    )
+    recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
+    memory: str | None = setting(
+        None, f"Bytes that a peak may have, such as 75GiB; {USABLE:.0%} of the GPU's by default."
+    )
+    store_less: bool = setting(
+        False,
+        "Also try a bfloat16 residual stream, and optimizer states and saved activations in float8, which change "
+        "a run's numbers.",
+    )
+    top: AtLeast1 = setting(3, "Fastest layouts to print.")
+    explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
+    png: UserPath = setting("runs/plan.png", "File of the picture, with --explain.")
+    ledger: bool = setting(
+        False, "Compile the block of the explained row for the GPU, count its kernels, and simulate their times."
+    )
+    write: UserPath | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
+    row: AtLeast1 = setting(1, "Row to write, with --write.")
+    output: UserPath = setting("runs/plan.json", "File of the JSON, which is always written.")
+
+    def check(self) -> None:
+        """Raise InputError for numbers without units, and for options that do not fit together."""
+        super().check()
+        rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
+        self.require(0 < self.network_gbps < math.inf, "network", rates)
+        self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
+        for name in self.recipes:
+            if name != BFLOAT16:
+                canonicalize_recipe(name)
+        if self.spec is not None:
+            self.require_default("gpu", beside="--spec")
+        if self.memory is not None:
+            parse_bytes(self.memory, "--memory")
+        if self.explain is not None:
+            self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
+        else:
+            self.require_default("png", "ledger", unless="--explain names a row")
+        if self.write is None:
+            self.require_default("row", unless="--write names a file")
+        else:
+            self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
+
+    def check_files(self) -> None:
+        """Raise InputError for files that `check_outputs` refuses."""
+        outputs = [Output(Path(self.output))]
+        if self.explain is not None:
+            outputs.append(Output(Path(self.png), "--png", "PNG picture"))
+        if self.write is not None:
+            outputs.append(Output(Path(self.write), "--write", "TOML file"))
+        check_outputs(*outputs)
+
+    @property
+    def network_gbps(self) -> float:
+        """The rate of the network in Gb/s per GPU; 0 if `network` cannot be parsed."""
+        match = _NETWORK_RATE.fullmatch(self.network.strip())
+        return float(match[1]) * (8 if match[2].startswith("GB") else 1) if match else 0.0
+
+    def read_device(self) -> DeviceSpec:
+        """Return the specification of the GPU. Raises InputError or OSError."""
+        if self.spec is not None:
+            return read_device_spec(Path(self.spec))
+        try:
+            return require_device_spec(self.gpu, "--gpu")
+        except InputError as error:
+            raise InputError(f"{error}; or give --spec a file of its numbers") from None
+
+    @property
+    def asked_tokens(self) -> int:
+        """The tokens of `global_batch`; 0 if it is unset or cannot be parsed."""
+        match = _TOKEN_COUNT.fullmatch((self.global_batch or "").strip())
+        tokens = float(match[1]) * _TOKEN_UNITS[match[2].lower()] if match else 0
+        return int(tokens) if tokens < math.inf else 0
+
+    def count_step_sequences(self, config: TrainConfig) -> int | None:
+        """Return the sequences of a step on all ranks, or None for one micro-batch per data-parallel rank."""
+        if self.global_batch is None:
+            size = config.training.global_batch_size
+            return None if size == -1 else size
+        expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
+        self.require(self.asked_tokens >= config.training.seq_len, "global_batch", expected)
+        return round_step_sequences(self.asked_tokens, config.training, self.gpus)

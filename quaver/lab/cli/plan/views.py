@@ -1,0 +1,165 @@
+"""Output of `quaver plan`: the table of the fastest layouts, what limits them, and notes on what the numbers mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.table import Table
+
+from quaver.lab.cli.plan.options import PlanOptions
+from quaver.lab.plan.calibration import describe_sustained_share
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.counted import count_costs
+from quaver.lab.plan.estimate import ESTIMATE_ERROR
+from quaver.lab.plan.layouts import Layouts
+from quaver.lab.plan.limits import list_links
+from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.search import FittingLayout, SearchResult, simulate_step
+from quaver.lab.plan.step import Costs
+from quaver.lab.settings.float8 import BFLOAT16
+from quaver.lab.terminal.byte_sizes import format_bytes
+from quaver.lab.terminal.progress import show_progress
+from quaver.lab.terminal.tables import make_table
+
+_NUMBER_COLUMNS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
+
+
+def iter_views(
+    options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
+) -> Iterator[str | Table]:
+    """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
+    first = result.rows[0]
+    yield (
+        f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
+        f"{first.run.seq_len:,} tokens a sequence; {result.tried:,} layouts compared, "
+        f"{sum(result.refusals.values()):,} refused by the trainer"
+    )
+    rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
+    yield make_layout_table(rows, memory)
+    has_bytes = cluster.spec.memory_gb * 1e9
+    if memory > has_bytes:
+        yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
+    yield (
+        "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
+        "Batch: sequences of a micro-batch x micro-batches; L: training.reduce = last, A: last_all_reduce. "
+        "AC 1/2: every second block is checkpointed. "
+        "MFU: the share of the data sheet's FLOP/s, each matmul at the peak of its precision, attention as its causal "
+        "half. "
+        "Wait: for collectives and checkpoints. * as configured."
+    )
+    best = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
+    if best is not None and best is not first:
+        gain = first.tokens_per_s / best.tokens_per_s
+        is_equal = best.run.step_tokens == first.run.step_tokens
+        unequal = "" if is_equal else "; their steps have different numbers of tokens"
+        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
+    elif best is None:
+        yield "no bfloat16 layout fits"
+    yield f"row 1: {'; '.join(limits[0])}"
+    if options.explain is not None:
+        yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
+    yield (
+        f"memory is estimated within {ESTIMATE_ERROR:.0%}: a layout near the limit may not fit. To check a row, write "
+        f"it with --write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
+    )
+    share = describe_sustained_share(cluster.spec)
+    yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"
+
+
+def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
+    """Return the table of layouts whose peak fits into `memory` bytes; `rows` are cells."""
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *_NUMBER_COLUMNS)
+    title = f"Fastest layouts whose peak fits into {format_bytes(memory)}"
+    return make_table(title, columns, rows=rows, right=_NUMBER_COLUMNS, wrapped=("precision",))
+
+
+def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchResult) -> Iterator[str]:
+    """Say how steps and batches of the table are limited, and why the configured layout is not in it."""
+    planned = result.rows[0].run
+    steps = {row.run.step_tokens for row in result.rows}
+    if len(steps) > 1:
+        yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
+    elif options.global_batch is not None and steps != {options.asked_tokens}:
+        yield (
+            f"--global-batch {options.global_batch}: a step has {planned.step_tokens:,} tokens, "
+            f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, "
+            "rounded so that ranks divide them"
+        )
+    trainings = [candidate.config.training for candidate in layouts.candidates]
+    largest = max(training.local_batch_size for training in trainings)
+    is_step_fixed = len({training.step_batch_size for training in trainings}) == 1
+    if planned.local_batch == largest and (planned.micro_batches > 1 or not is_step_fixed):
+        yield f"row 1 has the largest local batch of the search, {largest}; --training.local_batch_size adds another"
+    if layouts.configured_refusal:
+        yield f"the configured layout is no row: {layouts.configured_refusal}"
+
+
+_REDUCTION_MARKS = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
+
+
+def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
+    waits = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
+    dims = row.candidate.dims
+    return (
+        f"{number}{'*' if row.candidate.is_configured else ''}",
+        row.candidate.precision,
+        _format_degrees(dims.shard, dims.replicate),
+        _format_degrees(dims.tensor, dims.expert),
+        row.candidate.gathering,
+        f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCTION_MARKS[row.candidate.reduction]}",
+        row.candidate.storage,
+        f"{row.peak_bytes / 2**30:.1f}",
+        _format_tokens(row.run.step_tokens),
+        f"{row.seconds:.3g}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{100 * compute_share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
+        f"{100 * waits:.0f}",
+    )
+
+
+def _format_tokens(tokens: int) -> str:
+    if tokens < 1000:
+        return str(tokens)
+    return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
+
+
+def _format_degrees(degree: int, second: int) -> str:
+    return f"{degree}x{second}" if second > 1 else str(degree)
+
+
+def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.description}"
+    yield from (f"  {sentence}" for sentence in limits)
+    numbers = ("sent GB", "busy s", "hidden s", "waited for s")
+    links = [
+        (
+            link.name,
+            f"{link.sent_bytes / 1e9:.2f}",
+            *(f"{s:.3f}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
+        )
+        for link in list_links(row.timeline)
+    ]
+    if links:
+        yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
+    kinds = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
+    parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
+    yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
+    if options.ledger:
+        yield _count_kernels(row, cluster)
+
+
+def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
+    """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
+    try:
+        with show_progress("compiling the block of the row"):
+            costs = count_costs(row.candidate.config, row.run.ranks, row.run, cluster)
+    except NotImplementedError as error:
+        return f"the kernels of its block are not counted: {error}"
+    seconds = simulate_step(row.run, cluster, costs).seconds
+    both = zip(("forward", "backward"), costs.block, Costs.from_formulas(row.run, cluster).block, strict=False)
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in both]
+    tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
+    return (
+        f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
+        f"{seconds:.3g} s ({row.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({row.tokens_per_s:,.0f})"
+    )
