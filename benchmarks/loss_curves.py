@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
-from quaver.lab.recorder.figure import open_figure
+from quaver.lab.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
 MIXTURE_DOCS = ROOT / "docs" / "lab" / "mixture-curves.md"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quaver.lab.figure import open_figure
 from quaver.lab.plan.simulate import SimulatedTimeline
-from quaver.lab.recorder.figure import open_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quaver.lab.recorder.figure import open_figure
+from quaver.lab.figure import open_figure
 from quaver.lab.terminal.byte_sizes import choose_unit
 
 if TYPE_CHECKING:

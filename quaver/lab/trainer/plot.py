@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.recorder.figure import open_figure
+from quaver.lab.figure import open_figure
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.metrics import WARMUP_STEPS
 

@@ -64,7 +64,7 @@ def test_smoothing_keeps_a_straight_line_and_halves_noise():
 
 def test_a_run_misses_matplotlib_before_it_draws(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "quaver.lab.recorder.figure")
+    monkeypatch.delitem(sys.modules, "quaver.lab.figure")
     with pytest.raises(ModuleNotFoundError) as error:
-        importlib.import_module("quaver.lab.recorder.figure")
+        importlib.import_module("quaver.lab.figure")
     assert error.value.name == "matplotlib"
