@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 import torch
 
@@ -24,6 +25,13 @@ from quaver.lab.trainer.model import SPLIT_DIMS, make_meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.errors import InputError
+
+Checkpointing = Literal["none", "op", "full"]
+"""What a checkpointed block recomputes: nothing, the ops that the selective policy does not save, or everything."""
+Resharding = Literal["default", "always", "never"]
+"""A value of parallelism.fsdp_reshard_after_forward."""
+Reduction = Literal["every", "last", "last_all_reduce"]
+"""A value of training.reduce."""
 
 HEAD = "lm_head"
 EXPERTS = "experts"
@@ -47,8 +55,8 @@ class Framework:
     node."""
     compiled: bool = True
     """Whether the operations between matmuls are compiled."""
-    attention: str | None = None
-    """The kernel of attention, "flash" or "cudnn"; None for torch's choice (roofline/attention.py)."""
+    attention: Literal["flash", "cudnn"] | None = None
+    """The kernel of attention; None for torch's choice (roofline/attention.py)."""
     rescales_rows: bool = False
     """Whether row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
     operand, and another pass scales them."""
@@ -78,10 +86,9 @@ class PlannedRun:
     """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
     "lm_head". `get_float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False
-    checkpointing: str = "none"
-    """none, op or full."""
+    checkpointing: Checkpointing = "none"
     checkpointed_blocks: int = 0
-    reshard_after_forward: str = "default"
+    reshard_after_forward: Resharding = "default"
     """Which weights FSDP2 gathers again for the backward: default (all except the embedding's group), always, never."""
     float8_gradients: bool = False
     """FSDP2 reduces gradients as float8 codes."""
@@ -97,9 +104,9 @@ class PlannedRun:
     """Whether the step after a checkpoint begins when its bytes are in host memory, before they are written."""
     grad_weight_from_codes: bool = False
     """Whether expert parallel ranks send tokens as codes under all float8 recipes."""
-    reduce: str = "every"
-    """training.reduce. With "last" and weights that are never resharded, weights and gradients are sent once a step, as
-    if only the optimizer's states were sharded (ZeRO-1)."""
+    reduce: Reduction = "every"
+    """When gradients are reduced. With "last" and weights that are never resharded, weights and gradients are sent once
+    a step, as if only the optimizer's states were sharded (ZeRO-1)."""
     framework: Framework = Framework()
 
     @property
@@ -166,7 +173,11 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
             "the compiler decides what it recomputes"
         )
     every = parse_selective_option(checkpoint.selective_ac_option)
-    mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
+    modes: dict[str, Checkpointing] = {
+        "none": "none",
+        "full": "full",
+        "selective": "op" if every is None else "full",
+    }
     return PlannedRun(
         model=config.model,
         seq_len=training.seq_len,
@@ -179,10 +190,10 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         recipe=float8.recipe if float8.enable_float8_linear else None,
         in_float8=find_float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
-        checkpointing=mode,
+        checkpointing=modes[checkpoint.mode],
         checkpointed_blocks=count_checkpointed_blocks(config),
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        reduce=training.reduce,
+        reshard_after_forward=cast(Resharding, config.parallelism.fsdp_reshard_after_forward),
+        reduce=cast(Reduction, training.reduce),
         float8_gradients=config.comm.float8_gradients,
         grad_weight_from_codes=float8.grad_weight_from_codes,
         casts_weights_once=float8.cast_weights_once or dims.world_size == 1,
