@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import ListedColormap
 
-from quaver.lab.recorder.figure import open_figure
+from quaver.lab.figure import open_figure
 from quaver.lab.report.facts import select_memory_curves
 from quaver.lab.report.maps import Limits, encode_statistic, find_limits, get_sampling_interval
 from quaver.lab.report.merge import choose_grid

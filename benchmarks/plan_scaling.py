@@ -20,7 +20,7 @@ from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Degrees
 from quaver.lab.plan.quick import extrapolate_seconds
 from quaver.lab.plan.run import PlannedRun
-from quaver.lab.plan.search import USABLE
+from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -114,7 +114,7 @@ def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) ->
         make_run_config(run, settings, precision)
     except ValueError:
         return None
-    most, sequences = USABLE * H100.memory_gb * 1e9, run.local_batch
+    most, sequences = USABLE_MEMORY_SHARE * H100.memory_gb * 1e9, run.local_batch
     while estimate_peak(make_run_config(run, settings, precision), run.ranks) > most:
         if run.local_batch == 1:
             return None

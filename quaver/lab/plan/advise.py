@@ -34,20 +34,20 @@ from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_d
 from quaver.runtime.errors import InputError
 
 AS_CONFIGURED = "as configured"
-EQUALLY_FAST = 1.02
+EQUAL_TIME_RATIO = 1.02
 """Simulated times with a smaller ratio count as equal: the simulation is no more accurate."""
-NEARLY_FITS = 1.1
+NEARLY_FITTING_RATIO = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights: the embedding,
 and half of the bytes of two blocks. In Llama 3 70B that saves 4.2 + 1.7 GB, 7% of 80."""
-SAVES_AS_MUCH = 1.1
+EQUAL_SAVING_RATIO = 1.1
 """Less precise storage is tried for a setting that exceeds `fit_bytes` by at most this factor times the bytes that it
 saves in the configured run: other settings save nearly as much."""
-MAX_TRIED = 60
+MAX_COMBINATIONS = 60
 """The largest number of combinations that are predicted, each in up to 2 minutes. Variants with less precise storage do
 not count."""
-TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
+TIMES_NOTE = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
-LESS_PRECISE = (
+LESS_PRECISE_NOTE = (
     "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers. They are "
     "tried, in this order, only if no equally fast setting fits without them"
 )
@@ -144,7 +144,7 @@ class _AdviceSearch:
         set_activity: SetActivity,
     ) -> None:
         self.rows: list[AdvisedSetting] = []
-        self.notes = [TIMES, LESS_PRECISE]
+        self.notes = [TIMES_NOTE, LESS_PRECISE_NOTE]
         self.notes += [f"times on {spec.name}: {describe_sustained_share(spec)}"] if spec is not None else []
         self._compute_peak = compute_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
@@ -173,17 +173,17 @@ class _AdviceSearch:
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""
-        left = MAX_TRIED
+        left = MAX_COMBINATIONS
         for group in groups:
             for change in group[:left]:
                 yield from self._try_with_fewer_gathered(change)
             for change in group[:left]:
                 over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
-                if 0 < over <= SAVES_AS_MUCH * self._less_precise_saves:
+                if 0 < over <= EQUAL_SAVING_RATIO * self._less_precise_saves:
                     yield from map(self._try, iter_less_precise(change))
             left -= len(group)
             if left < 0:
-                self.notes.append(f"only the {MAX_TRIED} fastest combinations were tried")
+                self.notes.append(f"only the {MAX_COMBINATIONS} fastest combinations were tried")
                 return
 
     def _try_with_fewer_gathered(self, change: Change) -> Iterator[int]:
@@ -191,7 +191,11 @@ class _AdviceSearch:
         index = self._try(change)
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
-        if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
+        if (
+            peak_bytes is not None
+            and fit_bytes is not None
+            and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITTING_RATIO
+        ):
             fewer = gather_least(change, self._dims)
             if fewer is not None:
                 yield self._try(fewer)
@@ -249,7 +253,7 @@ def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Ch
     for time, place in sorted(known):
         if time > slowest:
             groups.append([])
-            slowest = time * EQUALLY_FAST
+            slowest = time * EQUAL_TIME_RATIO
         groups[-1].append(place)
     return [
         [changes[i][0] for i in sorted(group, key=lambda i: (_count_changes(changes[i][0]), i))] for group in groups

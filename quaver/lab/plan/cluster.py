@@ -54,17 +54,14 @@ NVLINK, NETWORK = "NVLink", "network"
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes.
-
-    Attributes:
-        sustained: the share of the best matmul rate that a long run sustains; see calibration.py.
-    """
+    """GPUs in nodes."""
 
     spec: DeviceSpec
     gpus_per_node: int = 8
     network_gbps: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained: float = 1.0
+    """The share of the best matmul rate that a long run sustains; see calibration.py."""
     storage_gb_per_s: float = 1.0
     """The rate at which each node writes while all nodes do. Llama 3: 2 TB/s sustained and 7 TB/s at best for 16,384
     GPUs in nodes of 8 (arXiv 2407.21783, section 3.3.1)."""

@@ -22,7 +22,7 @@ from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import predict_move_seconds
 from quaver.roofline.scaled_matmul import find_scale_kinds, get_cutlass_rowwise_share
 
-READERS = {name: len(names) for names in SHARED_INPUTS for name in names if name in SPLIT_DIMS}
+INPUT_READERS = {name: len(names) for names in SHARED_INPUTS for name in names if name in SPLIT_DIMS}
 """The number of linears that share the input of a linear and its casts."""
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
 """Linears that "selective" recomputes: every second matmul, starting from the second to last."""
@@ -157,7 +157,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
             run.recipe or "tensorwise",
             spec,
             microbatches=run.micro_batches if run.casts_weights_once else None,
-            input_readers=READERS.get(name, 1),
+            input_readers=INPUT_READERS.get(name, 1),
             by_shape=True,
             shares={"output": get_cutlass_rowwise_share(spec)} if rescales else None,
         )
@@ -178,7 +178,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         )
     if split > 1 and not is_split_by_input and not run.framework.casts_gathered:
         # a rank casts its part of the sequence, and changes the layout of the gathered codes
-        laid_out_s = predict_move_seconds(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
+        laid_out_s = predict_move_seconds(2 * run.tokens * inputs, spec) / INPUT_READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time
 

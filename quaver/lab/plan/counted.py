@@ -24,7 +24,7 @@ from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.roofline.device_specs import DeviceSpec
 
-_COLLECTIVES = "_c10d_functional."
+_COLLECTIVE_PREFIX = "_c10d_functional."
 
 
 def check_counts_for(spec: DeviceSpec) -> None:
@@ -74,7 +74,7 @@ def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tup
         NotImplementedError: as `count_costs`.
     """
     entries = list_entries(compile_block(config, ranks, spec), GPUS[spec.name].L2_cache_size)
-    return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVES))
+    return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVE_PREFIX))
 
 
 def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[CompiledGraph]:

@@ -10,11 +10,11 @@ from typing import Any
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
 
-_NUMBERS = tuple(field.name for field in fields(DeviceSpec) if field.name != "name")
-_NEEDED = tuple(
+_NUMBER_FIELDS = tuple(field.name for field in fields(DeviceSpec) if field.name != "name")
+_REQUIRED_FIELDS = tuple(
     field.name for field in fields(DeviceSpec) if field.default is MISSING and field.name != "float8_tflops"
 )
-_WHOLE = ("multiprocessors", "block_length", "compute_capability")
+_INTEGER_FIELDS = ("multiprocessors", "block_length", "compute_capability")
 
 
 def read_device_spec(path: Path) -> DeviceSpec:
@@ -29,20 +29,20 @@ def read_device_spec(path: Path) -> DeviceSpec:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"--spec {path}: expected TOML: {error}") from error
-    known = ("name", *_NUMBERS)
+    known = ("name", *_NUMBER_FIELDS)
     if unknown := [name for name in values if name not in known]:
         raise InputError(f"--spec {path}: expected {', '.join(known)}, got {unknown[0]}")
-    if missing := [name for name in _NEEDED if name not in values]:
-        raise InputError(f"--spec {path}: expected {', '.join(_NEEDED)}; {missing[0]} is missing")
+    if missing := [name for name in _REQUIRED_FIELDS if name not in values]:
+        raise InputError(f"--spec {path}: expected {', '.join(_REQUIRED_FIELDS)}; {missing[0]} is missing")
     if not isinstance(values["name"], str):
         raise InputError(f"--spec {path}: name: expected text, got {values['name']!r}")
     if values["name"].upper() in (spec.name.upper() for spec in DEVICE_SPECS):
         raise InputError(
             f"--spec {path}: name: expected the name of another GPU, got {values['name']!r}, whose rates are known"
         )
-    for name in _NUMBERS:
+    for name in _NUMBER_FIELDS:
         value = values.get(name, 1)
-        is_number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int if name in _INTEGER_FIELDS else int | float) and not isinstance(value, bool)
         if not (is_number and 0 < value < float("inf")):
             raise InputError(f"--spec {path}: {name}: expected a number above 0, got {value!r}")
     return DeviceSpec(**{"float8_tflops": None, **values})

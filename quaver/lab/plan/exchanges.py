@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from quaver.fsdp.scales import list_linear_layouts
-from quaver.lab.plan.compute import READERS, list_expert_matrices, list_linears
+from quaver.lab.plan.compute import INPUT_READERS, list_expert_matrices, list_linears
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.parallel.expert_parallel import travels_as_codes
@@ -132,7 +132,9 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
     linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linears(model).items()]
     linears.append((run.get_float8_share(HEAD), model.dim, model.vocab_size))
     if config.has_persistent_scales:
-        inputs = sum(model.n_layers * run.get_float8_share(name) / READERS.get(name, 1) for name in list_linears(model))
+        inputs = sum(
+            model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1) for name in list_linears(model)
+        )
         operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(HEAD)
         return [Exchange("all_reduce", 8 * operands, 1, run.ranks, 1)]
     shards = run.shard * run.context

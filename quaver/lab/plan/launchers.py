@@ -12,7 +12,7 @@ from pathlib import Path
 from quaver.lab.settings import TrainConfig
 from quaver.runtime.errors import InputError
 
-SUFFIXES = {".torchrun.sh": "torchrun.sh", ".slurm.sbatch": "slurm.sbatch", ".jobset.yaml": "jobset.yaml"}
+LAUNCH_TEMPLATES = {".torchrun.sh": "torchrun.sh", ".slurm.sbatch": "slurm.sbatch", ".jobset.yaml": "jobset.yaml"}
 """Endings of the launch files, with their templates."""
 
 GRACE_SECONDS = 300
@@ -53,7 +53,7 @@ def make_launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path:
         "grace_seconds": GRACE_SECONDS,
         "save_seconds": SAVE_SECONDS,
     }
-    return {suffix: _fill_template(template, arguments, values) for suffix, template in SUFFIXES.items()}
+    return {suffix: _fill_template(template, arguments, values) for suffix, template in LAUNCH_TEMPLATES.items()}
 
 
 def split_into_hosts(ranks: int, gpus_per_node: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 from quaver.lab.plan.step import Costs
 
-KIND_NAMES = {
+COLLECTIVE_NAMES = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters",
     "all_reduce": "all-reduces",
@@ -52,10 +52,10 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
 def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
-    kinds = [kind for kind in KIND_NAMES if kind in timeline.kinds]
+    kinds = [kind for kind in COLLECTIVE_NAMES if kind in timeline.kinds]
     exposed = {kind: timeline.sum_exposed_seconds(kind=kind) / step_s for kind in kinds}
-    hidden = [KIND_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
-    shown = {KIND_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
+    hidden = [COLLECTIVE_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
+    shown = {COLLECTIVE_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
     busy = timeline.sum_seconds(stream=COMPUTE) / step_s
     sentences = [f"computing takes {busy:.0%} of the step"]
     if hidden:

@@ -11,7 +11,7 @@ from quaver.lab.plan.simulate import SimulatedTimeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {
+KIND_COLORS = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
     "optimizer": "#b279a2",
@@ -22,7 +22,7 @@ COLORS = {
     "all_to_all": "#72b7b2",
     "checkpoint": "#ff9da6",
 }
-_ZOOM = 0.08
+_ZOOMED_SHARE = 0.08
 """The share of the step, around the end of the forward, that the second row of the picture shows."""
 
 
@@ -30,7 +30,7 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
     """Write a PNG: each stream's simulated tasks over milliseconds, colored by kind; below, a short part of them."""
     turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
     end_s = max(span.end_s for span in timeline.spans)
-    half_s = end_s * _ZOOM / 2
+    half_s = end_s * _ZOOMED_SHARE / 2
     with open_figure(path, (12, 5.2), title=title) as figure:
         step_axes, part_axes = figure.subplots(2, 1)
         _draw_streams(step_axes, timeline, 0.0, end_s)
@@ -38,14 +38,14 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
         part_axes.set_title("where the backward begins", fontsize=9)
         handles, labels = step_axes.get_legend_handles_labels()
         drawn = dict(zip(labels, handles, strict=True))
-        names = {kind: kind.replace("_", "-") for kind in COLORS if kind in drawn}
+        names = {kind: kind.replace("_", "-") for kind in KIND_COLORS if kind in drawn}
         handles = [drawn[kind] for kind in names]
         figure.legend(handles, names.values(), loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
 
 
 def _draw_streams(axes: Axes, timeline: SimulatedTimeline, first_s: float, last_s: float) -> None:
     for row, stream in enumerate(timeline.streams):
-        for kind, color in COLORS.items():
+        for kind, color in KIND_COLORS.items():
             bars = [
                 (1e3 * span.start_s, 1e3 * (span.end_s - span.start_s))
                 for span in timeline.spans

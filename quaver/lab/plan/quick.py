@@ -10,7 +10,7 @@ from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 
-_DEPTHS = (2, 4)
+_SIMULATED_DEPTHS = (2, 4)
 """Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
@@ -35,13 +35,14 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
 
     None, half or all of the few blocks are checkpointed. Other shares are interpolated between these.
     """
-    blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
+    blocks, (shallow, deep) = run.model.n_layers, _SIMULATED_DEPTHS
     if blocks <= deep:
         return _simulate_shallow(run, blocks, run.checkpointed_blocks, micro_batches, cluster, costs)
 
     def extrapolate(halves: int) -> float:
         few, more = (
-            _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, costs) for depth in _DEPTHS
+            _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, costs)
+            for depth in _SIMULATED_DEPTHS
         )
         return few + (blocks - shallow) / (deep - shallow) * (more - few)
 

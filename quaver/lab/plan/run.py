@@ -35,7 +35,7 @@ Reduction = Literal["every", "last", "last_all_reduce"]
 
 HEAD = "lm_head"
 EXPERTS = "experts"
-_MOMENTS = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
+_MOMENTS_PER_PARAMETER = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
 """The optimizer's states per parameter; Muon's are for matrices of blocks."""
 
 
@@ -202,7 +202,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         saves_in_background=config.checkpoint.async_mode != "disabled",
         residual_bytes=_get_itemsize(training.residual_stream_dtype),
         parameter_bytes=parameter_bytes,
-        state_bytes=_MOMENTS[optimizer.name] * (1 if optimizer.has_float8_states else parameter_bytes),
+        state_bytes=_MOMENTS_PER_PARAMETER[optimizer.name] * (1 if optimizer.has_float8_states else parameter_bytes),
     )
 
 

@@ -27,10 +27,10 @@ from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.terminal.progress import SetActivity
 from quaver.runtime.errors import InputError
 
-USABLE = 0.94
+USABLE_MEMORY_SHARE = 0.94
 """Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
 5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
-MAX_TASKS = 10_000
+MAX_SIMULATED_TASKS = 10_000
 """Tasks of a step that are simulated, in 0.1 s on one core; two micro-batches of Llama 3 405B have 8,620."""
 
 
@@ -182,7 +182,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """
     costs = costs or Costs.from_formulas(run, cluster)
     tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
-    few = min(run.micro_batches, max(2, MAX_TASKS // tasks_per_micro_batch))
+    few = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
     if few < run.micro_batches:
         fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))

@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.profiler import EventType
 
-MARK = "forward is done"
+MARK_NAME = "forward is done"
 
-_NO_OPERATION = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::", "FSDP::")
+_ALLOCATING_RANGES = ("aten::empty", "aten::resize_", "aten::new_empty", "autograd::", "FSDP::")
 """Prefixes of ranges that only allocate for the operation around them."""
 
-_COLLECTIVES = ("c10d::", "gloo:", "FSDP::")
+_COLLECTIVE_PREFIXES = ("c10d::", "gloo:", "FSDP::")
 _FLOAT8_MATMULS = ("quaver::gemm", "quaver::exact_float8_mm", "quaver::grouped_mm")
 _CONVERTERS = frozenset(("aten::to", "aten::_to_copy", "aten::copy_", "aten::empty_strided", "aten::empty_like"))
 _ELEMENTWISE = frozenset(
@@ -129,7 +129,7 @@ def _measure_cpu(may_leave: bool) -> Iterator[Measured]:
 
 
 def _record_mark() -> None:
-    with record_function(MARK):
+    with record_function(MARK_NAME):
         pass
 
 
@@ -142,7 +142,7 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
 
 def _compute_usage(nodes: list[Any], may_leave: bool) -> Usage:
     blocks = _read_blocks(nodes)
-    marks = [node.start_time_ns for node in nodes if node.name == MARK]
+    marks = [node.start_time_ns for node in nodes if node.name == MARK_NAME]
     # Buffers of collectives are excluded, since a gloo thread holds its last one until its next work.
     left = [block for block in _select_alive(blocks, math.inf) if not block.is_of_collective]
     _check_one_step(len(marks), 0 if may_leave else _sum_bytes(left))
@@ -207,12 +207,14 @@ def _find_requester(node: Any) -> tuple[float, bool]:
     parents = []
     while (node := node.parent) is not None:
         parents.append(node)
-    operations = [parent for parent in parents if "::" in parent.name and not parent.name.startswith(_NO_OPERATION)]
+    operations = [
+        parent for parent in parents if "::" in parent.name and not parent.name.startswith(_ALLOCATING_RANGES)
+    ]
     matmuls = [operation for operation in operations if operation.name in _FLOAT8_MATMULS]
     converting = list(itertools.dropwhile(lambda operation: operation.name in _CONVERTERS, operations))[:1]
     elementwise = [operation for operation in converting if operation.name in _ELEMENTWISE]
     requesters = matmuls or elementwise or operations
-    is_of_collective = any(parent.name.startswith(_COLLECTIVES) for parent in parents)
+    is_of_collective = any(parent.name.startswith(_COLLECTIVE_PREFIXES) for parent in parents)
     return requesters[0].end_time_ns if requesters else -math.inf, is_of_collective
 
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from quaver.torch_private.fsdp import COLLECTIVES_MODULE
 
-_BACKEND = "quaver.lab.memory.devices.gloo_buffers", "allocate_buffer"
+_GLOO_BUFFER_FUNCTION = "quaver.lab.memory.devices.gloo_buffers", "allocate_buffer"
 """The code that allocates buffers for the simulated gloo backend."""
 
-_CHECKPOINT = "torch.utils.checkpoint"
-_ENGINE = "torch.autograd.graph", "_engine_run_backward"
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
+_ENGINE_FUNCTION = "torch.autograd.graph", "_engine_run_backward"
 
-NOT_THE_MODELS = (
+NOT_MODEL_CODE = (
     "torch.",
     "quaver.lab.recorder.",
     "quaver.lab.memory.",
@@ -51,11 +51,11 @@ def find_caller() -> Caller:
     frame = sys._getframe(1)
     while frame is not None:
         name = get_module_name(frame)
-        if name.startswith(NOT_THE_MODELS):
+        if name.startswith(NOT_MODEL_CODE):
             function = frame.f_code.co_name
-            communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _BACKEND
-            under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
-            if (name, function) == _ENGINE:
+            communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _GLOO_BUFFER_FUNCTION
+            under_policy = under_policy or (name == _CHECKPOINT_MODULE and function == "__torch_dispatch__")
+            if (name, function) == _ENGINE_FUNCTION:
                 break
         elif name:  # code that torch generates at runtime has no module name
             line = f"{shorten_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"

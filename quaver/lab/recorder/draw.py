@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-COLORS = {
+CATEGORY_COLORS = {
     "parameters": "#332288",
     "gradients": "#88ccee",
     "optimizer_state": "#882255",
@@ -35,7 +35,7 @@ is from his older scheme."""
 
 MAX_COLUMNS = 1500
 """The most columns of a timeline. If several adjacent events share a column, the highest is drawn."""
-SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
+PHASE_COLORS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
 """The share of the width below which a phase is labeled vertically."""
 
@@ -62,7 +62,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
         [values for _, values in shown],
         step="post",
         labels=[name.replace("_", " ") for name, _ in shown],
-        colors=[COLORS[name] for name, _ in shown],
+        colors=[CATEGORY_COLORS[name] for name, _ in shown],
         linewidth=0,
         zorder=2,
     )
@@ -78,9 +78,9 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
 def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
     transform = axis.get_xaxis_transform()
     for phase, begin, end in _merge_spans(spans):
-        if phase not in SPANS:
+        if phase not in PHASE_COLORS:
             continue
-        axis.axvspan(begin, end, color=SPANS[phase], linewidth=0, zorder=1)
+        axis.axvspan(begin, end, color=PHASE_COLORS[phase], linewidth=0, zorder=1)
         is_wide = end - begin > _NARROWEST_LABEL * last_event
         if not is_wide:
             axis.axvline(begin, color="#444444", linestyle=":", linewidth=0.8, zorder=3)

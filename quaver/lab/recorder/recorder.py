@@ -36,7 +36,7 @@ CATEGORIES = (
 )
 """Categories of storages, from the longest-lived to the shortest; docs/profiling.md defines each."""
 
-BEFORE = "before"
+BEFORE_RECORDING = "before"
 """The phase of a storage that is older than the recording."""
 
 _AFTER_FORWARD = ("backward", "recompute", "optimizer")
@@ -164,7 +164,7 @@ class Recorder(StorageWatch):
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _get_shape_and_dtype(tensor)
         if operator is None:
-            allocation = Allocation(key, None, OUTSIDE, BEFORE, shape, dtype, category="inputs")
+            allocation = Allocation(key, None, OUTSIDE, BEFORE_RECORDING, shape, dtype, category="inputs")
             self.initial[allocation] = size_bytes
             self._live[key] = allocation
             return
@@ -210,7 +210,7 @@ class Recorder(StorageWatch):
                 continue
             if allocation.category == "gathered_weights" and not allocation.parameter:
                 self._name_gathered(allocation, tensor)
-            from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE)
+            from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE_RECORDING)
             if reads and from_forward and phase in _AFTER_FORWARD:
                 line = find_caller().line or self._find_line_of_node()
                 name = self._name_with_phase(str(operator).removesuffix(".default"))

@@ -23,10 +23,10 @@ from quaver.torch_private.memory import storage_key
 from quaver.torch_private.replacing import replace_attribute
 from quaver.torch_private.tracing import FakeTensor
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_LIFT = torch.ops.aten.lift_fresh.default
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+_LIFT_OPERATOR = torch.ops.aten.lift_fresh.default
 """The first operator on a tensor that torch.tensor created from Python numbers."""
-_BETWEEN = (__name__, "torch._compile", "torch._dynamo.eval_frame")
+_DISPATCH_MODULES = (__name__, "torch._compile", "torch._dynamo.eval_frame")
 """The Python modules of frames between an operator's call and its dispatch."""
 
 
@@ -96,13 +96,13 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
+        if any(kind not in _PLAIN_TYPES for kind in types):  # a subclass dispatches again on its parts
             return NotImplemented
         kwargs = kwargs or {}
         arguments = [*_iter_tensors(args), *_iter_tensors(tuple(kwargs.values()))]
         for tensor in arguments:
             if not self._is_backend_buffer(tensor, func):
-                self.follow(tensor, str(func) if func is _LIFT else None)
+                self.follow(tensor, str(func) if func is _LIFT_OPERATOR else None)
         self.operator_called(func, arguments)
         result = func(*args, **kwargs)
         for tensor in _iter_tensors(result):
@@ -216,7 +216,7 @@ def iter_plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 def _is_called_by_torch_distributed() -> bool:
     """Return whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
     frame = sys._getframe(1)
-    while frame is not None and get_module_name(frame).startswith(_BETWEEN):
+    while frame is not None and get_module_name(frame).startswith(_DISPATCH_MODULES):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and get_module_name(frame).startswith("torch.distributed.")
 

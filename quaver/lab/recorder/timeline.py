@@ -20,15 +20,15 @@ from quaver.lab.recorder.report import count_added_bytes, make_report
 from quaver.lab.recorder.saved import record_saved_tensors
 from quaver.runtime.phases import watch_phases
 
-COMPILED = "compiled code: not attributed"
+COMPILED_NOTE = "compiled code: not attributed"
 
 
 class Timeline:
     """The recording of one step."""
 
-    def __init__(self, recorder: Recorder, *, exact: bool) -> None:
+    def __init__(self, recorder: Recorder, *, is_exact: bool) -> None:
         self._recorder = recorder
-        self.exact = exact
+        self.is_exact = is_exact
         """False if compiled code ran, whose operators no dispatch mode sees. The report then covers only tensors that
         stay between steps."""
 
@@ -42,7 +42,7 @@ class Timeline:
 
     def report(self) -> dict[str, Any]:
         """Return the recording as a dict for JSON; docs/profiling.md describes its keys."""
-        return make_report(self._recorder, note="" if self.exact else COMPILED)
+        return make_report(self._recorder, note="" if self.is_exact else COMPILED_NOTE)
 
 
 @contextmanager
@@ -64,7 +64,8 @@ def record_timeline(
         RuntimeError: another recording is open.
     """
     tracker = tracker or ModuleTracker(model)
-    exact = tracker.follows_compiled_code or not any(is_compiled(module) for _, module in iter_visible_modules(model))
+    has_compiled = any(is_compiled(module) for _, module in iter_visible_modules(model))
+    is_exact = tracker.follows_compiled_code or not has_compiled
     with ExitStack() as stack:
         open_phases = stack.enter_context(watch_phases())
         stack.enter_context(tracker)
@@ -72,11 +73,11 @@ def record_timeline(
         _categorize_residents(recorder, model, optimizer, persistent_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
-        if exact:  # otherwise a dispatch mode or hooks would make torch.compile fall back to eager code or recompile
+        if is_exact:  # otherwise a dispatch mode or hooks would make torch.compile fall back to eager code or recompile
             stack.enter_context(record_saved_tensors(recorder))
             stack.enter_context(recorder)
         try:
-            yield Timeline(recorder, exact=exact)
+            yield Timeline(recorder, is_exact=is_exact)
         finally:
             _categorize_gradients_and_state(recorder, model, optimizer)
             recorder.end()

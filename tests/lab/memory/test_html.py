@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.page import embed_json
-from quaver.lab.recorder.draw import COLORS, MAX_COLUMNS, draw_timeline, reduce_columns
+from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, draw_timeline, reduce_columns
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.browser.reports import (
     HOSTILE,
@@ -176,8 +176,8 @@ def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):
 
 
 def test_each_category_has_a_color_of_its_own():
-    assert tuple(COLORS) == CATEGORIES  # in the order of the stack
-    assert len(set(COLORS.values())) == len(COLORS)
+    assert tuple(CATEGORY_COLORS) == CATEGORIES  # in the order of the stack
+    assert len(set(CATEGORY_COLORS.values())) == len(CATEGORY_COLORS)
 
 
 def test_the_parts_of_the_page_are_packaged_and_used():

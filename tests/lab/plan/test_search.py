@@ -128,7 +128,7 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
     run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
     whole = simulate(build_step(run, CLUSTER))
-    monkeypatch.setattr(searching, "MAX_TASKS", 1)
+    monkeypatch.setattr(searching, "MAX_SIMULATED_TASKS", 1)
     timeline = searching.simulate_step(run, CLUSTER)
     assert len(timeline.spans) < len(whole.spans)
     assert timeline.seconds == pytest.approx(whole.seconds)

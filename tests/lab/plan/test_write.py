@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaver.lab.cli import main
-from quaver.lab.plan.launchers import SUFFIXES
+from quaver.lab.plan.launchers import LAUNCH_TEMPLATES
 from quaver.lab.plan.write import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -112,7 +112,10 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     name = "-it's $(1) run.toml"
     config = load_and_change(comm={"train_timeout_seconds": 900})
     files = write_run(config, ranks, 8, Path(name), comment="")
-    assert [path.name for path in files] == [name, *(name.removesuffix(".toml") + suffix for suffix in SUFFIXES)]
+    assert [path.name for path in files] == [
+        name,
+        *(name.removesuffix(".toml") + suffix for suffix in LAUNCH_TEMPLATES),
+    ]
     _, shell, slurm, jobset = files
     run = ["train", f"./{name}", "--job.name=it-s-1-run", "--checkpoint.resume=auto"]
     fixed = [f"--nnodes={hosts}", f"--nproc-per-node={gpus}", "--max-restarts=3", "--rdzv-backend=c10d"]

@@ -18,7 +18,7 @@ from quaver.lab.recorder.report import merge_layers
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes
 from quaver.lab.terminal.tables import make_table
 
-_DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
+_DEVICE_NAMES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 
 
 def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
@@ -32,7 +32,7 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
     lines = [
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
         ("ranks", f"{memory.dims}; what follows is of one"),
-        ("device", _DEVICES[device]),
+        ("device", _DEVICE_NAMES[device]),
         ("step", f"{batch} tokens"),
         ("peak", f"{_format_long_size(prediction.peak_bytes)}, in the {moment}"),
         ("between", f"{_format_long_size(prediction.resident_bytes)} stay between steps"),

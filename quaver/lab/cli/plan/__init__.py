@@ -17,7 +17,7 @@ from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.plan.limits import describe_limits, list_links
 from quaver.lab.plan.peak import compute_share_of_peak
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import USABLE, FittingLayout, SearchResult, search
+from quaver.lab.plan.search import USABLE_MEMORY_SHARE, FittingLayout, SearchResult, search
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write import check_target, write_run
 from quaver.lab.runs.provenance import describe_measurement
@@ -42,7 +42,11 @@ def run(argv: list[str]) -> int:
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
             check_counts_for(spec)
-        memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
+        memory = (
+            parse_bytes(options.memory, "--memory")
+            if options.memory
+            else int(USABLE_MEMORY_SHARE * spec.memory_gb * 1e9)
+        )
         layouts = list_layouts(
             config,
             options.gpus,

@@ -8,7 +8,7 @@ from pathlib import Path
 from quaver.lab.output_file import Output, check_outputs
 from quaver.lab.plan.device_file import read_device_spec
 from quaver.lab.plan.layouts import round_step_sequences
-from quaver.lab.plan.search import USABLE
+from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
 from quaver.lab.settings.float8 import BFLOAT16
@@ -41,7 +41,7 @@ class PlanOptions(Settings):
     )
     recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
     memory: str | None = setting(
-        None, f"Bytes that a peak may have, such as 75GiB; {USABLE:.0%} of the GPU's by default."
+        None, f"Bytes that a peak may have, such as 75GiB; {USABLE_MEMORY_SHARE:.0%} of the GPU's by default."
     )
     store_less: bool = setting(
         False,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.memory.compiling.compiled_tracker import find_recording
-from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, kernel
+from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, run_no_kernel
 from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.inductor import count_forward_results, disable_caches, list_enabled, replace_code
@@ -46,7 +46,7 @@ class _NoCompiler:
         pass
 
     def __getattr__(self, language: str) -> Callable[..., Any]:
-        return lambda *source, **options: kernel
+        return lambda *source, **options: run_no_kernel
 
 
 def _make_module_without_kernels(graph: Any, wrapper_code: str) -> ModuleType:

@@ -27,16 +27,18 @@ from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import HigherOrderOperator, OpOverload, dispatch_modes, without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensorMode
 
-_LINE = re.compile(r'File "(.+)", line (\d+), in ')
-_STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
-_ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the name of its forward's first argument
-_NOT_THE_MODEL = ("torch.", "quaver.lab.memory.")
+_TRACE_LINE = re.compile(r'File "(.+)", line (\d+), in ')
+_PATH_STEP = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
+_PATH_ROOT = re.compile(
+    r"L\['\w+'\](?:\.__self__)?"
+)  # the compiled module, by the name of its forward's first argument
+_NOT_MODEL_CODE = ("torch.", "quaver.lab.memory.")
 """Prefixes of Python modules that implement operators."""
 _RNG_STATE_BYTES = torch.get_rng_state().numel()
-_CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
+_CALL_CODE = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
 
-def kernel(*args: Any) -> None:
+def run_no_kernel(*args: Any) -> None:
     """Replace every fused kernel and do nothing."""
 
 
@@ -60,7 +62,7 @@ class Maker:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or report the call of a kernel."""
         with _inside(self.module):
-            if function is kernel:
+            if function is run_no_kernel:
                 return self._in_line(_report_call, (self, args), {})
             if isinstance(function, HigherOrderOperator):
                 return self._in_line(_call_without_rng, (function, *args), kwargs)
@@ -181,15 +183,15 @@ def find_module_path(node: fx.Node | None) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    root = _ROOT.match(path)
-    return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
+    root = _PATH_ROOT.match(path)
+    return _PATH_STEP.sub(r".\1", path[root.end() :]).strip(".") if root else ""
 
 
 def find_source_line(node: fx.Node | None) -> tuple[str, int]:
     """Return the file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
-    for file, line in reversed(_LINE.findall(trace)):
-        if not _find_python_module(file).startswith(_NOT_THE_MODEL):
+    for file, line in reversed(_TRACE_LINE.findall(trace)):
+        if not _find_python_module(file).startswith(_NOT_MODEL_CODE):
             return file, int(line)
     return "", 0
 
@@ -197,8 +199,8 @@ def find_source_line(node: fx.Node | None) -> tuple[str, int]:
 def _make_frame(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     file, line = find_source_line(node)
     if not file:
-        return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
-    code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
+        return FunctionType(_CALL_CODE, {"__name__": __name__, "__builtins__": builtins})
+    code = _CALL_CODE.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
     return FunctionType(code, {"__name__": _find_python_module(file), "__builtins__": builtins})
 
 

@@ -28,12 +28,12 @@ RECEIVED = "received"
 LAYOUT_OF = "layout_of"
 """The name of a function that returns a view's size, stride and dtype."""
 
-_ALLOCATE = "empty_strided_cpu"
-_REINTERPRET = "reinterpret_tensor"
-_BUFFER = re.compile(r"buf\d+")
-_KERNEL = re.compile(r"(?:cpp|triton_[a-z]+)_(fused\w*?)(?:_\d+)?")
-_OPERATORS = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
-_NOT_RUN = ("get_args", "benchmark_compiled_module")
+_ALLOCATE_FUNCTION = "empty_strided_cpu"
+_REINTERPRET_FUNCTION = "reinterpret_tensor"
+_BUFFER_NAME = re.compile(r"buf\d+")
+_KERNEL_NAME = re.compile(r"(?:cpp|triton_[a-z]+)_(fused\w*?)(?:_\d+)?")
+_OPERATOR_PREFIXES = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
+_UNUSED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 
 AddMaker = Callable[[str, str], str]
 """Adds a Maker of a buffer and the first kernel that writes it (either name may be empty) to the code's namespace, and
@@ -45,14 +45,14 @@ def rewrite(source: str, add_maker: AddMaker) -> ast.Module:
     tree = ast.parse(source)
     tree.body = [statement for statement in tree.body if not _imports_compiler(statement)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name not in _NOT_RUN:
+        if isinstance(node, ast.FunctionDef) and node.name not in _UNUSED_FUNCTIONS:
             _Rewriter(_find_first_writes(node.body), add_maker, node.name == "call").visit_FunctionDef(node)
     return ast.fix_missing_locations(tree)
 
 
 def name_operator(function: str) -> str:
     """Return a fused kernel's name without kind and number, as "fused_abs_amax"; empty for any other function."""
-    match = _KERNEL.fullmatch(function)
+    match = _KERNEL_NAME.fullmatch(function)
     return match[1] if match else ""
 
 
@@ -75,11 +75,11 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         target, value = _get_id(node.targets[0]), node.value
-        if isinstance(value, ast.Call) and _BUFFER.fullmatch(target):
-            if _get_id(value.func) == _ALLOCATE:
+        if isinstance(value, ast.Call) and _BUFFER_NAME.fullmatch(target):
+            if _get_id(value.func) == _ALLOCATE_FUNCTION:
                 arguments = ", ".join([*map(ast.unparse, value.args), self._read_for(target)])
                 node.value = _parse_expression(f"{self._name_maker(target)}.allocate({arguments})")
-            elif _get_id(value.func) != _REINTERPRET:
+            elif _get_id(value.func) != _REINTERPRET_FUNCTION:
                 node.value = self._rewrite_call(target, value)
         return node
 
@@ -133,7 +133,7 @@ def _find_first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:
                 unwritten = {name: viewed for name, viewed in unwritten.items() if viewed != buffer}
         elif isinstance(statement, ast.Assign):
             target = _get_id(statement.targets[0])
-            is_allocation = isinstance(value, ast.Call) and _get_id(value.func) == _ALLOCATE
+            is_allocation = isinstance(value, ast.Call) and _get_id(value.func) == _ALLOCATE_FUNCTION
             if is_allocation or _find_reused_buffer(statement, following):
                 unwritten[target] = target
             elif _is_view(value) and _list_buffers(statement.value)[0] in unwritten:
@@ -150,22 +150,24 @@ def _find_reused_buffer(statement: ast.stmt, following: ast.stmt | None) -> str:
     if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
         return ""
     new, old = _get_id(statement.targets[0]), _get_id(following.targets[0])
-    is_line = statement.lineno == following.lineno and bool(_BUFFER.fullmatch(new))
+    is_line = statement.lineno == following.lineno and bool(_BUFFER_NAME.fullmatch(new))
     return old if is_line and _is_view(statement.value) and _list_buffers(statement.value) == [old] else ""
 
 
 def _is_view(value: Any) -> bool:
-    is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _get_id(value.func) == _REINTERPRET)
+    is_view = isinstance(value, ast.Name) or (
+        isinstance(value, ast.Call) and _get_id(value.func) == _REINTERPRET_FUNCTION
+    )
     return is_view and bool(_list_buffers(value))
 
 
 def _runs_on_buffers(call: ast.Call) -> bool:
     """Return whether this calls a kernel or an operator, and not a check or an allocation."""
-    return bool(name_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
+    return bool(name_operator(_get_id(call.func))) or ast.unparse(call.func).startswith(_OPERATOR_PREFIXES)
 
 
 def _list_buffers(value: ast.AST) -> list[str]:
-    return [node.id for node in ast.walk(value) if isinstance(node, ast.Name) and _BUFFER.fullmatch(node.id)]
+    return [node.id for node in ast.walk(value) if isinstance(node, ast.Name) and _BUFFER_NAME.fullmatch(node.id)]
 
 
 def _list_names(values: list[ast.expr]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_COPIED = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
+_COPIED_ARGUMENT = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The position of the argument that the collective copies: the gathered tensor, or the tensor to reduce."""
 
 
@@ -31,7 +31,7 @@ class GlooBuffers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        position = _COPIED.get(func)
+        position = _COPIED_ARGUMENT.get(func)
         if position is None or not isinstance(args[position], Tensor):
             return func(*args, **(kwargs or {}))
         buffer = allocate_buffer(args[position])

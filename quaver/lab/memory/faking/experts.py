@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quaver.experts.module import RoutedExperts
 from quaver.parallel.expert_parallel import ExpertDispatcher, TokenDispatch
 
-EVEN_LOAD = "expert parallelism: predicted as if the experts of every rank got the same number of tokens"
+EVEN_LOAD_NOTE = "expert parallelism: predicted as if the experts of every rank got the same number of tokens"
 
 
 class _EvenDispatcher(ExpertDispatcher):

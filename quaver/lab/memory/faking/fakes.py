@@ -36,8 +36,8 @@ from quaver.torch_private.tracing import (
 
 Module = TypeVar("Module", bound=nn.Module)
 
-_READ = torch.ops.aten._local_scalar_dense.default
-_DEVICE = torch.ops.prim.device.default
+_READ_OPERATOR = torch.ops.aten._local_scalar_dense.default
+_DEVICE_OPERATOR = torch.ops.prim.device.default
 
 
 class Fakes(FakeTensorMode):
@@ -63,12 +63,12 @@ class Fakes(FakeTensorMode):
         """The assumptions of an estimate; None to raise instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and not self.in_kernel_invocation:
+        if func is _DEVICE_OPERATOR and not self.in_kernel_invocation:
             return args[0].fake_device  # the same as super(), but faster: it is the most frequent call
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException:
-            if func is not _READ:
+            if func is not _READ_OPERATOR:
                 raise
             return self._read(args[0].dtype)
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:

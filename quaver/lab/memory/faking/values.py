@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.lab.recorder.callers import NOT_THE_MODELS, get_module_name, shorten_path
+from quaver.lab.recorder.callers import NOT_MODEL_CODE, get_module_name, shorten_path
 from quaver.torch_private.tracing import UnsupportedOperatorException
 
 
@@ -53,9 +53,9 @@ class Assumptions:
 
     def make_largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest possible results of `operator`, or None if no bound is known."""
-        if operator not in _LARGEST:
+        if operator not in _LARGEST_RESULTS:
             return None
-        result = _LARGEST[operator](*args, **kwargs)
+        result = _LARGEST_RESULTS[operator](*args, **kwargs)
         self._note(f"{operator} gives its largest possible result, {list(result.shape)}")
         return result
 
@@ -87,7 +87,7 @@ def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
 
 
-_LARGEST: dict[Any, Callable[..., Tensor]] = {
+_LARGEST_RESULTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.masked_select.default: _masked_select,
 }
@@ -103,7 +103,7 @@ def describe_caller() -> str:
 
 
 def _describe_place(frames: list[tuple[FrameType, int]]) -> str:
-    model_frames = [(frame, line) for frame, line in frames if not get_module_name(frame).startswith(NOT_THE_MODELS)]
+    model_frames = [(frame, line) for frame, line in frames if not get_module_name(frame).startswith(NOT_MODEL_CODE)]
     if not model_frames:
         return ""
     innermost, line = model_frames[-1]

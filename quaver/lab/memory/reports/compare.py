@@ -26,7 +26,7 @@ from quaver.lab.memory.reports.pitfalls import (
 )
 from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merge_layers
 
-_NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
+_UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TensorDifference:
         yield f"{times}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
         if self.source:
             yield f"made at {self.source}"
-        saved_by = f"{'the ' if self.saved_by in _NOT_A_NAME else ''}{self.saved_by or 'other code'}"
+        saved_by = f"{'the ' if self.saved_by in _UNNAMED_SAVERS else ''}{self.saved_by or 'other code'}"
         yield f"saved by {saved_by}" if self.at == "saved" else "alive at the peak"
         if self.first_use is not None:
             line = self.first_use.get("source")

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.page import Parts, write_page
-from quaver.lab.recorder.draw import COLORS, MAX_COLUMNS, reduce_columns
+from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, reduce_columns
 
-_PARTS = Parts(
+_PAGE_PARTS = Parts(
     files("quaver.lab.memory.reports") / "page",
     scripts=("words.js", "rows.js", "timeline.js", "icicle.js", "compare.js", "main.js"),
     kind="Memory of a training step",
     footer="1 GiB is 1,024 MiB, or 2<sup>30</sup> bytes. Rest on a number to see it in bytes.",
 )
-_NOT_SHOWN = ("report", "config", "against")
-_OF_REPORT = ("peak_event", "saved_bytes", "saved_event", "note", "exact", "spans")
+_HIDDEN_KEYS = ("report", "config", "against")
+_REPORT_KEYS = ("peak_event", "saved_bytes", "saved_event", "note", "exact", "spans")
 
 
 def write_html(
@@ -48,13 +48,13 @@ def write_html(
         runs.append(_describe_run("other", other, labels.get("label_b", "the other run")))
     data = {
         "title": title,
-        "colors": COLORS,
+        "colors": CATEGORY_COLORS,
         "runs": runs,
         "comparison": comparison,
         "advice": advice,
         "measured": None if measured is None else _describe(measured),
     }
-    write_page(path, _PARTS, title=title, data=data)
+    write_page(path, _PAGE_PARTS, title=title, data=data)
 
 
 def _describe_run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def _describe_run(role: str, prediction: dict[str, Any], label: str) -> dict[str
 
 def _describe(prediction: dict[str, Any]) -> dict[str, Any]:
     report = prediction["report"]
-    described = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
-    return described | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
+    described = {name: value for name, value in prediction.items() if name not in _HIDDEN_KEYS}
+    return described | {name: report[name] for name in _REPORT_KEYS} | {"resident": report["resident_bytes"]}
 
 
 def _reduce_timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:

@@ -23,9 +23,9 @@ _REDUCTIONS = frozenset(
     + ("std", "sum", "var")
 )
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
-_LONGEST = 48
+_LONGEST_NAME = 48
 """The most letters of an operator's name, since a fused kernel is named after all its operators."""
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+_DECIMAL_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 class SavedByRuns(NamedTuple):
@@ -46,7 +46,7 @@ def shorten_operator(operator: str | None) -> str:
     """Return `abs` for "aten.abs", "aten.abs.out" and "quaver::amax (aten.abs)". Long names are shortened."""
     inner = strip_phase(operator)
     short = inner.split(".")[1] if "." in inner else inner
-    return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
+    return short if len(short) <= _LONGEST_NAME else short[:_LONGEST_NAME].rpartition("_")[0] + "..."
 
 
 def strip_phase(operator: str | None) -> str:
@@ -62,8 +62,8 @@ def is_operator(name: str) -> bool:
 
 def format_decimal_bytes(size_bytes: float) -> str:
     """Format bytes with four digits and a decimal unit: 134.2 MB."""
-    units = (unit for unit in reversed(_UNITS) if float(f"{abs(size_bytes) / unit[0]:.4g}") < 1000)
-    unit_bytes, unit = next(units, _UNITS[0])
+    units = (unit for unit in reversed(_DECIMAL_UNITS) if float(f"{abs(size_bytes) / unit[0]:.4g}") < 1000)
+    unit_bytes, unit = next(units, _DECIMAL_UNITS[0])
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 

@@ -28,7 +28,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.roofline.sent_bytes import count_sent_bytes
 from quaver.torch_private.functional_collectives import find_process_group
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _Key = tuple[tuple[int, ...], str, str]
 """The ranks of a group, and the kind and the dtype of a collective."""
 
@@ -150,7 +150,7 @@ def name_link(ranks: Iterable[int], dims: ParallelDims) -> str:
 
 def _find_kind(operator: str) -> str | None:
     plain = operator.replace("_", "")
-    return next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), None)
+    return next((kind for kind in COLLECTIVE_KINDS if plain.startswith(kind.replace("_", ""))), None)
 
 
 def _list_tensors(value: Any) -> list[Tensor]:

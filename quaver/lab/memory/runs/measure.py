@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from quaver.lab.data import Batch
 from quaver.lab.memory.predict import Prediction, record_step
-from quaver.lab.memory.runs.predict import COMPARED, RunMemory, make_train_step
+from quaver.lab.memory.runs.predict import COMPARED_NOTE, RunMemory, make_train_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.runs.ranks import Ranks
@@ -65,7 +65,7 @@ class MeasuredMemory(RunMemory):
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
         if self.config.job.compare:
-            notes.append(COMPARED)
+            notes.append(COMPARED_NOTE)
         return notes
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.faking.experts import EVEN_LOAD, load_evenly
+from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, load_evenly
 from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.runs.ranks import Ranks
@@ -30,10 +30,10 @@ from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 
-SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
+SHOWS_GATHERS = TorchVersion(torch.__version__) >= "2.13"
 """Whether resizes of fake storages are visible. They are not in torch 2.11, and 2.12 was not tried."""
 
-COMPARED = "job.compare: the parameters and the optimizer state of the other model come on top"
+COMPARED_NOTE = "job.compare: the parameters and the optimizer state of the other model come on top"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class RunMemory:
     @property
     def notes(self) -> list[str]:
         """Differences between the run and what is predicted."""
-        notes = [COMPARED] if self.config.job.compare else []
+        notes = [COMPARED_NOTE] if self.config.job.compare else []
         if self.dims.expert > 1:
-            notes.append(EVEN_LOAD)
+            notes.append(EVEN_LOAD_NOTE)
         if self.config.float8.high_precision_schedule:
             notes.append("float8.high_precision_schedule: predicted for steps without the schedule")
         return notes
@@ -79,7 +79,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
         InputError, OSError: the run itself would refuse its model or its ranks.
         NotImplementedError: something cannot be predicted.
     """
-    if ranks > 1 and not SEES_GATHERS:
+    if ranks > 1 and not SHOWS_GATHERS:
         raise NotImplementedError(
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"
