@@ -149,8 +149,11 @@ def explain(
     Raises:
         NotImplementedError: an operator's result, or a size, depends on values; the model is sharded, or a part of it
             is wrapped by `torch.compile`.
-        ValueError: the loss is not a scalar that depends on a parameter, or the device is unknown.
+        ValueError: the loss is not a scalar that depends on a parameter, the device is unknown, or `inputs` is a single
+            tensor.
     """
+    if not isinstance(inputs, tuple | list):
+        raise ValueError(f"expected inputs as a tuple of the forward's arguments, got {type(inputs).__name__}")
     compiled = has_compiled_code(model)
     with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
         fake = make_fake_copy(_unwrap(model), fakes)

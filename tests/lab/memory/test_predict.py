@@ -105,6 +105,8 @@ def build_sharded_block():
 def test_models_and_losses_that_cannot_be_predicted_are_refused(build, loss, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         explain(build(), (torch.empty(2, 64),), loss=loss)
+    with pytest.raises(ValueError, match="expected inputs as a tuple of the forward's arguments, got Tensor"):
+        explain(Block(), torch.empty(1, 64))
 
 
 def test_what_gloo_copies_is_counted():
