@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quaver.lab.figure import open_figure
-from quaver.lab.plan.simulate import SimulatedTimeline
+from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,10 @@ _ZOOMED_SHARE = 0.08
 
 
 def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
-    """Write a PNG: each stream's simulated tasks over milliseconds, colored by kind; below, a short part of them."""
+    """Write a PNG: each stream's simulated tasks over milliseconds, colored by kind; below, a short part of them.
+
+    An extrapolated timeline has only the tasks of its first micro-batches, which the picture says.
+    """
     turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
     end_s = max(span.end_s for span in timeline.spans)
     half_s = end_s * _ZOOMED_SHARE / 2
@@ -35,6 +38,8 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
         step_axes, part_axes = figure.subplots(2, 1)
         _draw_streams(step_axes, timeline, 0.0, end_s)
         _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)
+        if isinstance(timeline, ExtrapolatedTimeline):
+            step_axes.set_title(f"without {timeline.further} further micro-batches", fontsize=9)
         part_axes.set_title("where the backward begins", fontsize=9)
         handles, labels = step_axes.get_legend_handles_labels()
         drawn = dict(zip(labels, handles, strict=True))

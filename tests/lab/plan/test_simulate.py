@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.simulate import COMPUTE, CONTENTION, SimulatedStep, Task, simulate
+from quaver.lab.plan.simulate import COMPUTE, CONTENTION, ExtrapolatedTimeline, SimulatedStep, Task, simulate
 
 STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
 TINY = 1e-12
@@ -101,3 +101,12 @@ def test_the_picture_of_a_step_ignores_a_matplotlibrc_that_needs_latex(tmp_path)
     with matplotlib.rc_context({"text.usetex": True}):
         draw_step(simulate(step), tmp_path / "step.png", title="bfloat16, FSDP2 8")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_an_extrapolated_step_says_what_it_lacks(tmp_path, monkeypatch):
+    titles, step = [], SimulatedStep()
+    step.add("forward", COMPUTE, 1.0, kind="forward")
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **_: titles.append(title))
+    timeline = simulate(step)
+    draw_step(ExtrapolatedTimeline(timeline.spans, timeline, 30), tmp_path / "step.png", title="")
+    assert titles[0] == "without 30 further micro-batches"
