@@ -132,9 +132,8 @@ class Recorder(StorageWatch):
             parameter: the name of the parameter that the tensors belong to, if any.
         """
         for tensor in tensors:
-            self.follow(tensor)
             for part in iter_plain_parts(tensor):
-                allocation = self._live[storage_key(part.untyped_storage())]
+                allocation = self._follow_part(part)
                 if allocation.category in (None, "inputs"):
                     allocation.category = category
                     allocation.module = module or allocation.module
@@ -142,19 +141,26 @@ class Recorder(StorageWatch):
 
     def save(self, part: Tensor) -> Allocation:
         """Record that autograd saved the plain tensor `part` for backward; returns the allocation to `release`."""
-        key = storage_key(part.untyped_storage())
-        # Autograd never saves a collective's own buffer. So this one is a result of DTensor's ops, which no mode sees.
-        unseen = self._ignored.pop(key, None) is not None
-        self.follow(part, "torch.distributed" if unseen else None)
-        allocation = self._live[key]
+        allocation = self._follow_part(part)
         allocation.saved_in = allocation.saved_in or self.modules.current
-        self._change_saved(key, 1)
+        self._change_saved(allocation.key, 1)
         return allocation
 
     def release(self, allocation: Allocation) -> None:
         """Record that autograd dropped a saved tensor of this storage."""
         if self._live.get(allocation.key) is allocation:
             self._change_saved(allocation.key, -1)
+
+    def _follow_part(self, part: Tensor) -> Allocation:
+        """Follow a plain tensor that autograd, a parameter or the optimizer holds, and return its allocation.
+
+        None of them holds a collective's own buffer. So an ignored one is a result of DTensor's ops, which no mode
+        sees.
+        """
+        key = storage_key(part.untyped_storage())
+        is_unseen = self._ignored.pop(key, None) is not None
+        self.follow(part, "torch.distributed" if is_unseen else None)
+        return self._live[key]
 
     def _change_saved(self, key: int, change: int) -> None:
         with self._lock:

@@ -1,8 +1,10 @@
 """Tests the bytes of the memory timeline by hand and against the allocator, and that recording changes nothing."""
 
+import builtins
 import gc
 import json
 from threading import Thread
+from types import FunctionType
 
 import pytest
 import torch
@@ -149,6 +151,15 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
         grown.resize_(512)  # an operator
     assert counted.live_bytes == 2048
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_gradient_that_torch_distributed_made_unseen_is_a_gradient():
+    model, unseen = nn.Linear(4, 4, bias=False), torch.zeros(4, 4)
+    names = {"__name__": "torch.distributed.tensor", "__builtins__": builtins}
+    with record_timeline(model) as timeline:
+        FunctionType((lambda tensor: tensor.view(-1)).__code__, names)(unseen)
+        model.weight.grad = unseen
+    assert read_column(timeline.report(), "gradients") == [0, 64]
 
 
 def test_a_release_on_another_thread_waits_for_a_resize():
