@@ -43,10 +43,10 @@ _NARROWEST_LABEL = 0.05
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
     """Write a PNG of the timeline of `report` (`Timeline.report`), or of the note that says why it has none."""
     with open_figure(image, (10, 5), title=title) as figure:
-        if report["timeline"]:
+        if report["peak_bytes"]:
             _draw(figure, report)
         else:
-            figure.text(0.5, 0.5, f"no timeline: {report['note']}", ha="center")
+            figure.text(0.5, 0.5, f"no timeline: {report['note'] or 'no tensor was alive'}", ha="center")
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
