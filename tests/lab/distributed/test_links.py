@@ -4,11 +4,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
-from quaver.lab.memory.runs.links import name_link, predict_links
+from quaver.lab.memory.runs.links import TrafficCounter, name_link, predict_links
 from quaver.lab.memory.runs.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.parallelize import pretend_mesh
 from tests import ranks
 from tests.counting import CollectiveCounter
 from tests.lab.trainer.runs import build_on_rank
@@ -132,3 +134,12 @@ def test_the_groups_of_experts():
     dims = ParallelDims(shard=8, expert=2)
     assert name_link((0, 1), dims) == "ep"
     assert name_link((0, 2, 4, 6), dims) == "dp_shard / ep"
+
+
+def test_a_collective_whose_bytes_are_not_counted_is_refused():
+    with (
+        pretend_mesh(ParallelDims(shard=2)),
+        TrafficCounter(),
+        pytest.raises(NotImplementedError, match="got broadcast_"),
+    ):
+        torch.distributed.broadcast(torch.zeros(4), 0)

@@ -89,12 +89,13 @@ def predict_links(config: TrainConfig, ranks: int, device: str = "cpu") -> Links
     """Count the collectives of the second training step of the first of `ranks` processes on "cpu" or "cuda" devices.
 
     Raises:
-        InputError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
+        InputError, OSError: the run itself would refuse its model or its ranks.
+        NotImplementedError: likewise, or the step starts another collective than COLLECTIVE_KINDS.
     """
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors(device)) as run:
         run.step()  # FSDP2 and the optimizer create their state
-        with CollectiveCounter() as counted:
+        with TrafficCounter() as counted:
             run.step()
         traffic = counted.list_traffic(run.dims)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
@@ -102,7 +103,7 @@ def predict_links(config: TrainConfig, ranks: int, device: str = "cpu") -> Links
     return Links(run.dims, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
 
 
-class CollectiveCounter(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Counts the collectives that this rank starts while it is on."""
 
     def __init__(self) -> None:
@@ -117,8 +118,8 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # the ops on the tensors inside are dispatched here again
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().split("::")
-        kind = _find_kind(name) if "c10d" in namespace else None
-        if kind is not None:
+        if "c10d" in namespace and name != "wait_tensor":
+            kind = _find_kind(name)
             written, read = (args[0], args[1:2]) if namespace == "c10d" else (result, args[0])
             counts_result = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
             tensors = _list_tensors(written if counts_result else read)
@@ -148,9 +149,13 @@ def name_link(ranks: Iterable[int], dims: ParallelDims) -> str:
     return " x ".join(varying) or "none"
 
 
-def _find_kind(operator: str) -> str | None:
+def _find_kind(operator: str) -> str:
+    """Return the kind of a collective. Raises NotImplementedError for one whose bytes are not counted."""
     plain = operator.replace("_", "")
-    return next((kind for kind in COLLECTIVE_KINDS if plain.startswith(kind.replace("_", ""))), None)
+    kind = next((kind for kind in COLLECTIVE_KINDS if plain.startswith(kind.replace("_", ""))), None)
+    if kind is None:
+        raise NotImplementedError(f"expected collectives that are {', '.join(COLLECTIVE_KINDS)}, got {operator}")
+    return kind
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
