@@ -94,7 +94,7 @@ def _check_names(sections: Sections, source: str) -> None:
 def build_config(sections: Sections) -> TrainConfig:
     """Make a TrainConfig from nested plain values. Missing values take their defaults. Raises InputError."""
     _check_names(sections, "the settings")
-    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in get_types(TrainConfig).items()})
+    return TrainConfig(**{name: cls(**sections.get(name, {})) for name, cls in get_types(TrainConfig).items()})
 
 
 def list_changed_settings(config: TrainConfig) -> Sections:
@@ -134,7 +134,7 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
     values, rest = split_flags(TrainFlags, argv)
     known = [
         *_list_setting_names(),
-        *(name for name, kind in get_types(options).items() if not is_section(kind)),
+        *(name for name, cls in get_types(options).items() if not is_section(cls)),
     ]
     for word in rest:
         if word.startswith("--"):
@@ -163,7 +163,7 @@ def _find_config_of_run(folder: Path) -> Path:
 
 
 def _list_setting_names() -> list[str]:
-    return [f"{section}.{name}" for section, kind in get_types(TrainConfig).items() for name in get_types(kind)]
+    return [f"{section}.{name}" for section, cls in get_types(TrainConfig).items() for name in get_types(cls)]
 
 
 def _check_known(name: str, known: Collection[str], kind: str) -> None:

@@ -18,15 +18,15 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 def format_configuration_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([HEAD, *(_format_section(kind) for kind in get_types(TrainConfig).values())])
+    return "\n".join([HEAD, *(_format_section(cls) for cls in get_types(TrainConfig).values())])
 
 
-def _format_section(kind: type[Settings]) -> str:
-    texts, hints = get_help(kind), get_types(kind)
+def _format_section(cls: type[Settings]) -> str:
+    texts, hints = get_help(cls), get_types(cls)
     meanings = {name: text + _format_choices(hints[name], text) for name, text in texts.items()}
-    rows = [f"`{field.name}` | `{format_default(field)}` | {meanings[field.name]}" for field in fields(kind)]
+    rows = [f"`{field.name}` | `{format_default(field)}` | {meanings[field.name]}" for field in fields(cls)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
-    return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
+    return f"## [{cls.section}]\n\n{' '.join((cls.__doc__ or '').split())}\n\n{table}\n"
 
 
 def _format_choices(annotation: Any, text: str) -> str:

@@ -91,14 +91,14 @@ class Settings:
         cls.section = section or cls.section
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name in get_types(kind):
-            value, annotation = getattr(self, name), get_types(kind)[name]
+        cls: Any = type(self)
+        for name in get_types(cls):
+            value, annotation = getattr(self, name), get_types(cls)[name]
             if is_section(annotation):
                 continue
             value = as_tuple(value)
             try:
-                checked = _make_adapters(kind)[name].validate_python(value)
+                checked = _make_adapters(cls)[name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
                 is_type = first["type"].endswith("_type")
@@ -157,15 +157,15 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and not set(name) & set("/\\\0")
 
 
-def get_types(kind: Any) -> dict[str, Any]:
+def get_types(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, with their bounds."""
-    return _resolve_types(kind)
+    return _resolve_types(cls)
 
 
 @cache  # mypy takes a dataclass for unhashable unless it is typed as Any
-def _resolve_types(kind: Any) -> dict[str, Any]:
-    annotations = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: annotations[field.name] for field in fields(kind)}
+def _resolve_types(cls: Any) -> dict[str, Any]:
+    annotations = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: annotations[field.name] for field in fields(cls)}
 
 
 def is_section(annotation: Any) -> bool:
@@ -204,13 +204,13 @@ def describe_type(annotation: Any) -> str:
     return TYPES_AS_TEXT[get_base_type(annotation)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
 
 
-def get_help(kind: type) -> dict[str, str]:
+def get_help(cls: type) -> dict[str, str]:
     """Return the help text of each field. A field without one inherits the text of the base class."""
-    return {field.name: field.metadata["help"] for field in _iter_own_fields(kind) if field.metadata}
+    return {field.name: field.metadata["help"] for field in _iter_own_fields(cls) if field.metadata}
 
 
-def _iter_own_fields(kind: type) -> "Iterator[Field[Any]]":
-    for owner in reversed(kind.__mro__):
+def _iter_own_fields(cls: type) -> "Iterator[Field[Any]]":
+    for owner in reversed(cls.__mro__):
         yield from owner.__dict__.get("__dataclass_fields__", {}).values()
 
 
@@ -233,11 +233,11 @@ def format_default(setting: "Field[Any]") -> str:
 
 
 @cache
-def _make_adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
+def _make_adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
     return {
         name: TypeAdapter(annotation, config=strict)
-        for name, annotation in get_types(kind).items()
+        for name, annotation in get_types(cls).items()
         if not is_section(annotation)
     }
 

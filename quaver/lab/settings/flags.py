@@ -35,49 +35,49 @@ SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "t
 _Options = TypeVar("_Options", bound=Settings)
 
 
-def parse_options(kind: type[_Options], argv: list[str], *, prog: str) -> _Options:
+def parse_options(cls: type[_Options], argv: list[str], *, prog: str) -> _Options:
     """Parse the options of a command from `argv`; for --help print its help and exit. Raises InputError."""
-    exit_after_help(kind, argv, prog=prog)
+    exit_after_help(cls, argv, prog=prog)
     see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
     try:
-        values, rest = split_flags(kind, argv)
+        values, rest = split_flags(cls, argv)
     except InputError as error:
         raise InputError(f"{error}; {see}") from error
     if rest and rest[0].startswith("--"):
-        flags = [f"--{field.name.replace('_', '-')}" for field in fields(kind) if not is_positional(field)]
+        flags = [f"--{field.name.replace('_', '-')}" for field in fields(cls) if not is_positional(field)]
         flag = rest[0].partition("=")[0].replace("_", "-")
         raise InputError(f"unknown flag: {rest[0]!r}; {suggest_nearest(flag, flags, otherwise=see)}")
     if rest:
         raise InputError(f"unexpected argument {rest[0]!r}; {see}")
-    return kind(**values)
+    return cls(**values)
 
 
-def split_options(kind: type[_Options], argv: list[str], *, prog: str) -> tuple[_Options, list[str]]:
+def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_Options, list[str]]:
     """Parse the options of a command that also takes the flags of a run. Return them and the remaining words.
 
     For --help print the help of the command and exit. Raises InputError.
     """
-    exit_after_help(kind, argv, prog=prog)
-    values, rest = split_flags(kind, argv)
-    return kind(**values), rest
+    exit_after_help(cls, argv, prog=prog)
+    values, rest = split_flags(cls, argv)
+    return cls(**values), rest
 
 
-def exit_after_help(kind: type, argv: list[str], *, prog: str) -> None:
-    """Print the help of `kind` and exit with 0 if `argv` asks for it."""
+def exit_after_help(cls: type, argv: list[str], *, prog: str) -> None:
+    """Print the help of `cls` and exit with 0 if `argv` asks for it."""
     if "--help" in argv or "-h" in argv:
-        print(_Parser(kind, prog).format_help(), end="", flush=True)
+        print(_Parser(cls, prog).format_help(), end="", flush=True)
         raise SystemExit(0)
 
 
-def split_flags(kind: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
-    """Return the values of the flags of `kind` in `argv`, and the other words in their order.
+def split_flags(cls: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
+    """Return the values of the flags of `cls` in `argv`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; another word
     after it is a wrong value, unless it may be an argument or names a file. A list is every word up to the next flag,
     split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag the last value
     counts; lists are joined. Raises InputError if a flag has no value, or an argument is missing.
     """
-    parser = _Parser(kind)
+    parser = _Parser(cls)
     values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
     return vars(values), rest
 
@@ -101,12 +101,12 @@ class _HelpFormatter(HelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """The parser of the settings of `kind`; `prog` is what its help says before the options."""
+    """The parser of the settings of `cls`; `prog` is what its help says before the options."""
 
-    def __init__(self, kind: type, prog: str = "") -> None:
+    def __init__(self, cls: type, prog: str = "") -> None:
         super().__init__(
             usage=f"{prog} [options]",
-            description=_join_lines(kind.__doc__),
+            description=_join_lines(cls.__doc__),
             add_help=bool(prog),
             allow_abbrev=False,
             argument_default=SUPPRESS,
@@ -114,8 +114,8 @@ class _Parser(ArgumentParser):
         )
         self._spellings: dict[str, str] = {}
         self._switches: set[str] = set()
-        self._has_arguments = any(map(is_positional, fields(kind)))
-        self._add(self.add_argument, kind, "")
+        self._has_arguments = any(map(is_positional, fields(cls)))
+        self._add(self.add_argument, cls, "")
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError, where argparse would end the process."""
@@ -136,10 +136,10 @@ class _Parser(ArgumentParser):
             return word.lower() in ("true", "false")
         return not word.startswith("-") and not set(word) & set("./\\") and not Path(word).exists()
 
-    def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
-        texts = get_help(kind)
-        for field in fields(kind):
-            annotation, name = get_types(kind)[field.name], section + field.name
+    def _add(self, add: Callable[..., object], cls: type, section: str) -> None:
+        texts = get_help(cls)
+        for field in fields(cls):
+            annotation, name = get_types(cls)[field.name], section + field.name
             if is_section(annotation):
                 group = self.add_argument_group(field.name, _join_lines(annotation.__doc__))
                 self._add(group.add_argument, annotation, f"{name}.")
@@ -186,10 +186,10 @@ def _describe_default(setting: "Field[Any]") -> str:
     return "" if value in (None, "", (), MISSING) or value is False else f"(default: {format_default(setting)})"
 
 
-def _convert(kind: type, text: str) -> Any:
-    if kind is bool:
+def _convert(cls: type, text: str) -> Any:
+    if cls is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
-        return kind(text)
+        return cls(text)
     except ValueError:
         return text

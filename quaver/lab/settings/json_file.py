@@ -13,8 +13,8 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """`__pydantic_config__` of the types: no conversions, and no NaN, which JSON lacks and Python's reader accepts."""
 
 
-def read_json(path: Path, kind: TypeAdapter[T], hint: str) -> T:
-    """Read the regular file `path` and validate it with `kind`.
+def read_json(path: Path, adapter: TypeAdapter[T], hint: str) -> T:
+    """Read the regular file `path` and validate it with `adapter`.
 
     Raises:
         OSError: the file cannot be read.
@@ -23,7 +23,7 @@ def read_json(path: Path, kind: TypeAdapter[T], hint: str) -> T:
     if not path.is_file():  # reading a FIFO would block
         raise FileNotFoundError(f"{str(path)!r} is not a file; {hint}")
     try:
-        return kind.validate_json(path.read_bytes())
+        return adapter.validate_json(path.read_bytes())
     except ValidationError as error:
         raise InputError(f"{str(path)!r} is damaged: {_describe_first(error)}; {hint}") from None
 
