@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.run_folder import CONFIG_TOML, RUN_FILES
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import replace_file
+from quaver.runtime.files import MAX_NAME_BYTES, replace_file
 
 _BEGINNINGS = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),
@@ -41,6 +41,7 @@ def check_outputs(*outputs: Output) -> None:
     """
     targets: set[Path] = set()
     for path, option, kind in outputs:
+        _check_names(path, option)
         if path.is_dir():
             raise InputError(f"{option} must be a file to write, got the folder {path}")
         if _is_device(path):
@@ -57,6 +58,7 @@ def check_outputs(*outputs: Output) -> None:
 
 def check_output_folder(path: Path, option: str) -> None:
     """Check that a command can write files into the folder `path`, or make it. Raises InputError."""
+    _check_names(path, option)
     _check_folder(Path(os.path.realpath(path)), path, option)
 
 
@@ -94,6 +96,12 @@ def _is_device(path: Path) -> bool:
 def _resolve(path: Path) -> Path:
     """Return the file behind `path`, which may be a symlink, whether or not it exists."""
     return Path(os.path.realpath(path))
+
+
+def _check_names(path: Path, option: str) -> None:
+    """Refuse names that no file system takes; one in a folder that is still to be made would fail after the work."""
+    if any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts):
+        raise InputError(f"{option}: expected names of at most {MAX_NAME_BYTES} bytes, got {str(path)!r}")
 
 
 def _check_folder(folder: Path, path: Path, option: str) -> None:

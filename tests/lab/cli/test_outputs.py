@@ -66,6 +66,17 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refuse
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.parametrize("name", ["a" * 250 + ".json", "é" * 125 + ".json"])
+def test_an_output_has_a_name_as_long_as_the_file_system_takes(name, tmp_path):
+    path = tmp_path / "new" / name
+    check_outputs(Output(path))
+    write_json({"environment": {}}, path)
+    assert list(path.parent.iterdir()) == [path]
+    for longer in (path.with_name(f"a{name}"), tmp_path / f"a{name}" / "x.json"):
+        with pytest.raises(InputError, match="^--output: expected names of at most 255 bytes, got "):
+            check_outputs(Output(longer))
+
+
 def test_an_output_that_fails_late_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "replace", lambda *paths: os.rename(tmp_path / "gone", tmp_path / "x"))
     output = tmp_path / "x.json"
