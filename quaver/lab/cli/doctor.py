@@ -1,4 +1,4 @@
-"""`quaver doctor`: prints what this machine can do.
+"""`quaver doctor [--model RUN|HF-FOLDER] [--gpu NAME]`: what float8 brings this machine, a model or a GPU.
 
 `run` parses --json and --no-compile by hand, so that they work without pydantic, which `DoctorOptions` needs and only
 the extra `quaver[train]` installs.
@@ -16,17 +16,15 @@ def run(argv: list[str]) -> int:
     from quaver.lab.cli.errors import report_bad_input
     from quaver.lab.settings.flags import parse_options
     from quaver.lab.terminal.console import print_views_or_json
-    from quaver.lab.terminal.progress import show_progress
 
     with report_bad_input():
         options = parse_options(DoctorOptions, argv, prog="quaver doctor")
         if options.gpu is not None:
-            on_gpu = doctor_gpu.find_on_gpu(options.gpu, options.model, options.recipe)
-            views, content = doctor_gpu.iter_views(on_gpu), on_gpu.to_dict()
+            findings = doctor_gpu.describe(options, options.gpu)
+            views, content = doctor_gpu.iter_views(findings), findings.to_dict()
         elif options.model is not None:
-            with show_progress("surveying the model"):
-                survey = doctor_model.survey_model(options.model, options)
-            views, content = doctor_model.iter_views(survey), doctor_model.make_survey_dict(survey)
+            survey = doctor_model.survey_and_write(options, options.model)
+            views, content = doctor_model.iter_views(survey, options.out), survey.to_dict()
     if options.gpu is None and options.model is None:
         return print_machine(as_json=options.json, try_compile=options.compile)
     print_views_or_json(views, content, as_json=options.json)

@@ -1,15 +1,13 @@
 """The table of `quaver doctor --model --hardware`: the precision that a GPU's sums lose in each matmul."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from rich.table import Table
 
 from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.lab.terminal.tables import make_table
-from quaver.recipes.sqnr import replace_inf
 
-MATMULS_SHOWN, MATMULS_NAMED = 12, 4
+MAX_SHOWN_MATMULS, MAX_NAMED_MATMULS = 12, 4
 """The numbers of matmuls in the table and in the sentence below it. --json has all."""
 
 
@@ -22,7 +20,7 @@ def iter_sum_views(sums: list[MatmulSums], hardware: str) -> Iterator[str | Tabl
             f"{matmul.name} {matmul.matmul}\n  {_describe_accumulation(matmul)}",
             *(f"{value:.1f}" for value in matmul.sums),
         )
-        for matmul in sums[:MATMULS_SHOWN]
+        for matmul in sums[:MAX_SHOWN_MATMULS]
     ]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=columns[1:])
     yield _describe_verdict(sums, hardware)
@@ -38,14 +36,8 @@ def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:
         return f"no matmul of these recipes runs in float8 on {hardware.upper()}"
     if not costly:
         return f"in all {len(sums)} float8 matmuls the sums lose less than the casts, or than rounding to bfloat16"
-    names = ", ".join(f"{matmul.name} {matmul.matmul}" for matmul in costly[:MATMULS_NAMED])
-    more = f" and {len(costly) - MATMULS_NAMED} more" if len(costly) > MATMULS_NAMED else ""
+    names = ", ".join(f"{matmul.name} {matmul.matmul}" for matmul in costly[:MAX_NAMED_MATMULS])
+    more = f" and {len(costly) - MAX_NAMED_MATMULS} more" if len(costly) > MAX_NAMED_MATMULS else ""
     is_remedy = any(matmul.use_fast_accum and matmul.sums.exact > matmul.used for matmul in costly)
     remedy = "; float8.use_fast_accum=false, gemm_config_output=Float8GemmConfig(), adds exactly" if is_remedy else ""
     return f"sums lose more than the casts in {len(costly)} of {len(sums)} float8 matmuls: {names}{more}{remedy}"
-
-
-def make_sums_dict(matmul: MatmulSums) -> dict[str, Any]:
-    """Return the numbers of one matmul for JSON."""
-    decibels = replace_inf(matmul.sums._asdict())
-    return {"name": matmul.name, "matmul": matmul.matmul, "use_fast_accum": matmul.use_fast_accum, **decibels}

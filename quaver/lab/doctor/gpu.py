@@ -30,17 +30,14 @@ NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capabilit
 
 @dataclass(frozen=True)
 class MatmulOnGpu:
-    """How a GPU runs one matmul of a linear, or of an expert.
-
-    Attributes:
-        matmul: output, grad_input or grad_weight.
-        backend: "native", "exact" or "high precision".
-        how: the kernel, or the reason why it is not native.
-    """
+    """How a GPU runs one matmul of a linear, or of an expert."""
 
     matmul: str
+    """output, grad_input or grad_weight."""
     backend: str
+    """One of "native", "exact" and "high precision"."""
     how: str
+    """The kernel, or the reason why it is not native."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +51,20 @@ class RecipeOnGpu:
 
 @dataclass(frozen=True)
 class LayersOnGpu:
-    """Layers that differ only in the number of their block.
-
-    Attributes:
-        name: their name, with * for the number.
-        converted: whether they are converted.
-        note: the reason why not, or another recipe than the model's, and the dims that are padded in each matmul.
-    """
+    """Layers that differ only in the number of their block."""
 
     name: str
+    """With * for the number."""
     count: int
     in_features: int
     out_features: int
     converted: bool
     note: str
+    """The reason why they are not converted; or another recipe than the model's, and dims that matmuls pad."""
 
 
 @dataclass(frozen=True)
-class OnGpu:
+class GpuFindings:
     """The findings of `quaver doctor --gpu`."""
 
     gpu: str
@@ -92,7 +85,7 @@ def describe_gpu(
     model: nn.Module | None = None,
     recipe: str = "tensorwise",
     config: Float8LinearConfig | None = None,
-) -> OnGpu:
+) -> GpuFindings:
     """Return what the GPU runs natively.
 
     Args:
@@ -112,7 +105,7 @@ def describe_gpu(
         _describe_recipe(name, recipe_config, spec) for name, recipe_config in (configs | {recipe: config}).items()
     ]
     layers = None if model is None else _describe_layers(model, config, spec)
-    return OnGpu(spec.name, f"sm_{spec.compute_capability}", _describe_casts(spec), recipes, recipe, layers)
+    return GpuFindings(spec.name, f"sm_{spec.compute_capability}", _describe_casts(spec), recipes, recipe, layers)
 
 
 def _describe_casts(spec: DeviceSpec) -> str:

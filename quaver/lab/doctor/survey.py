@@ -42,7 +42,7 @@ class SurveyedLinear:
         return next((recipe for recipe in recipes if self.find_worst(recipe)[1] >= budget_db), HIGH_PRECISION)
 
 
-def survey(
+def survey_linears(
     model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = DYNAMIC_RECIPES
 ) -> list[SurveyedLinear]:
     """Run `forward_backward` once and survey every `nn.Linear` of `model` that it calls, in the order of the calls.

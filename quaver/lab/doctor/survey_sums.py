@@ -15,6 +15,7 @@ from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, sample_rows
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
+from quaver.recipes.sqnr import replace_inf
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class MatmulSums:
     def margin(self) -> float:
         """Decibels between the sums' SQNR and the lowest acceptable SQNR; negative if the sums are too coarse."""
         return self.used - self.sums.compute_bound()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decibels for JSON, where infinite ones are null."""
+        decibels = replace_inf(self.sums._asdict())
+        return {"name": self.name, "matmul": self.matmul, "use_fast_accum": self.use_fast_accum, **decibels}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import nn
 
 from quaver import Float8Linear, LayerRecipes
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.lab.doctor.survey import choose_recipes, survey
+from quaver.lab.doctor.survey import choose_recipes, survey_linears
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed, run_to_end
@@ -29,7 +29,7 @@ class Outlier(nn.Module):
 
 def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
     model = Outlier()
-    surveyed = survey(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
+    surveyed = survey_linears(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
     assert choose_recipes(24, surveyed, lambda name: False).get_recipe("first") == "tensorwise"
     assert choose_recipes(24, surveyed, lambda name: False).get_recipe("second") in ("blockwise", "mxfp8")
     assert choose_recipes(30, surveyed, lambda name: False).get_recipe("first") == "rowwise"
@@ -40,7 +40,7 @@ def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
 
 def test_a_model_without_gradients_is_refused():
     with pytest.raises(ValueError, match="expected a model whose linears get gradients"):
-        survey(Outlier(), lambda: None)
+        survey_linears(Outlier(), lambda: None)
 
 
 def list_recipes(model):

@@ -35,7 +35,7 @@ def fail(*args, **options):
         (f"{CLI}.bench.roofline.predict", "bench roofline"),
         ("quaver.lab.bench.train.set_up_run", f"bench train {TRAIN}"),
         (f"{CLI}.doctor_gpu.describe_gpu", "doctor --gpu=h100"),
-        (f"{CLI}.doctor_model.open_surveyed", "doctor --model=run"),
+        (f"{CLI}.doctor_model.open_surveyed_model", "doctor --model=run"),
         (f"{CLI}.report.read_runs", "report run"),
         (f"{CLI}.convert.import_hf", "convert hf-to-quaver hf out"),
         (f"{CLI}.convert.export_hf", "convert quaver-to-hf run out"),

@@ -20,10 +20,11 @@ from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
 from quaver.lab.cli.bench import ledger, roofline
-from quaver.lab.cli.doctor_model import SHOWN, Survey
+from quaver.lab.cli.doctor_model import SHOWN_RECIPES
 from quaver.lab.cli.doctor_model import iter_views as survey_views
 from quaver.lab.cli.memory import views
 from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
+from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.survey import SurveyedLinear
 from quaver.lab.doctor.survey_sums import MatmulSums
 from quaver.lab.memory.runs.links import Links, Traffic
@@ -215,11 +216,11 @@ def make_links_views():
 
 
 def make_survey_views():
-    db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN}
+    db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN_RECIPES}
     surveyed = [SurveyedLinear(NAME, 10, db)]
     recipes = LayerRecipes(recipe="tensorwise", layers={NAME: LONGEST})
     sums = [MatmulSums(NAME, "grad_weight", Sums(13.2, 63.6, 41.9), True)]
-    return survey_views(Survey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", None, "h100", sums))
+    return survey_views(ModelSurvey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", "h100", sums), None)
 
 
 def make_ledger_views():

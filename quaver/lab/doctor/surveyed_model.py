@@ -28,7 +28,7 @@ from quaver.runtime.errors import InputError
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class SurveyedModel:
     """A model in high precision, and how it runs."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Surveyed:
         return make_filter(self.model, self.config.float8, tokens=tokens, device=torch.device("cpu"))
 
 
-def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+def open_surveyed_model(path: Path, *, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
     """Open a run, one of its checkpoints, or a Hugging Face folder.
 
     Args:
@@ -74,7 +74,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
     return open_path(checkpoint or path, data, sequences, seq_len)
 
 
-def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
     checked = open_checkpoint(checkpoint, None)
     sections = checked.record["config"]
     if "training" not in sections:
@@ -82,17 +82,17 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     config = build_config(sections)
     model = make_run_source(checkpoint, recipe="tensorwise").high_precision_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
-    return _make_surveyed(model, config, _set_batch(config, data, sequences, seq_len), can_train=True)
+    return _add_batch(model, config, _set_batch(config, data, sequences, seq_len), can_train=True)
 
 
-def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
     model: Any = open_huggingface_source(folder, recipe="tensorwise").high_precision_model()
     try:
         shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_choose_tokenizer(folder)))
-    return _make_surveyed(model, config, _set_batch(config, data, sequences, seq_len), can_train=can_train)
+    return _add_batch(model, config, _set_batch(config, data, sequences, seq_len), can_train=can_train)
 
 
 def _choose_tokenizer(folder: Path) -> str:
@@ -106,7 +106,7 @@ def _set_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: i
     return replace(config, training=training, data=replace(config.data, path=data or config.data.path))
 
 
-def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> Surveyed:
+def _add_batch(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> SurveyedModel:
     training = batch_config.training
     (batch,) = load_data(batch_config).make_step_batches(training, 0)
     model.train()
@@ -116,7 +116,7 @@ def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainCon
             _compute_loss(model, batch).backward()
 
     source = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
-    return Surveyed(model, config, source, forward_backward, can_train)
+    return SurveyedModel(model, config, source, forward_backward, can_train)
 
 
 def _compute_loss(model: nn.Module, batch: Batch) -> Any:
