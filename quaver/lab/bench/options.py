@@ -28,8 +28,12 @@ from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.devices import resolve_device
 from quaver.runtime.errors import InputError
+from quaver.torch_private.compiler import recompile_limit
 
 MODES = ("eager", "compiled")
+
+MAX_COMPILED_VARIANTS = 64
+"""Limit on torch.compile's variants of one forward. Every recipe is a variant, and torch's default limit is 8."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
@@ -88,7 +92,7 @@ class BenchOptions(Settings):
         rows: list[Row] = []
         is_complete = True
         try:
-            with show_progress("preparing") as set_activity:
+            with recompile_limit(MAX_COMPILED_VARIANTS), show_progress("preparing") as set_activity:
                 for case in cases:
                     set_activity(", ".join(map(str, case)))
                     torch.compiler.reset()

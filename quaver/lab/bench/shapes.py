@@ -14,6 +14,9 @@ MODELS = {
 }
 """Llama 3, as published."""
 
+_MAX_SIZE = 10**9
+"""The largest M, K or N: the bytes of a matrix then fit an int64."""
+
 MODEL_NAMES = ("debug", *MODELS)
 
 
@@ -70,12 +73,18 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
                 sizes = (_divide(word, width, divisor) for width in widths[: count - 1])
                 shape = Shape((tokens, *sizes), f"{format_scaled_name(word, divisor)} {'input' if matrices else layer}")
                 parsed.append(shape)
-        elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
+        elif len(numbers) in (1, count) and all(map(_is_size, numbers)):
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
             models = ", ".join(MODELS)
-            raise InputError(f"{kind} {word!r}: expected a size such as 1024, {form}, or one of {models}")
+            raise InputError(
+                f"{kind} {word!r}: expected a size such as 1024, {form}, up to {_MAX_SIZE}, or one of {models}"
+            )
     return list(dict.fromkeys(parsed))  # inputs of one width are one shape
+
+
+def _is_size(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_MAX_SIZE)) and 1 <= int(text) <= _MAX_SIZE
 
 
 def _list_linears(name: str) -> dict[str, tuple[int, int]]:

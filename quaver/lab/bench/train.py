@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from quaver.lab.bench.harness import Timing
-from quaver.lab.bench.options import BenchOptions, Recipes
+from quaver.lab.bench.options import MAX_COMPILED_VARIANTS, BenchOptions, Recipes
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
@@ -28,9 +28,6 @@ from quaver.lab.trainer.train import MEMORY_STEP
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.errors import InputError
 from quaver.torch_private.compiler import recompile_limit
-
-_MAX_COMPILED_VARIANTS = 64
-"""Limit on torch.compile's variants of one block. Every precision is a variant, and torch's default limit is 8."""
 
 RecipeModels = tuple[TrainConfig, dict[str, Llama]]
 ComparedRuns = tuple[RunSetup, list[RecipeModels]]
@@ -83,9 +80,8 @@ class TrainBenchmark(Recipes, BenchOptions):
         """
         setup, recipe_models = compared
         config, tokens = setup.config, setup.config.training.step_tokens
-        recompiles = recompile_limit(_MAX_COMPILED_VARIANTS)
         with (
-            recompiles,
+            recompile_limit(MAX_COMPILED_VARIANTS),
             use_determinism(config.training.deterministic),
             show_progress("making the models") as set_activity,
         ):

@@ -103,6 +103,7 @@ BAD_INPUT = {
     "bench gem": "unknown benchmark 'gem'; did you mean 'gemm'?",
     "bench xyz": "choose from linear, ",
     "bench linear --shapes llama-9b": "expected a size such as 1024",
+    "bench cast --shapes 99999999999999999999": "up to 1000000000, or one of",
     "bench linear --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
     "bench linear --rounds 0": "--rounds must be at least 1, got 0",
     "bench linear --output /dev/null/x.json": "--output: cannot write /dev/null/x.json",

@@ -5,17 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from quaver.conversion.convert import convert_to_float8_training
 from quaver.lab.bench import cast
 from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.cast import KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, divide_by_peak, list_matmuls
 from quaver.lab.bench.host import count_operations
+from quaver.lab.bench.linear import LinearBenchmark
 from quaver.lab.bench.modules import build_block, make_steps
 from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import Shape, make_model
 from quaver.lab.recorder.allocator import measure_usage
+from quaver.lab.settings.float8 import RECIPES
 from quaver.linear.module import Float8Linear
 from quaver.roofline.device_specs import PeakFlops
 
@@ -117,6 +121,16 @@ def test_every_precision_has_the_same_weights():
 def test_compiled_is_compiled(compiled):
     block = build_block(make_model("debug", divisor=4), BFLOAT16, 32, CPU, compiled=compiled)
     assert (block._compiled_call_impl is not None) == compiled
+
+
+def test_one_case_compiles_every_recipe():
+    def compile_recipes(case):
+        for recipe in RECIPES:
+            linear = convert_to_float8_training(nn.Linear(16, 16), config=recipe)
+            torch.compile(linear, fullgraph=True, backend="eager")(torch.randn(16, 16))
+        return [{"recipes": case}]
+
+    assert LinearBenchmark().run_cases([("all",)], compile_recipes)["rows"] == [{"recipes": "all"}]
 
 
 def test_shapes_of_models():
