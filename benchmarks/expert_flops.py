@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.record import ROOT, markdown, show
+from benchmarks.record import ROOT, make_markdown_table, show
 from quaver import conversion_report
 from quaver.integrations.transformers import prepare_model_for_float8
 
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """The family in transformers, and the fields that differ from the defaults of its config."""
 
 
-def share(name: str, *, experts: bool) -> tuple[int, float]:
+def compute_float8_share(name: str, *, experts: bool) -> tuple[int, float]:
     """Return the number of parameters of a model, and the share of its FLOPs in float8."""
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -64,10 +64,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     rows = []
     for name in MODELS:
-        parameters, linears = share(name, experts=False)
-        rows.append([name, f"{parameters / 1e9:.1f}", f"{linears:.1%}", f"{share(name, experts=True)[1]:.1%}"])
+        parameters, linears = compute_float8_share(name, experts=False)
+        rows.append(
+            [name, f"{parameters / 1e9:.1f}", f"{linears:.1%}", f"{compute_float8_share(name, experts=True)[1]:.1%}"]
+        )
     head = ["model", "parameters, billions", "FLOPs in float8, linears alone", "with experts"]
-    show({"expert flops": markdown(head, rows)}, DOCS, update=options.update_docs)
+    show({"expert flops": make_markdown_table(head, rows)}, DOCS, update=options.update_docs)
 
 
 if __name__ == "__main__":

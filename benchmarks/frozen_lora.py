@@ -24,12 +24,12 @@ SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 BASES = ("bfloat16", "float32", "blockwise", "mxfp8", "rowwise", "tensorwise")
 
 
-def sqnr_db(reference: Tensor, actual: Tensor) -> float:
+def compute_sqnr_db(reference: Tensor, actual: Tensor) -> float:
     noise = (reference.double() - actual.double()).norm()
     return float("inf") if not noise else 20 * math.log10(reference.double().norm() / noise)
 
 
-def batches(name: str, steps: int) -> list[Tensor]:
+def make_batches(name: str, steps: int) -> list[Tensor]:
     """Return [4, 129] bytes of a module of the standard library for each step."""
     text = torch.frombuffer(bytearray((Path(statistics.__file__).parent / name).read_bytes()), dtype=torch.uint8)
     starts = torch.randint(len(text) - 129, (steps, 4), generator=torch.Generator().manual_seed(0))
@@ -48,13 +48,13 @@ def train(model: torch.nn.Module, steps: list[Tensor], lr: float) -> list[float]
     return losses
 
 
-def gradients(model: torch.nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+def compute_gradients(model: torch.nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """Return the gradients of the adapters by name."""
     model(input_ids=tokens, labels=tokens).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def adapted(pretrained: torch.nn.Module, base: str, **options: object) -> peft.PeftModel:
+def add_adapters(pretrained: torch.nn.Module, base: str, **options: object) -> peft.PeftModel:
     """Return a copy of `pretrained` with new adapters, which have the same values for every base."""
     model = copy.deepcopy(pretrained).to(torch.float32 if base == "float32" else torch.bfloat16)
     if base not in ("float32", "bfloat16"):
@@ -73,29 +73,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     pretrained = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, use_cache=False, **SIZES))
-    train(pretrained, batches("argparse.py", options.base_steps), 2e-3)
-    held_out = batches("typing.py", 1)[0]
+    train(pretrained, make_batches("argparse.py", options.base_steps), 2e-3)
+    held_out = make_batches("typing.py", 1)[0]
     print("| base | bytes of its linears | loss | largest difference | adapters' gradients | merging | merged logits |")
     print("|---|---|---|---|---|---|---|")
     of_bfloat16: tuple[list[float], dict[str, Tensor]] | None = None
     for base in BASES:
         # lora_B starts at zero, which makes the gradients of lora_A zero. Here both start at random.
-        grads = gradients(adapted(pretrained, base, init_lora_weights=False), held_out)
-        model = adapted(pretrained, base)
+        grads = compute_gradients(add_adapters(pretrained, base, init_lora_weights=False), held_out)
+        model = add_adapters(pretrained, base)
         linears = [module for module in model.modules() if isinstance(module, FrozenFloat8Linear)]
         share = sum(linear.weight.nbytes for linear in linears) / max(sum(2 * x.weight.numel() for x in linears), 1)
-        losses = train(model, batches("_pydecimal.py", options.steps), 5e-4)
+        losses = train(model, make_batches("_pydecimal.py", options.steps), 5e-4)
         of_bfloat16 = of_bfloat16 or (losses, grads)
         with torch.no_grad():
             logits = model.eval()(input_ids=held_out).logits
             merged = model.merge_and_unload()(input_ids=held_out).logits
         apart = max(abs(loss / of_base - 1) for loss, of_base in zip(losses, of_bfloat16[0], strict=True))
-        decibels = [sqnr_db(of_bfloat16[1][name], grad) for name, grad in grads.items()]
+        decibels = [compute_sqnr_db(of_bfloat16[1][name], grad) for name, grad in grads.items()]
         writes = [linear.weight.requantized_sqnr_db for linear in linears]
         print(
             f"| {base} | {f'{share:.4f}' if linears else '1'} | {losses[0]:.3f} -> {statistics.mean(losses[-5:]):.3f} "
             f"| {apart:.2%} | {min(decibels):.1f}, median {statistics.median(decibels):.1f} dB "
-            f"| {f'{min(writes):.1f} dB' if writes else '-'} | {sqnr_db(logits, merged):.1f} dB |",
+            f"| {f'{min(writes):.1f} dB' if writes else '-'} | {compute_sqnr_db(logits, merged):.1f} dB |",
             flush=True,
         )
 

@@ -48,17 +48,17 @@ class Part:
     output: Path | None = None
 
 
-def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
+def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
     """Return all parts by group, in the order in which they run. Their files are in `folder`."""
 
-    def own(name: str, seconds: int) -> Part:
+    def make_part(name: str, seconds: int) -> Part:
         output = folder / f"{name}.json"
         words = ["-m", "benchmarks.gpu_parts", name, "--output", str(output)]
         if dry:
             return Part(name, [*words, "--dry"], DRY_SECONDS, output)
         return Part(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
 
-    def verb(name: str, seconds: int, *words: str) -> Part:
+    def make_verb_part(name: str, seconds: int, *words: str) -> Part:
         output = folder / f"{name}.json"
         return Part(
             name, ["-m", "quaver.lab.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output
@@ -66,29 +66,29 @@ def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_workers(), "tests/gpu"]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_make_xdist_options(), "tests/gpu"]
     groups = {
         "quiet": [
             Part("doctor", ["-m", "quaver.lab.cli", "doctor", "--json"], 30),
-            own("rates", 25),
-            own("gradients", 130),
-            own("kernels", 60),
-            own("blocks", 165),
-            own("attention", 20),
-            own("eager", 60),
-            own("matmuls", 50),
+            make_part("rates", 25),
+            make_part("gradients", 130),
+            make_part("kernels", 60),
+            make_part("blocks", 165),
+            make_part("attention", 20),
+            make_part("eager", 60),
+            make_part("matmuls", 50),
         ],
         "tests": [Part("tests", tests, 330)],
         "second": [
-            own("experts", 60),
-            own("optimizers", 40),
-            own("stored", 120),
-            own("graphs", 150),
-            own("fsdp", 90),
+            make_part("experts", 60),
+            make_part("optimizers", 40),
+            make_part("stored", 120),
+            make_part("graphs", 150),
+            make_part("fsdp", 90),
             Part("train_1b", ["-m", "quaver.lab.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
-            verb("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
-            verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
-            verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
+            make_verb_part("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
+            make_verb_part("host", 25, "bench", "host", *recipes, "--rounds", "10"),
+            make_verb_part("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
             Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
         ],
     }
@@ -102,7 +102,7 @@ TIMED_AFTER = "gradients"
 """The part whose exit code `WRONG` stops all later parts but the tests."""
 
 
-def _workers() -> list[str]:
+def _make_xdist_options() -> list[str]:
     """Return options of pytest-xdist if it is installed: the tests mostly wait for compilers on the host."""
     count = min(os.cpu_count() or 1, 12)
     return ["-n", str(count)] if find_spec("xdist") and count > 1 else []
@@ -137,7 +137,7 @@ def main(words: list[str]) -> int:
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2
     results = Path(os.environ.get("OUT", ROOT / ("build/gpu_dry" if dry else "benchmarks/results"))).resolve()
-    groups = parts(ROOT / "build" / "gpu_parts", dry=dry)
+    groups = make_parts(ROOT / "build" / "gpu_parts", dry=dry)
     by_name = {part.name: [part] for group in groups.values() for part in group} | {
         name: group for name, group in groups.items() if name not in [part.name for part in group]
     }
@@ -185,7 +185,7 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
             printed = _read_log_from(Path(log.name), before)
             is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
-            outcomes[part.name]["result"] = _result(part, printed)
+            outcomes[part.name]["result"] = _read_result(part, printed)
             _save(outcomes, results)
             print(printed[-LAST_CHARACTERS:], flush=True)
             log.seek(0, os.SEEK_END)
@@ -202,7 +202,7 @@ def _read_log_from(path: Path, position: int) -> str:
         return log.read()
 
 
-def _result(part: Part, printed: str) -> Any:
+def _read_result(part: Part, printed: str) -> Any:
     """Return the JSON that the part wrote to its file, or printed; None for neither."""
     try:
         return json.loads(printed if part.output is None else part.output.read_text())
@@ -228,12 +228,12 @@ def run(words: list[str], limit_s: float, log: TextIO) -> str:
         code = process.wait(max(limit_s - GRACE_S, 1))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        _end(process)
+        _end_process(process)
         return f"stopped after {limit_s:.0f} s"
     return f"exit code {code}" if code else ""
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end_process(process: subprocess.Popen) -> None:
     """Wait GRACE_S for an interrupted process, then kill it and its children."""
     try:
         process.wait(GRACE_S)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser
 from quaver import float8_grouped_mm
 from quaver.lab.bench.harness import time_alternating
 
@@ -29,7 +29,7 @@ ROUNDS = 12
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def torchao_mxfp8() -> Multiply:
+def load_torchao_mxfp8() -> Multiply:
     """Return torchao's differentiable MXFP8 grouped matmul, emulated."""
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
@@ -39,15 +39,15 @@ def torchao_mxfp8() -> Multiply:
     )
 
 
-def contestants() -> dict[str, Multiply]:
+def make_contestants() -> dict[str, Multiply]:
     """Return the grouped matmuls by name, bfloat16 first."""
     multiply_by: dict[str, Multiply] = {"bfloat16": lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
     for recipe in RECIPES:
         multiply_by[recipe] = lambda a, b_t, offs, recipe=recipe: float8_grouped_mm(a, b_t, offs, config=recipe)
-    return multiply_by | {"torchao mxfp8, emulated": torchao_mxfp8()}
+    return multiply_by | {"torchao mxfp8, emulated": load_torchao_mxfp8()}
 
 
-def steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
+def make_steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
     """Return functions that run forward and backward of each contestant, on the same operands."""
     torch.manual_seed(0)
     a, grad_output = (torch.randn(tokens, columns, dtype=torch.bfloat16) for columns in (k, n))
@@ -60,7 +60,7 @@ def steps(tokens: int, k: int, n: int) -> dict[str, Callable[[], None]]:
         a.grad = weight.grad = None
         multiply(a, weight.transpose(1, 2), ends).backward(grad_output)
 
-    return {name: functools.partial(step, multiply) for name, multiply in contestants().items()}
+    return {name: functools.partial(step, multiply) for name, multiply in make_contestants().items()}
 
 
 def measure() -> dict[str, Any]:
@@ -68,13 +68,13 @@ def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = []
     for tokens, k, n in SHAPES:
-        timings = time_alternating(steps(tokens, k, n), torch.device("cpu"), rounds=ROUNDS)
+        timings = time_alternating(make_steps(tokens, k, n), torch.device("cpu"), rounds=ROUNDS)
         us = {name: round(timing.median_us, 1) for name, timing in timings.items()}
         rows.append({"tokens": tokens, "k": k, "n": n, "us": us})
-    return {"environment": provenance("grouped_mm"), "rows": rows}
+    return {"environment": describe_provenance("grouped_mm"), "rows": rows}
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of times and ratios, in Markdown."""
     names = list(results["rows"][0]["us"])
     lines = []
@@ -84,12 +84,12 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         lines.append(
             [shape, f"{bfloat16_us / 1e3:.1f} ms", *(f"{row['us'][name] / bfloat16_us:.2f}" for name in names[1:])]
         )
-    return {"grouped matmuls": markdown(["tokens x K x N, 8 experts", *names], lines)}
+    return {"grouped matmuls": make_markdown_table(["tokens x K x N, 8 experts", *names], lines)}
 
 
 def main() -> None:
-    options: argparse.Namespace = page_parser(__doc__).parse_args()
-    make_page(options, measure, RECORD, tables, PAGE)
+    options: argparse.Namespace = make_page_parser(__doc__).parse_args()
+    make_page(options, measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from quaver.export import iter_float8_weights
 RECIPES = (None, "rowwise", "tensorwise", "blockwise", "mxfp8")
 
 
-def llama(width: int, layers: int) -> nn.Module:
+def build_llama(width: int, layers: int) -> nn.Module:
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,
@@ -39,7 +39,7 @@ def llama(width: int, layers: int) -> nn.Module:
 def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    model = llama(width, layers)
+    model = build_llama(width, layers)
     if ranks > 1:
         for layer in model.model.layers:
             fully_shard(layer)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.record import ROOT, markdown, show
+from benchmarks.record import ROOT, make_markdown_table, show
 from quaver.kernels.operands import Operand
 from quaver.numerics.accumulation import ACCUMULATION_BY_GPU, get_accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
@@ -24,7 +24,7 @@ SIZES = (4096, 16384)
 ROWS = 64
 
 
-def _channel(matrix: Tensor) -> Tensor:
+def _add_outlier_channel(matrix: Tensor) -> Tensor:
     matrix[:, 7] *= 300
     return matrix
 
@@ -32,11 +32,11 @@ def _channel(matrix: Tensor) -> Tensor:
 OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "normal": (torch.clone, torch.clone),
     "both positive": (torch.abs, torch.abs),
-    "one channel x 300": (_channel, torch.clone),
+    "one channel x 300": (_add_outlier_channel, torch.clone),
 }
 
 
-def sums_of(operands: str, k: int, hardware: str) -> Sums:
+def measure_sums(operands: str, k: int, hardware: str) -> Sums:
     """Return the SQNR of the sums and the casts of `operands`."""
     torch.manual_seed(0)
     rows = []
@@ -50,15 +50,15 @@ def sums_of(operands: str, k: int, hardware: str) -> Sums:
     return sums
 
 
-def table(hardware: str) -> str:
+def make_table(hardware: str) -> str:
     """Return the table in Markdown."""
     rows = []
     for operands in OPERANDS:
-        by_size = [sums_of(operands, k, hardware) for k in SIZES]
+        by_size = [measure_sums(operands, k, hardware) for k in SIZES]
         decibels = zip(*([sums.fast, sums.exact, sums.casts] for sums in by_size), strict=True)
         rows.append([operands, *(" / ".join(f"{value:.1f}" for value in of_sizes) for of_sizes in decibels)])
     sizes = " / ".join(map(str, SIZES))
-    return markdown([f"operands, K = {sizes}", "sums, fast accumulation", "sums without", "casts"], rows)
+    return make_markdown_table([f"operands, K = {sizes}", "sums, fast accumulation", "sums without", "casts"], rows)
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--hardware", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
     options = parser.parse_args()
-    show({"sums": table(options.hardware)}, PAGE, update=options.update_docs)
+    show({"sums": make_table(options.hardware)}, PAGE, update=options.update_docs)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Runs COMMAND. `--recipe NAME ...` counts only these recipes.
 import json
 from typing import Any
 
-from benchmarks.record import ROOT, make_page, markdown, page_parser
+from benchmarks.record import ROOT, make_markdown_table, make_page, make_page_parser
 from quaver.lab.cli import main as quaver
 
 PAGE = ROOT / "docs" / "lab" / "block-cost.md"
@@ -18,7 +18,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"
 COMMAND = ("bench", "ledger", "--model", "llama-8b", "--gpu", "h200", "--peer", "torchao")
 
 
-def count(recipes: list[str]) -> dict[str, Any]:
+def count_block(recipes: list[str]) -> dict[str, Any]:
     """Run the command, which writes RECORD and its picture."""
     code = quaver([*COMMAND, "--recipe", *recipes, "--output", str(RECORD)])
     if code:
@@ -28,17 +28,17 @@ def count(recipes: list[str]) -> dict[str, Any]:
     return results
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the printed table, in Markdown."""
     rows = results["table"]
-    return {"block cost": markdown(list(rows[0]), [list(row.values()) for row in rows])}
+    return {"block cost": make_markdown_table(list(rows[0]), [list(row.values()) for row in rows])}
 
 
 def main() -> None:
-    parser = page_parser(__doc__)
+    parser = make_page_parser(__doc__)
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=RECIPES)
     options = parser.parse_args()
-    make_page(options, lambda: count(options.recipe), RECORD, tables, PAGE)
+    make_page(options, lambda: count_block(options.recipe), RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, run_quaver, show
 from quaver.lab.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
@@ -48,12 +48,12 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
 
 
-def names_of(kind: str) -> list[str]:
+def list_names(kind: str) -> list[str]:
     """Return the names of the runs of a kind of model."""
     return [name for name in COLORS if kind == "loss_curves" or name not in LEAVES_OUT_EXPERTS]
 
 
-def words(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
+def make_command(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
     """Return the command of one run."""
     options = ["--float8.recipe_name", name]
     if name in (REFERENCE, CONTROL):
@@ -63,11 +63,11 @@ def words(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list
     return [
         *("quaver", "train", CONFIGS[kind], *options, "--training.seed", str(seed), "--training.steps", str(steps)),
         *("--validation.freq", "50", "--validation.steps", "32", "--checkpoint.interval", "100"),
-        *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", folder_of(name, seed)),
+        *("--checkpoint.resume", "auto", "--job.dump_folder", str(runs), "--job.name", make_folder_name(name, seed)),
     ]
 
 
-def folder_of(name: str, seed: int | str) -> str:
+def make_folder_name(name: str, seed: int | str) -> str:
     """Return the name of a run's folder."""
     return f"{name.replace(' ', '_')}_seed_{seed}"
 
@@ -77,38 +77,38 @@ def measure(options: argparse.Namespace, record: dict[str, Any]) -> None:
 
     Runs of a seed are compared with each other. If the device differs from that of the record, the seed starts again.
     """
-    kind = kind_of(options)
-    run = shlex.join(words(kind, "RECIPE", "SEED", options.steps, Path("runs")))
+    kind = get_kind(options)
+    run = shlex.join(make_command(kind, "RECIPE", "SEED", options.steps, Path("runs")))
     if record and record["run"] != run:
-        raise SystemExit(f"{record_of(kind)} has other runs ({record['run']}): take their --steps, or remove it")
+        raise SystemExit(f"{get_record_path(kind)} has other runs ({record['run']}): take their --steps, or remove it")
     record.update(run=run, steps=options.steps, seeds=record.get("seeds", {}))
     for seed in map(str, options.seeds):
-        environment = provenance("loss_curves")
+        environment = describe_provenance("loss_curves")
         of_seed = record["seeds"].setdefault(seed, {"environment": environment, "curves": {}})
         if of_seed["environment"]["device"] != environment["device"]:
             of_seed.update(environment=environment, curves={})
-        for name in names_of(kind):
+        for name in list_names(kind):
             if name in of_seed["curves"]:
                 continue
-            code = run_quaver(words(kind, name, seed, options.steps, options.runs)[1:])
+            code = run_quaver(make_command(kind, name, seed, options.steps, options.runs)[1:])
             if code:
                 raise SystemExit(code)
-            folder = options.runs / folder_of(name, seed)
+            folder = options.runs / make_folder_name(name, seed)
             data = json.loads((folder / "data.json").read_text())
             record["data"] = {key: data[key] for key in ("path", "train_tokens", "validation_tokens", "sha256")}
-            of_seed["curves"][name] = curve(folder)
-            record_of(kind).write_text(json.dumps(record, indent=1) + "\n")
+            of_seed["curves"][name] = read_curve(folder)
+            get_record_path(kind).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def kind_of(options: argparse.Namespace) -> str:
+def get_kind(options: argparse.Namespace) -> str:
     return "mixture_curves" if options.mixture else "loss_curves"
 
 
-def record_of(kind: str) -> Path:
+def get_record_path(kind: str) -> Path:
     return ROOT / "benchmarks" / "results" / f"{kind}.json"
 
 
-def curve(run: Path) -> dict[str, Any]:
+def read_curve(run: Path) -> dict[str, Any]:
     """Return the losses that a run recorded; with experts also the final share of tokens of each, [layers, E]."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     validations = [record for record in records if "validation_loss" in record]
@@ -120,41 +120,41 @@ def curve(run: Path) -> dict[str, Any]:
     }
 
 
-def whole_seeds(record: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+def select_whole_seeds(record: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
     """Return the curves of the seeds whose runs are all recorded."""
     return {seed: runs["curves"] for seed, runs in record["seeds"].items() if list(runs["curves"]) == names}
 
 
-def gaps(seeds: dict[str, dict[str, Any]], name: str) -> list[list[float]]:
+def compute_gaps(seeds: dict[str, dict[str, Any]], name: str) -> list[list[float]]:
     """Return, for each seed, each validation loss divided by that of bfloat16 with the same seed, minus one."""
     pairs = [(curves[name]["validation"], curves[REFERENCE]["validation"]) for curves in seeds.values()]
     return [[a / b - 1 for a, b in zip(*pair, strict=True)] for pair in pairs]
 
 
-def interval(values: list[float]) -> float:
+def compute_interval(values: list[float]) -> float:
     """Return half the width of the 95 % confidence interval of the mean of normal values; infinite for one value."""
     if len(values) < 2:
         return math.inf
     return STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def table(seeds: dict[str, dict[str, Any]]) -> str:
+def make_table(seeds: dict[str, dict[str, Any]]) -> str:
     """Return the table of final losses and gaps, in Markdown."""
     rows = []
     for name in next(iter(seeds.values())):
         row = [name, f"{statistics.fmean(curves[name]['validation'][-1] for curves in seeds.values()):.4f}", "", "", ""]
         if name != REFERENCE:
-            of_seeds = gaps(seeds, name)
+            of_seeds = compute_gaps(seeds, name)
             last = [gap[-1] for gap in of_seeds]
-            row[2] = f"{statistics.fmean(last):+.2%} ± {100 * interval(last):.2f}%"
+            row[2] = f"{statistics.fmean(last):+.2%} ± {100 * compute_interval(last):.2f}%"
             row[3] = f"{min(last):+.2%} to {max(last):+.2%}"
             row[4] = f"{max(abs(gap) for of_seed in of_seeds for gap in of_seed[len(of_seed) // 2 :]):.2%}"
         rows.append(row)
     head = ["", "validation loss", "mean gap to bfloat16, 95 % interval", f"of seeds {', '.join(seeds)}"]
-    return markdown([*head, "largest gap, second half"], rows)
+    return make_markdown_table([*head, "largest gap, second half"], rows)
 
 
-def mean(curves: list[list[float]]) -> list[float]:
+def compute_mean(curves: list[list[float]]) -> list[float]:
     """Return the mean of the curves at each step."""
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
@@ -168,11 +168,11 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
             color = COLORS[name]
             of_name = [curves[name] for curves in seeds.values()]
             width = 2.4 if name in (REFERENCE, CONTROL) else 1.1
-            values = mean([curve["validation"] for curve in of_name])
+            values = compute_mean([curve["validation"] for curve in of_name])
             losses.plot(of_name[0]["validation_steps"], values, label=name, color=color, linewidth=width)
             if name != REFERENCE:
-                last = [100 * gap[-1] for gap in gaps(seeds, name)]
-                half = interval(last)
+                last = [100 * gap[-1] for gap in compute_gaps(seeds, name)]
+                half = compute_interval(last)
                 final.plot(last, [-place] * len(last), ".", color=color, alpha=0.5)
                 final.errorbar(
                     statistics.fmean(last), -place, xerr=half if math.isfinite(half) else None, fmt="o", color=color
@@ -189,23 +189,23 @@ def draw(seeds: dict[str, dict[str, Any]], image: Path) -> None:
 
 
 def main() -> None:
-    parser = page_parser(__doc__)
+    parser = make_page_parser(__doc__)
     parser.add_argument("--mixture", action="store_true", help="the debug model with experts")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each model")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(6)), help="of weights and samples")
     parser.add_argument("--runs", type=Path, help="folder of the runs")
     options = parser.parse_args()
-    kind = kind_of(options)
+    kind = get_kind(options)
     options.runs = options.runs or ROOT / "runs" / kind
-    path = record_of(kind)
+    path = get_record_path(kind)
     record = json.loads(path.read_text()) if path.exists() else {}
     if not options.recorded:
         measure(options, record)
-    seeds = whole_seeds(record, names_of(kind))
+    seeds = select_whole_seeds(record, list_names(kind))
     if not seeds:
-        raise SystemExit(f"{path}: no seed has all of {', '.join(names_of(kind))} yet; run this without --recorded")
+        raise SystemExit(f"{path}: no seed has all of {', '.join(list_names(kind))} yet; run this without --recorded")
     name, page = ("mixture losses", MIXTURE_DOCS) if options.mixture else ("losses", DOCS)
-    show({name: table(seeds)}, page, update=options.update_docs)
+    show({name: make_table(seeds)}, page, update=options.update_docs)
     if options.update_docs:
         draw(seeds, ROOT / "docs" / "images" / f"{kind}.png")
 

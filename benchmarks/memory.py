@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure, predict
-from benchmarks.record import ROOT, make_page, markdown, on_ranks, page_parser, provenance
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser, run_on_ranks
 
 RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "benchmarks" / "results" / "memory.md"
@@ -56,20 +56,20 @@ _VIEW_WARNING = r"FSDP2-wrapped module \(\w+\) returned a view tensor"  # harmle
 Row = dict[str, Any]
 
 
-def cases(words: list[str]) -> list[Case]:
+def list_cases(words: list[str]) -> list[Case]:
     """Return the cases that all `words` describe, bfloat16 before the recipes that are compared with it."""
     product = itertools.product(HEADINGS, MODULES, CHECKPOINTING, PRECISIONS)
     all_cases = (Case(module, precision, mode, *where) for where, module, mode, precision in product)
-    return [case for case in all_cases if set(words) <= words_of(case)]
+    return [case for case in all_cases if set(words) <= list_words(case)]
 
 
-def words_of(case: Case) -> set[str]:
+def list_words(case: Case) -> set[str]:
     """Return the words by which --only describes the case."""
     ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
     return {case.module, case.precision, case.checkpointing, ranks, "compiled" if case.compiled else "eager"}
 
 
-def case_of(row: Row) -> Case:
+def parse_case(row: Row) -> Case:
     """Return the case of a row, which has its fields."""
     return Case(**{key: row[key] for key in Case.__dataclass_fields__})
 
@@ -80,12 +80,12 @@ def measure_all(chosen: list[Case], size: Size, device_type: str) -> list[dict[s
     for ranks, group in itertools.groupby(chosen, key=lambda case: case.ranks):
         if device_type == "cuda" and ranks > torch.cuda.device_count():
             continue
-        of_ranks = on_ranks(ranks, _measure_cases, list(group), size, device_type, device_type=device_type)
-        rows += [_largest(of_one) for of_one in zip(*of_ranks, strict=True)]
+        of_ranks = run_on_ranks(ranks, _measure_cases, list(group), size, device_type, device_type=device_type)
+        rows += [_reduce_ranks(of_one) for of_one in zip(*of_ranks, strict=True)]
     return rows
 
 
-def _largest(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _reduce_ranks(of_ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Return one row from the rows of a case on each rank: the largest bytes of any rank."""
     row = dict(of_ranks[0])
     for key in [key for key in row if key.endswith("_bytes") and row[key] is not None]:
@@ -120,43 +120,43 @@ def measure_row(case: Case, size: Size, device: torch.device, mesh: Any = None) 
     }
 
 
-def baseline_of(row: Row, rows: list[Row]) -> Row:
+def find_baseline(row: Row, rows: list[Row]) -> Row:
     """Return the row that differs from `row` only in its precision, bfloat16."""
-    wanted = replace(case_of(row), precision=BASELINE)
-    return next(candidate for candidate in rows if case_of(candidate) == wanted)
+    wanted = replace(parse_case(row), precision=BASELINE)
+    return next(candidate for candidate in rows if parse_case(candidate) == wanted)
 
 
-def name_of(row: Row) -> str:
+def make_name(row: Row) -> str:
     """Describe a row in words."""
     ranks = "1 process" if row["ranks"] == 1 else f"FSDP2 on {row['ranks']} ranks"
     how = "compiled" if row["compiled"] else "eager"
     return f"{row['module']}, {row['precision']}, checkpointing {row['checkpointing']}, {ranks}, {how}"
 
 
-def peak_of(row: Row) -> int:
+def get_peak(row: Row) -> int:
     """Return the bytes that a step adds at its peak, without scratch if the peak of tensors is known."""
     tensors: int | None = row["added_tensor_peak_bytes"]
     everything: int = row["added_peak_bytes"]
     return everything if tensors is None else tensors
 
 
-def exceptions(rows: list[Row]) -> list[Row]:
+def find_exceptions(rows: list[Row]) -> list[Row]:
     """Return the float8 rows, except lone linears, whose peak breaks the promise."""
     promised = (row for row in rows if row["precision"] != BASELINE and row["module"] != "linear")
-    return [row for row in promised if ratios(row, rows)["peak"] > PROMISED]
+    return [row for row in promised if compute_ratios(row, rows)["peak"] > PROMISED]
 
 
-def ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
+def compute_ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
     """Return ratios of `row` to its bfloat16 row: the peak, the peak with scratch, and the bytes saved for backward."""
-    base = baseline_of(row, rows)
+    base = find_baseline(row, rows)
     return {
-        "peak": peak_of(row) / peak_of(base),
+        "peak": get_peak(row) / get_peak(base),
         "peak_with_scratch": row["added_peak_bytes"] / base["added_peak_bytes"],
         "saved": row["saved_bytes"] / base["saved_bytes"],
     }
 
 
-def tables(results: Row) -> dict[str, str]:
+def make_tables(results: Row) -> dict[str, str]:
     """Return the tables of the page by name: the provenance, one per heading that has rows, and the broken promises."""
     rows, origin = results["rows"], results["environment"]
     changed = " with changes that were not committed" if origin["uncommitted_changes_in_quaver"] else ""
@@ -165,34 +165,34 @@ def tables(results: Row) -> dict[str, str]:
         f"{origin['device']}, {origin['threads']} thread, Python {origin['python']}, torch {origin['torch']}, "
         f"commit {origin['commit']}{changed}."
     }
-    by_name |= {HEADINGS[where]: _table(here, rows) for where, here in _by_heading(rows)}
+    by_name |= {HEADINGS[where]: _make_table(here, rows) for where, here in _group_by_heading(rows)}
     above = [
-        f"- {name_of(row)}: {peak_of(row):,} bytes, bfloat16 {peak_of(baseline_of(row, rows)):,}"
-        for row in exceptions(rows)
+        f"- {make_name(row)}: {get_peak(row):,} bytes, bfloat16 {get_peak(find_baseline(row, rows)):,}"
+        for row in find_exceptions(rows)
     ]
     return by_name | {f"above {PROMISED}": "\n".join(above or ["none"])}
 
 
-def _by_heading(rows: list[Row]) -> list[tuple[tuple[int, bool], list[Row]]]:
+def _group_by_heading(rows: list[Row]) -> list[tuple[tuple[int, bool], list[Row]]]:
     groups = [(where, [row for row in rows if (row["ranks"], row["compiled"]) == where]) for where in HEADINGS]
     return [(where, here) for where, here in groups if here]
 
 
-def _table(here: list[Row], rows: list[Row]) -> str:
+def _make_table(here: list[Row], rows: list[Row]) -> str:
     head = ["module", "checkpointing", "bfloat16 peak, MB", "saved, MB"]
     head += [f"`{name}` {figure}" for name in PRECISIONS[1:] for figure in ("peak", "saved")]
     lines: list[list[str]] = []
     for row in here:
         if row["precision"] == BASELINE:
-            peak, saved = (f"{figure / 1e6:.2f}" for figure in (peak_of(row), row["saved_bytes"]))
+            peak, saved = (f"{figure / 1e6:.2f}" for figure in (get_peak(row), row["saved_bytes"]))
             lines.append([row["module"], row["checkpointing"], peak, saved])
         else:
-            lines[-1] += _shares(row, rows)
-    return markdown(head, lines)
+            lines[-1] += _format_shares(row, rows)
+    return make_markdown_table(head, lines)
 
 
-def _shares(row: Row, rows: list[Row]) -> list[str]:
-    of = ratios(row, rows)
+def _format_shares(row: Row, rows: list[Row]) -> list[str]:
+    of = compute_ratios(row, rows)
     differs = abs(of["peak_with_scratch"] - of["peak"]) >= 0.005
     scratch = f" ({of['peak_with_scratch']:.2f})" if differs else ""
     return [f"{of['peak']:.3f}{scratch}", f"{of['saved']:.3f}"]
@@ -200,7 +200,7 @@ def _shares(row: Row, rows: list[Row]) -> list[str]:
 
 def draw(rows: list[Row], picture: Path) -> None:
     """Draw bars of the peak and the saved bytes of ten compiled blocks without checkpointing, by recipe."""
-    here = [row for row in rows if words_of(case_of(row)) >= {"10 blocks", "none", "1 rank", "compiled"}]
+    here = [row for row in rows if list_words(parse_case(row)) >= {"10 blocks", "none", "1 rank", "compiled"}]
     figure, axes = plt.subplots(figsize=(7.2, 3.2), dpi=150)
     for offset, key, label, color in (
         (-0.2, "added_tensor_peak_bytes", "peak of the step", "#2f6690"),
@@ -219,7 +219,7 @@ def draw(rows: list[Row], picture: Path) -> None:
 
 def compare(measured: Row, size: Size) -> Row:
     """Predict a measured row. Returns its case, both peaks, and the ratios of prediction to measurement."""
-    case, start = case_of(measured), time.monotonic()
+    case, start = parse_case(measured), time.monotonic()
     prediction = predict(case, size)
     print(f"{', '.join(map(str, astuple(case)))}: {time.monotonic() - start:.1f} s", file=sys.stderr)
     return {
@@ -231,55 +231,55 @@ def compare(measured: Row, size: Size) -> Row:
     }
 
 
-def predict_all(chosen: list[Case]) -> bool:
+def compare_predictions(chosen: list[Case]) -> bool:
     """Compare recorded rows with their predictions, and print a summary; returns whether all peaks are WITHIN."""
     warnings.filterwarnings("ignore", message=_VIEW_WARNING)
     record = json.loads(RECORD.read_text())
-    rows = [compare(row, Size(**record["size"])) for row in record["rows"] if case_of(row) in chosen]
+    rows = [compare(row, Size(**record["size"])) for row in record["rows"] if parse_case(row) in chosen]
     lines = []
-    for where, here in _by_heading(rows):
+    for where, here in _group_by_heading(rows):
         same = sum(abs(row["predicted_peak_bytes"] - row["measured_peak_bytes"]) <= A_FEW_BYTES for row in here)
-        lines.append([HEADINGS[where], len(here), _range(here, "peak"), same, _range(here, "saved")])
+        lines.append([HEADINGS[where], len(here), _format_range(here, "peak"), same, _format_range(here, "saved")])
     print("Predicted over measured\n")
-    print(markdown(["rows", "number", "peak", f"peaks within {A_FEW_BYTES} bytes", "saved"], lines))
+    print(make_markdown_table(["rows", "number", "peak", f"peaks within {A_FEW_BYTES} bytes", "saved"], lines))
     for row in rows:
         if abs(row["peak"] - 1) > NAMED:
             measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
-            print(f"{name_of(row)}: measured {measured:,}, predicted {predicted:,}, {row['peak']:.3f}")
+            print(f"{make_name(row)}: measured {measured:,}, predicted {predicted:,}, {row['peak']:.3f}")
     return all(abs(row["peak"] - 1) <= WITHIN for row in rows)
 
 
-def _range(rows: list[Row], figure: str) -> str:
+def _format_range(rows: list[Row], figure: str) -> str:
     return f"{min(row[figure] for row in rows):.3f} to {max(row[figure] for row in rows):.3f}"
 
 
-def results_of(chosen: list[Case]) -> Row:
+def measure_results(chosen: list[Case]) -> Row:
     """Measure the cases. Returns the rows, the sizes and the provenance."""
     device_type, start = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
     rows = measure_all(chosen, Size(), device_type)
     minutes = round((time.monotonic() - start) / 60, 1)
-    origin = provenance("memory", device_type, threads=1, minutes=minutes)
+    origin = describe_provenance("memory", device_type, threads=1, minutes=minutes)
     return {"environment": origin, "size": asdict(Size()), "rows": rows}
 
 
 def main() -> int:
-    parser = page_parser(__doc__)
+    parser = make_page_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="the rows that all words describe")
     parser.add_argument("--predict", action="store_true", help=f"predict the rows of {RECORD.name}; measure nothing")
     options = parser.parse_args()
-    chosen = cases(options.only)
+    chosen = list_cases(options.only)
     if not chosen:
         parser.error(f"no row is described by {' and '.join(options.only)}; see the top of benchmarks/memory.py")
     if (options.only or options.predict) and (options.recorded or options.update_docs):
         parser.error("--recorded and --update-docs are for all measured rows: leave out --only and --predict")
     if options.predict:
-        return not predict_all(chosen)
+        return not compare_predictions(chosen)
     if not all(replace(case, precision=BASELINE) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
-    rows = make_page(options, lambda: results_of(chosen), RECORD, tables, PAGE)["rows"]
+    rows = make_page(options, lambda: measure_results(chosen), RECORD, make_tables, PAGE)["rows"]
     if options.update_docs:
         draw(rows, PICTURE)
-    return bool(exceptions(rows))
+    return bool(find_exceptions(rows))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class StackedModules(nn.Module):
         config = Model(
             dim=size.dim, n_heads=size.n_heads, n_kv_heads=size.n_kv_heads, hidden_dim=size.hidden_dim, n_layers=1
         )
-        self.parts = nn.ModuleList(_parts(module, config))
+        self.parts = nn.ModuleList(_make_parts(module, config))
         cos, sin = make_rope_tables(size.seq_len, config.head_dim, config.rope_theta, torch.get_default_device())
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
@@ -114,7 +114,7 @@ class OneLinear(nn.Module):
         return self.linear(hidden)
 
 
-def _parts(module: str, config: Model) -> list[nn.Module]:
+def _make_parts(module: str, config: Model) -> list[nn.Module]:
     if module == "linear":
         return [OneLinear(config)]
     if module == "attention":
@@ -188,7 +188,7 @@ def measure(
         usages.append(measured.usage)
     state = chain.from_iterable(values.values() for values in optimizer.state.values())
     resident: Any = chain(subject.parameters(), subject.buffers(), (item for item in state if isinstance(item, Tensor)))
-    return count_storage_bytes(resident), _least(usages)
+    return count_storage_bytes(resident), _find_least(usages)
 
 
 def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
@@ -198,7 +198,7 @@ def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
         return predict_step(step, subject, optimizer, fakes)
 
 
-def _least(usages: list[Usage]) -> Usage:
+def _find_least(usages: list[Usage]) -> Usage:
     """Return the smallest value of each figure."""
     tensor_peaks = [usage.tensor_peak_bytes for usage in usages if usage.tensor_peak_bytes is not None]
     lowest = min(usages, key=lambda usage: usage.peak_bytes)

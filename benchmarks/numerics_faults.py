@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
-from benchmarks.record import ROOT, provenance, show
+from benchmarks.record import ROOT, describe_provenance, show
 from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -58,7 +58,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-def config_of(settings: dict[str, dict[str, Any]], steps: int, folder: str) -> TrainConfig:
+def make_config(settings: dict[str, dict[str, Any]], steps: int, folder: str) -> TrainConfig:
     flags = {section: {**values} for section, values in SMALL.items()}
     for section, values in settings.items():
         flags.setdefault(section, {}).update(values)
@@ -93,43 +93,43 @@ class Watch:
         return [event for event in self.events if isinstance(event, Alarm)]
 
 
-def watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
+def run_watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
     """Run a scenario to its end, or to a NaN or an inf. Its record goes to the folder `records`."""
-    watch = Watch(record_of(scenario, records) if records else None)
+    watch = Watch(make_record_path(scenario, records) if records else None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
             _train_lora(scenario, folder, watch)
             return watch
-        run = prepare_run(config_of(scenario.settings, 1000, folder))
+        run = prepare_run(make_config(scenario.settings, 1000, folder))
         stack.callback(run.folder.release)
         if isinstance(scenario, Healthy) and scenario.kind == "finetune":
-            _steps(run, range(1, 61))
+            _run_steps(run, range(1, 61))
             run.models[0].config = replace(run.config, optimizer=replace(run.config.optimizer, lr=3e-5))
         with Monitor(run.models[0].model, every=scenario.every, sink=watch) as monitor:
             run.models[0].monitor = monitor
             if isinstance(scenario, Healthy):
-                _steps(run, range(1, scenario.steps + 1))
+                _run_steps(run, range(1, scenario.steps + 1))
                 return watch
-            _steps(run, range(1, scenario.at))
+            _run_steps(run, range(1, scenario.at))
             scenario.inject(run.models[0], stack)
             with suppress(NonFiniteError):  # the trainer repeats such a step first, and the monitor samples it
-                _steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
+                _run_steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
     return watch
 
 
-def replayed(scenario: Named, records: Path) -> Watch:
+def replay(scenario: Named, records: Path) -> Watch:
     """Give a recorded run to new alarms."""
     watch = Watch()
-    for line in Record.read(record_of(scenario, records), keeps_lines=True).lines:
+    for line in Record.read(make_record_path(scenario, records), keeps_lines=True).lines:
         watch.write(line)
     return watch
 
 
-def record_of(scenario: Named, records: Path) -> Path:
+def make_record_path(scenario: Named, records: Path) -> Path:
     return records / f"{scenario.name.replace('/', ' of ')}.jsonl"
 
 
-def _steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
+def _run_steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
     training = run.config.training
     for step in steps:
         batches = run.data.make_step_batches(training, (step - 1) * training.step_batch_size)
@@ -143,7 +143,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
 
     from quaver.integrations.transformers import prepare_model_for_float8
 
-    config = config_of(scenario.settings, 1000, folder)
+    config = make_config(scenario.settings, 1000, folder)
     run = prepare_run(config)
     run.folder.release()
     torch.manual_seed(config.training.seed)
@@ -160,27 +160,27 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
             optimizer.zero_grad()
 
 
-def verdict(fault: Fault, watch: Watch) -> dict[str, Any]:
+def judge(fault: Fault, watch: Watch) -> dict[str, Any]:
     """Return whether an alarm named the fault, after how many samples, and all alarms."""
     raised = watch.raised
     before = [alarm for alarm in raised if alarm.step < fault.at]
     after = [alarm for alarm in raised if alarm.step >= fault.at]
-    right = next((alarm for alarm in after if _names(fault, alarm)), None)
+    right = next((alarm for alarm in after if _is_named(fault, alarm)), None)
     steps = [step for step in watch.samples if step >= fault.at]
     return {
         "fault": fault.name,
         "found": right is not None,
         "first": after[:1] == [right] if right else False,
         "samples": steps.index(right.step) + 1 if right else None,
-        "alarms": [short(alarm) for alarm in after],
-        "before": [short(alarm) for alarm in before],
+        "alarms": [shorten(alarm) for alarm in after],
+        "before": [shorten(alarm) for alarm in before],
         "expected": list(fault.rules),
         "layer": fault.layer,
         "operand": fault.operand,
     }
 
 
-def _names(fault: Fault, alarm: Alarm) -> bool:
+def _is_named(fault: Fault, alarm: Alarm) -> bool:
     return (
         alarm.rule in fault.rules
         and (fault.layer is None or alarm.layer.startswith(fault.layer))
@@ -188,7 +188,7 @@ def _names(fault: Fault, alarm: Alarm) -> bool:
     )
 
 
-def short(alarm: Alarm) -> dict[str, Any]:
+def shorten(alarm: Alarm) -> dict[str, Any]:
     names = ("step", "since", "rule", "layer", "operand", "value", "threshold", "message")
     return {
         name: value if not isinstance(value := getattr(alarm, name), float) else float(f"{value:.4g}") for name in names
@@ -198,18 +198,20 @@ def short(alarm: Alarm) -> dict[str, Any]:
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of results/numerics.md ("faults") and that of docs/lab/alarms.md ("stories")."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
-    lines = grouped("alarm | faults that it named, and after how many samples", map(_outcome, faults))
+    lines = make_grouped_table(
+        "alarm | faults that it named, and after how many samples", map(_describe_outcome, faults)
+    )
     counts = f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm"
     stories = ["story | alarm", "---|---"]
-    stories += [f"{each['fault']} | {_message(each)}" for each in faults if each["fault"] in STORIES]
-    return {"stories": "\n".join(stories), "faults": f"{lines}\n\n{counts}{exceptions(healthy)}"}
+    stories += [f"{each['fault']} | {_find_message(each)}" for each in faults if each["fault"] in STORIES]
+    return {"stories": "\n".join(stories), "faults": f"{lines}\n\n{counts}{describe_exceptions(healthy)}"}
 
 
-def grouped(head: str, pairs: Iterable[tuple[str, str]]) -> str:
+def make_grouped_table(head: str, pairs: Iterable[tuple[str, str]]) -> str:
     """Return a table with a row for each first string of `pairs`, and its second strings in one cell."""
     groups: dict[str, list[str]] = {}
     for group, name in pairs:
@@ -217,7 +219,7 @@ def grouped(head: str, pairs: Iterable[tuple[str, str]]) -> str:
     return "\n".join([head, "---|---", *(f"{group} | {'; '.join(names)}" for group, names in groups.items())])
 
 
-def exceptions(healthy: list[dict[str, Any]]) -> str:
+def describe_exceptions(healthy: list[dict[str, Any]]) -> str:
     """Return the end of a sentence on healthy runs: the runs with alarms, and their first alarm of each rule."""
     runs = []
     for each in healthy:
@@ -229,21 +231,21 @@ def exceptions(healthy: list[dict[str, Any]]) -> str:
     return ":\n\n" + "\n".join(runs) if runs else "."
 
 
-def _message(result: dict[str, Any]) -> str:
+def _find_message(result: dict[str, Any]) -> str:
     """Return the message of the alarm that names a fault, preferably one with a remedy."""
     right = [each for each in result["alarms"] if each["rule"] in result["expected"]]
     alarm = next((each for each in reversed(right) if " gives " in each["message"]), next(iter(right), None))
     return "none" if alarm is None else f"step {alarm['step']}: `{alarm['rule']}`: {alarm['message']}"
 
 
-def _outcome(result: dict[str, Any]) -> tuple[str, str]:
+def _describe_outcome(result: dict[str, Any]) -> tuple[str, str]:
     alarm = next((each for each in result["alarms"] if each["rule"] in result["expected"]), None)
     if alarm is None or not result["found"]:
         return "**missed**", result["fault"]
     return f"`{alarm['rule']}`", f"{result['fault']} ({result['samples']})"
 
 
-def scenarios(part: str) -> Iterator[Fault | Healthy]:
+def iter_scenarios(part: str) -> Iterator[Fault | Healthy]:
     every: tuple[Fault | Healthy, ...] = (*FAULTS, *HEALTHY)
     yield from (scenario for scenario in every if part in scenario.name)
 
@@ -266,25 +268,25 @@ def parse_options(description: str | None) -> argparse.Namespace:
 def main() -> None:
     options = parse_options(__doc__)
     if options.tables:
-        made = tables(json.loads(options.tables.read_text()))
+        made = make_tables(json.loads(options.tables.read_text()))
         show({"stories": made.pop("stories")}, STORIES_PAGE, update=True)
         show(made, PAGE, update=True)
         return
     results: dict[str, Any] = {"faults": [], "healthy": []}
-    for scenario in scenarios(options.only):
-        watch = replayed(scenario, options.replay) if options.replay else watched(scenario, options.records)
+    for scenario in iter_scenarios(options.only):
+        watch = replay(scenario, options.replay) if options.replay else run_watched(scenario, options.records)
         if isinstance(scenario, Fault):
-            results["faults"].append(verdict(scenario, watch))
+            results["faults"].append(judge(scenario, watch))
         else:
-            alarms = [short(alarm) for alarm in watch.raised]
+            alarms = [shorten(alarm) for alarm in watch.raised]
             results["healthy"].append({"run": scenario.name, "samples": len(watch.samples), "alarms": alarms})
-        print(scenario.name, *(f"\n    {shown_event(event)}" for event in watch.events), file=sys.stderr, flush=True)
+        print(scenario.name, *(f"\n    {format_event(event)}" for event in watch.events), file=sys.stderr, flush=True)
         if options.json:
-            text = json.dumps({**provenance("numerics_faults"), **results}, indent=1)
+            text = json.dumps({**describe_provenance("numerics_faults"), **results}, indent=1)
             options.json.write_text(text + "\n")
 
 
-def shown_event(event: Alarm | Cleared) -> str:
+def format_event(event: Alarm | Cleared) -> str:
     what = event.message if isinstance(event, Alarm) else f"cleared: {event.layer} {event.operand}"
     return f"{event.step:>4} {event.rule:<10} {what}"
 

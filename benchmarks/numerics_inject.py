@@ -59,7 +59,7 @@ def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOpera
 
     def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, linear_id: int | None) -> Any:
         quantizer = quantizer_of(activation, casts, hp_dtype, scale, linear_id)
-        return changed(quantizer, change) if linear_id == id(linear) else quantizer
+        return make_changed_quantizer(quantizer, change) if linear_id == id(linear) else quantizer
 
     patch(stack, quaver.linear.function, "choose_quantizer", wrapped)
 
@@ -71,12 +71,12 @@ def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperan
     def wrapped(args: Any) -> Any:
         quantizer = quantizer_of(args)
         is_it = args.probe is not None and args.probe is linear.get_probe("weight")
-        return changed(quantizer, change) if is_it else quantizer
+        return make_changed_quantizer(quantizer, change) if is_it else quantizer
 
     patch(stack, quaver.linear.function, "_make_grad_output_quantizer", wrapped)
 
 
-def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
+def make_changed_quantizer(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
     """Return a quantizer that changes the operands of `quantizer`."""
 
     def quantize(hp: Tensor, **which: Any) -> Operands:
@@ -110,12 +110,12 @@ def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Oper
     patch(stack, quaver.linear.function, "_compute_output", wrapped)
 
 
-def dequantized_by(factor: float) -> OnOperand:
+def scale_dequant_scale(factor: float) -> OnOperand:
     """Return a change that multiplies the dequant scale, so that it does not fit the codes."""
     return lambda operand, hp: operand._replace(dequant_scale=operand.dequant_scale * factor)
 
 
-def quantized_by(factor: float) -> OnOperand:
+def scale_quant_scale(factor: float) -> OnOperand:
     """Return a change to a quant scale `factor` times the right one, with codes that fit it."""
 
     def change(operand: Operand, hp: Tensor) -> Operand:
@@ -126,7 +126,7 @@ def quantized_by(factor: float) -> OnOperand:
     return change
 
 
-def rows_reversed(operand: Operand, hp: Tensor) -> Operand:
+def reverse_rows(operand: Operand, hp: Tensor) -> Operand:
     """Reverse the rows of the codes, but not of the scales."""
     return operand._replace(data=operand.data.view(torch.uint8).flip(0).view(operand.data.dtype))
 

@@ -68,15 +68,15 @@ class Training:
 Make = Callable[[], Training]
 
 
-def text() -> Tensor:
+def read_text() -> Tensor:
     folder = Path(os.__file__).parent
     return torch.frombuffer(
         bytearray(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))), dtype=torch.uint8
     )
 
 
-def batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
-    data = text()
+def make_batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
+    data = read_text()
 
     def batch(number: int) -> Tensor:
         chance = torch.Generator().manual_seed(1000 * seed + number)
@@ -86,7 +86,7 @@ def batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
     return batch
 
 
-def architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module:
+def build_architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module:
     """Return a decoder of transformers with random weights."""
     import transformers
 
@@ -106,7 +106,7 @@ def architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def training(
+def make_training(
     family: str = "llama",
     recipe: Any = "tensorwise",
     *,
@@ -126,16 +126,19 @@ def training(
     of_model: dict[str, Any] | None = None,
     **of_loop: Any,
 ) -> Make:
-    """Return a function that makes the training of an `architecture` in float8, after `pretrained` steps without it."""
+    """Return a function that makes the training of a decoder in float8, after `pretrained` steps without it."""
 
     def make() -> Training:
         from quaver.integrations.transformers import prepare_model_for_float8
 
         torch.manual_seed(seed)
-        model = architecture(family, width, layers, **(of_model or {})).to(dtype)
-        batch = batches(size, length, seed)
+        model = build_architecture(family, width, layers, **(of_model or {})).to(dtype)
+        batch = make_batches(size, length, seed)
         if pretrained:
-            _train(Training(model, torch.optim.AdamW(model.parameters(), 1e-3), batch, _next_token(model)), pretrained)
+            _train(
+                Training(model, torch.optim.AdamW(model.parameters(), 1e-3), batch, _make_next_token_loss(model)),
+                pretrained,
+            )
         if lora:
             import peft
 
@@ -148,12 +151,12 @@ def training(
         if primary:
             stepper = quaver.use_float8_primary_weights(model, stepper)
         schedule = torch.optim.lr_scheduler.LambdaLR(stepper, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
-        return Training(model, stepper, batch, _next_token(model), schedule, **of_loop)
+        return Training(model, stepper, batch, _make_next_token_loss(model), schedule, **of_loop)
 
     return make
 
 
-def _next_token(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def _make_next_token_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(input_ids=tokens, labels=tokens).loss
 
 
@@ -162,7 +165,7 @@ def _train(training: Training, steps: int) -> None:
         training.step(step)
 
 
-def regression(seed: int) -> Make:
+def make_regression(seed: int) -> Make:
     """Return a function that makes the training of a deep MLP to match a smaller one, on Gaussian inputs."""
 
     def make() -> Training:
@@ -182,7 +185,7 @@ def regression(seed: int) -> Make:
     return make
 
 
-def static() -> Float8LinearConfig:
+def calibrate_static_scales() -> Float8LinearConfig:
     cast = CastConfig(scaling_type=ScalingType.STATIC)
     return Float8LinearConfig(
         cast_config_input=cast,
@@ -196,18 +199,18 @@ def calibrate(model: nn.Module, batch: Callable[[int], Tensor]) -> None:
     """Calibrate static scales on 4 batches."""
     with quaver.calibrate_float8_static_scales(model), torch.autocast("cpu", torch.bfloat16):
         for number in range(4):
-            _next_token(model)(batch(10_000 + number)).backward()
+            _make_next_token_loss(model)(batch(10_000 + number)).backward()
     model.zero_grad()
 
 
-def muon(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+def make_muon(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
     """Return Muon for the matrices of blocks. Embeddings and norms do not train, as is common in fine-tuning."""
     return torch.optim.Muon([weight for weight in parameters if weight.dim() == 2 and weight.shape[0] != 256], lr=lr)
 
 
-def sgd(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+def make_sgd(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-def undecayed(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
+def make_undecayed_adamw(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, betas=(0.9, 0.999))

@@ -57,7 +57,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
     record = run.numerics
     assert record is not None
     limits = find_limits([record])
-    cells, edges, names, row_of_tensor = _cells(record, statistic, limits)
+    cells, edges, names, row_of_tensor = _make_cells(record, statistic, limits)
     rows = np.arange(len(cells) + 1) - 0.5
     axis.pcolormesh(edges, rows, cells, cmap=_COLORS, vmin=0, vmax=255, rasterized=True)
     axis.invert_yaxis()
@@ -71,7 +71,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
     _draw_scale(axis, statistic, limits[statistic.name])
 
 
-def _cells(
+def _make_cells(
     record: Record, statistic: Statistic, limits: Limits
 ) -> tuple[Any, list[int], list[str], dict[tuple[str, str], int]]:
     """Return the cells of the heat map, the steps at its columns' edges, the names of its rows, and the row of each

@@ -38,7 +38,7 @@ class Healthy:
 
 @dataclass(frozen=True)
 class Fault:
-    """A run that `inject` breaks before the step `at`."""
+    """A run that `inject` breaks before the step `change_element`."""
 
     name: str
     rules: tuple[str, ...]
@@ -53,7 +53,7 @@ class Fault:
     every: int = 2
 
 
-def recipe(name: str) -> dict[str, dict[str, Any]]:
+def set_recipe(name: str) -> dict[str, dict[str, Any]]:
     return {"float8": {"recipe_name": name}}
 
 
@@ -63,46 +63,46 @@ RECIPES = (
 )
 
 HEALTHY = (
-    *(Healthy(f"recipe {name}", {**recipe(name), "training": {"seed": seed}}) for seed, name in enumerate(RECIPES)),
+    *(Healthy(f"recipe {name}", {**set_recipe(name), "training": {"seed": seed}}) for seed, name in enumerate(RECIPES)),
     *(
-        Healthy(f"{name}, learning rate {rate:g}", {**recipe(name), "optimizer": {"lr": rate}})
+        Healthy(f"{name}, learning rate {rate:g}", {**set_recipe(name), "optimizer": {"lr": rate}})
         for name in ("tensorwise", "rowwise")
         for rate in (1e-5, 3e-3, 1e-2)
     ),
     Healthy("no warm-up", {"lr_scheduler": {"warmup_steps": 0}}),
     Healthy("each step sampled", {"training": {"seed": 20}}, every=1),
-    Healthy("every 10th step of 240", {**recipe("rowwise"), "training": {"seed": 21}}, steps=240, every=10),
-    Healthy("delayed, every 5th step of 120", {**recipe("delayed"), "training": {"seed": 22}}, steps=120, every=5),
+    Healthy("every 10th step of 240", {**set_recipe("rowwise"), "training": {"seed": 21}}, steps=240, every=10),
+    Healthy("delayed, every 5th step of 120", {**set_recipe("delayed"), "training": {"seed": 22}}, steps=120, every=5),
     Healthy("one sequence a batch", {"training": {"local_batch_size": 1, "seed": 23}}),
     Healthy("weights in bfloat16", {"training": {"dtype": "bfloat16", "seed": 24}}),
     Healthy("accumulation over 2 batches", {"training": {"global_batch_size": 8, "seed": 25}}, steps=40),
-    Healthy("mixture of experts, rowwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("rowwise")}),
-    Healthy("mixture of experts, blockwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("blockwise")}),
+    Healthy("mixture of experts, rowwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **set_recipe("rowwise")}),
+    Healthy("mixture of experts, blockwise", {"model": {"n_experts": 8, "hidden_dim": 64}, **set_recipe("blockwise")}),
     Healthy(
         "mixture of experts, learning rate 1e-05",
-        {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("rowwise"), "optimizer": {"lr": 1e-5}},
+        {"model": {"n_experts": 8, "hidden_dim": 64}, **set_recipe("rowwise"), "optimizer": {"lr": 1e-5}},
     ),
     Healthy("weight decay 1", {"optimizer": {"weight_decay": 1.0}, "training": {"seed": 26}}),
     Healthy("fine-tuning, tensorwise", {"training": {"seed": 27}}, kind="finetune"),
-    Healthy("fine-tuning, rowwise", {**recipe("rowwise"), "training": {"seed": 28}}, kind="finetune"),
+    Healthy("fine-tuning, rowwise", {**set_recipe("rowwise"), "training": {"seed": 28}}, kind="finetune"),
     Healthy("LoRA, tensorwise", {"training": {"seed": 29}}, kind="lora"),
-    Healthy("LoRA, rowwise", {**recipe("rowwise"), "training": {"seed": 30}}, kind="lora"),
+    Healthy("LoRA, rowwise", {**set_recipe("rowwise"), "training": {"seed": 30}}, kind="lora"),
 )
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-def on(layer: str, how: Callable[..., Any], *arguments: Any) -> Inject:
+def inject_into(layer: str, how: Callable[..., Any], *arguments: Any) -> Inject:
     """Return an injection that calls `how(stack, linear, *arguments)` with the linear `layer`."""
     return lambda trained, stack: how(stack, trained.model.get_submodule(layer), *arguments)
 
 
-def on_weight(layer: str, change: inject.Change) -> Inject:
+def inject_into_weight(layer: str, change: inject.Change) -> Inject:
     return lambda trained, stack: inject.change_weight(trained.model.get_submodule(layer), change)
 
 
-def at(index: Any, value: Callable[[torch.Tensor], Any]) -> inject.Change:
+def change_element(index: Any, value: Callable[[torch.Tensor], Any]) -> inject.Change:
     """Return a change that replaces `tensor[index]` by `value(tensor[index])`."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,11 +113,11 @@ def at(index: Any, value: Callable[[torch.Tensor], Any]) -> inject.Change:
     return change
 
 
-def times(factor: float) -> inject.Change:
+def multiply_by(factor: float) -> inject.Change:
     return lambda tensor: tensor * factor
 
 
-def no_operation(trained: TrainedModel, stack: ExitStack) -> None:
+def change_nothing(trained: TrainedModel, stack: ExitStack) -> None:
     """Change nothing: the fault is in the batches."""
 
 
@@ -147,7 +147,7 @@ def forget_weight(layer: str) -> Inject:
     return change
 
 
-def grow(layer: str, factor: float) -> Inject:
+def grow_input(layer: str, factor: float) -> Inject:
     """Return an injection that multiplies the input by `factor` once more in each forward."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
@@ -164,26 +164,26 @@ def grow(layer: str, factor: float) -> Inject:
 
 def kill_expert(trained: TrainedModel, stack: ExitStack) -> None:
     """Stop the router from choosing expert 3 of a layer."""
-    expert_bias(trained)[3] = -1e9
+    get_expert_bias(trained)[3] = -1e9
 
 
-def expert_bias(trained: TrainedModel) -> torch.Tensor:
+def get_expert_bias(trained: TrainedModel) -> torch.Tensor:
     """Return the bias [E] that the router of EXPERTS adds to the scores of its experts."""
     buffers = trained.model.get_submodule(EXPERTS).named_buffers()
     (bias,) = (buffer for name, buffer in buffers if name.endswith("e_score_correction_bias"))
     return bias
 
 
-def shuffled(batch: Batch) -> Batch:
+def shuffle_targets(batch: Batch) -> Batch:
     order = torch.randperm(batch.targets.numel(), generator=torch.Generator().manual_seed(0))
     return Batch(batch.tokens, batch.targets.flatten()[order].view_as(batch.targets), batch.documents)
 
 
-def repeated(batch: Batch) -> Batch:
+def repeat_sequence(batch: Batch) -> Batch:
     return Batch(batch.tokens[:1].expand_as(batch.tokens), batch.targets[:1].expand_as(batch.targets), batch.documents)
 
 
-def one_token(batch: Batch) -> Batch:
+def repeat_token(batch: Batch) -> Batch:
     return Batch(torch.zeros_like(batch.tokens), torch.zeros_like(batch.targets), batch.documents)
 
 
@@ -191,49 +191,49 @@ FAULTS = (
     Fault(
         "dequant scale of an input x 2^8",
         ("codes",),
-        on(DOWN, inject.change_input_operand, inject.dequantized_by(256)),
+        inject_into(DOWN, inject.change_input_operand, inject.scale_dequant_scale(256)),
         DOWN,
         "input",
     ),
     Fault(
         "dequant scale of an input x 1.5",
         ("codes",),
-        on(DOWN, inject.change_input_operand, inject.dequantized_by(1.5)),
+        inject_into(DOWN, inject.change_input_operand, inject.scale_dequant_scale(1.5)),
         DOWN,
         "input",
     ),
     Fault(
         "scale of an input x 2^8, it saturates",
         ("saturation",),
-        on(DOWN, inject.change_input_operand, inject.quantized_by(256)),
+        inject_into(DOWN, inject.change_input_operand, inject.scale_quant_scale(256)),
         DOWN,
         "input",
     ),
     Fault(
         "scale of an input x 2^-14, it underflows",
         ("underflow", "sqnr"),
-        on(DOWN, inject.change_input_operand, inject.quantized_by(2.0**-14)),
+        inject_into(DOWN, inject.change_input_operand, inject.scale_quant_scale(2.0**-14)),
         DOWN,
         "input",
     ),
     Fault(
         "flipped layout of an input's codes",
         ("codes",),
-        on(Q, inject.change_input_operand, inject.rows_reversed),
+        inject_into(Q, inject.change_input_operand, inject.reverse_rows),
         Q,
         "input",
     ),
     Fault(
         "flipped layout of a weight's codes",
         ("codes",),
-        on(UP, inject.change_weight_operands, inject.rows_reversed),
+        inject_into(UP, inject.change_weight_operands, inject.reverse_rows),
         UP,
         "weight",
     ),
     Fault(
         "codes of a weight from an earlier step",
         ("codes",),
-        on(UP, inject.change_weight_operands, inject.Stale("codes")),
+        inject_into(UP, inject.change_weight_operands, inject.Stale("codes")),
         UP,
         "weight",
         {"optimizer": {"lr": 3e-3}},
@@ -243,8 +243,8 @@ FAULTS = (
         "stale scale of an input that grows x 16",
         ("saturation", "jump"),
         lambda trained, stack: (
-            on(DOWN, inject.change_input_operand, inject.Stale("scale"))(trained, stack),
-            grow(DOWN, 1.2)(trained, stack),
+            inject_into(DOWN, inject.change_input_operand, inject.Stale("scale"))(trained, stack),
+            grow_input(DOWN, 1.2)(trained, stack),
         ),
         DOWN,
         "input",
@@ -252,71 +252,95 @@ FAULTS = (
     Fault(
         "wrong matmul: rows of another token",
         ("result",),
-        on(Q, inject.change_matmul, lambda operand: inject.rows_reversed(operand, operand.data)),
+        inject_into(Q, inject.change_matmul, lambda operand: inject.reverse_rows(operand, operand.data)),
         Q,
         "output",
     ),
     Fault(
         "a row of NaN in an activation",
         ("nonfinite",),
-        on(DOWN, inject.change_input, at(0, lambda row: row * torch.nan)),
+        inject_into(DOWN, inject.change_input, change_element(0, lambda row: row * torch.nan)),
         DOWN,
         "input",
     ),
     Fault(
         "an infinity in a gradient",
         ("nonfinite",),
-        on(UP, inject.change_grad_output, at((0, 0, 0), lambda row: torch.inf)),
+        inject_into(UP, inject.change_grad_output, change_element((0, 0, 0), lambda row: torch.inf)),
         UP,
         "grad_output",
     ),
-    Fault("NaN in a weight", ("nonfinite",), on_weight(UP, at((0, 0), lambda row: torch.nan)), UP, "weight"),
+    Fault(
+        "NaN in a weight",
+        ("nonfinite",),
+        inject_into_weight(UP, change_element((0, 0), lambda row: torch.nan)),
+        UP,
+        "weight",
+    ),
     Fault(
         "gradient of a layer x 1e-6",
         ("jump", "peers"),
-        on(UP, inject.change_grad_output, times(1e-6)),
+        inject_into(UP, inject.change_grad_output, multiply_by(1e-6)),
         UP,
         "grad_output",
     ),
     Fault(
-        "gradient of a layer x 1e4", ("jump", "peers"), on(UP, inject.change_grad_output, times(1e4)), UP, "grad_output"
+        "gradient of a layer x 1e4",
+        ("jump", "peers"),
+        inject_into(UP, inject.change_grad_output, multiply_by(1e4)),
+        UP,
+        "grad_output",
     ),
-    Fault("a detached layer: no gradient", ("zero",), on(UP, inject.change_grad_output, times(0.0)), UP, "grad_output"),
+    Fault(
+        "a detached layer: no gradient",
+        ("zero",),
+        inject_into(UP, inject.change_grad_output, multiply_by(0.0)),
+        UP,
+        "grad_output",
+    ),
     Fault("loss x 1e-6", ("jump",), scale_loss(1e-6), LAST, "grad_output"),
     Fault("loss x 2^20", ("jump",), scale_loss(2.0**20), LAST, "grad_output"),
     Fault("loss x 1e-38", ("zero", "jump"), scale_loss(1e-38), LAST, "grad_output"),
-    Fault("weights of a layer x 100", ("jump", "peers"), on_weight(DOWN, times(100)), DOWN, "weight"),
-    Fault("weights of a layer x 1/100", ("jump", "peers"), on_weight(DOWN, times(0.01)), DOWN, "weight"),
-    Fault("a bit of one weight flips", ("jump",), on_weight(UP, at((3, 5), lambda value: 2.0**12)), UP, "weight"),
-    Fault("weights of a layer are zero", ("zero", "jump"), on_weight(DOWN, times(0.0)), DOWN, "weight"),
+    Fault("weights of a layer x 100", ("jump", "peers"), inject_into_weight(DOWN, multiply_by(100)), DOWN, "weight"),
+    Fault("weights of a layer x 1/100", ("jump", "peers"), inject_into_weight(DOWN, multiply_by(0.01)), DOWN, "weight"),
+    Fault(
+        "a bit of one weight flips",
+        ("jump",),
+        inject_into_weight(UP, change_element((3, 5), lambda value: 2.0**12)),
+        UP,
+        "weight",
+    ),
+    Fault("weights of a layer are zero", ("zero", "jump"), inject_into_weight(DOWN, multiply_by(0.0)), DOWN, "weight"),
     Fault(
         "an outlier channel x 2^17",
         ("underflow", "sqnr", "jump"),
-        on(UP, inject.change_input, at((..., 7), lambda row: row * 2.0**17)),
+        inject_into(UP, inject.change_input, change_element((..., 7), lambda row: row * 2.0**17)),
         UP,
         "input",
     ),
     Fault(
         "an outlier element x 2^20",
         ("underflow", "sqnr", "jump"),
-        on(UP, inject.change_input, at((0, 0, 7), lambda row: row * 2.0**20)),
+        inject_into(UP, inject.change_input, change_element((0, 0, 7), lambda row: row * 2.0**20)),
         UP,
         "input",
     ),
-    Fault("an input is all zeros", ("zero",), on(DOWN, inject.change_input, times(0.0)), DOWN, "input"),
-    Fault("an input grows x 1.5 a step", ("growth", "jump"), grow(DOWN, 1.5), DOWN, "input"),
+    Fault("an input is all zeros", ("zero",), inject_into(DOWN, inject.change_input, multiply_by(0.0)), DOWN, "input"),
+    Fault("an input grows x 1.5 a step", ("growth", "jump"), grow_input(DOWN, 1.5), DOWN, "input"),
     Fault(
         "an input grows x 1.5 a step, delayed",
         ("growth", "saturation", "jump"),
-        grow(DOWN, 1.5),
+        grow_input(DOWN, 1.5),
         DOWN,
         "input",
-        recipe("delayed"),
+        set_recipe("delayed"),
     ),
     Fault(
         "gradients below e5m2's subnormals",
         ("underflow", "sqnr"),
-        on(UP, inject.change_grad_output, at((slice(None), slice(1, None)), lambda rows: rows * 2.0**-36)),
+        inject_into(
+            UP, inject.change_grad_output, change_element((slice(None), slice(1, None)), lambda rows: rows * 2.0**-36)
+        ),
         UP,
         "grad_output",
     ),
@@ -328,9 +352,9 @@ FAULTS = (
         kill_expert,
         EXPERTS,
         None,
-        {"model": {"n_experts": 8, "hidden_dim": 64}, **recipe("rowwise"), "optimizer": {"lr": 1e-5}},
+        {"model": {"n_experts": 8, "hidden_dim": 64}, **set_recipe("rowwise"), "optimizer": {"lr": 1e-5}},
     ),
-    Fault("shuffled labels", (), no_operation, change_batch=shuffled),
-    Fault("one sequence repeated in each batch", (), no_operation, change_batch=repeated),
-    Fault("all tokens are zero", ("jump", "growth", "zero", "vanishing"), no_operation, change_batch=one_token),
+    Fault("shuffled labels", (), change_nothing, change_batch=shuffle_targets),
+    Fault("one sequence repeated in each batch", (), change_nothing, change_batch=repeat_sequence),
+    Fault("all tokens are zero", ("jump", "growth", "zero", "vanishing"), change_nothing, change_batch=repeat_token),
 )

@@ -21,10 +21,10 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.numerics_faults import STORIES_PAGE, config_of
+from benchmarks.numerics_faults import STORIES_PAGE, make_config
 from benchmarks.numerics_inject import patch
 from benchmarks.numerics_picture import draw_run
-from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, expert_bias
+from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, get_expert_bias
 from benchmarks.record import ROOT, show
 from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
@@ -70,7 +70,7 @@ def restore(trained: TrainedModel, before: dict[str, Any]) -> None:
 
 
 def revive(trained: TrainedModel, before: dict[str, Any]) -> None:
-    expert_bias(trained)[3] = 0.0
+    get_expert_bias(trained)[3] = 0.0
 
 
 STORIES = (
@@ -115,22 +115,22 @@ def train_story(story: Story, folder: Path, *, remedied: bool) -> Path:
         return folder
     (fault,) = (candidate for candidate in FAULTS if candidate.name == story.fault)
     numerics = {"every": 2, "on_alarm": "fallback"}
-    config = config_of({**fault.settings, "numerics": numerics}, STEPS, str(folder.parent))
+    config = make_config({**fault.settings, "numerics": numerics}, STEPS, str(folder.parent))
     config = replace(config, job=replace(config.job, name=folder.name))
     with ExitStack() as stack:
         run = prepare_run(config)
         stack.callback(run.folder.release)
-        patch(stack, RunAlarms, "take_fallbacks", lambda _: _recipes(story, run) if remedied else {})
-        run.models[0].train_step = _broken(run, fault, story if remedied else None, stack)
+        patch(stack, RunAlarms, "take_fallbacks", lambda _: _choose_recipes(story, run) if remedied else {})
+        run.models[0].train_step = _break_step(run, fault, story if remedied else None, stack)
         train(run)
     return folder
 
 
-def _recipes(story: Story, run: TrainingRun) -> dict[str, str]:
+def _choose_recipes(story: Story, run: TrainingRun) -> dict[str, str]:
     return {story.layer: story.recipe} if story.recipe and run.progress.step == REMEDY_AFTER else {}
 
 
-def _broken(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
+def _break_step(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
     """Return a `train_step` with the fault, and with the remedy if there is one."""
     trained, step_of = run.models[0], run.models[0].train_step
     of_fault = stack.enter_context(ExitStack())
@@ -152,21 +152,21 @@ def _broken(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitSta
     return train_step
 
 
-def measured(story: Story, with_remedy: Path, without: Path) -> dict[str, Any]:
+def measure_story(story: Story, with_remedy: Path, without: Path) -> dict[str, Any]:
     """Return the statistic and the loss before the fault, with it, after the remedy, and without a remedy."""
     figures, losses = [], []
     for folder, steps in ((with_remedy, (30, 40, STEPS)), (without, (STEPS,))):
         record = Record.read(folder)
         by_step = {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
         for step in steps:
-            figures.append(_figure(record, story, step))
+            figures.append(_find_statistic(record, story, step))
             is_scaled = step > 30 and not (folder == with_remedy and step > REMEDY_AFTER)
             losses.append(by_step[step] / (story.loss_factor if is_scaled else 1))
     named = next(line for line in Record.read(with_remedy).alarms if line["kind"] == "alarm" and line["since"] >= 31)
     return {"story": story.fault, "alarm": named, "figures": figures, "losses": losses}
 
 
-def _figure(record: Record, story: Story, step: int) -> float | None:
+def _find_statistic(record: Record, story: Story, step: int) -> float | None:
     """Return the statistic of the worst cast at a step; None without a cast."""
     row = record.steps.tolist().index(step)
     values = [
@@ -187,14 +187,14 @@ def main() -> None:
     results = []
     for story in (story for story in STORIES if options.only in story.fault):
         runs = [train_story(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
-        results.append(measured(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
+        results.append(measure_story(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
         image = runs[0] / "story.png"
         (run,) = read_runs(runs[:1])
         draw_run(image, run, next(statistic for statistic in STATISTICS if statistic.name == story.shown))
         if options.update_docs:
             shrink(image, IMAGES / f"story_{story.file}.png")
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))
-    show({"remedies": table(results)}, STORIES_PAGE, update=options.update_docs)
+    show({"remedies": make_table(results)}, STORIES_PAGE, update=options.update_docs)
 
 
 def shrink(image: Path, to: Path) -> None:
@@ -204,7 +204,7 @@ def shrink(image: Path, to: Path) -> None:
     whole.quantize(COLORS, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def make_table(results: list[dict[str, Any]]) -> str:
     rows = ["story | figure, at steps 30, 40, 60; 60 without remedy | loss at these | remedy", "---|---|---|---"]
     for each in results:
         figures = ", ".join("-" if value is None else f"{value:.3g}" for value in each["figures"])

@@ -26,16 +26,26 @@ from benchmarks import numerics_inject as inject
 from benchmarks.numerics_faults import (
     PAGE,
     Watch,
-    exceptions,
-    grouped,
+    describe_exceptions,
+    format_event,
+    make_grouped_table,
+    make_record_path,
     parse_options,
-    record_of,
-    replayed,
-    short,
-    shown_event,
+    replay,
+    shorten,
 )
-from benchmarks.numerics_loops import Make, Training, calibrate, muon, regression, sgd, static, training, undecayed
-from benchmarks.record import provenance, show
+from benchmarks.numerics_loops import (
+    Make,
+    Training,
+    calibrate,
+    calibrate_static_scales,
+    make_muon,
+    make_regression,
+    make_sgd,
+    make_training,
+    make_undecayed_adamw,
+)
+from benchmarks.record import describe_provenance, show
 from quaver.numerics.monitoring import Monitor
 from quaver.optim import Float8AdamW
 
@@ -59,47 +69,53 @@ class Run:
 
 
 HEALTHY = (
-    Run("Qwen3, rowwise", training("qwen3", "rowwise", seed=101)),
-    Run("Gemma 2, tensorwise, soft caps", training("gemma2", "tensorwise", seed=102)),
-    Run("OPT (learned positions, biases, dropout), blockwise", training("opt", "blockwise", seed=103)),
-    Run("GPT-NeoX (parallel residual), rowwise_with_gw_hp", training("neox", "rowwise_with_gw_hp", seed=104)),
-    Run("Qwen3, delayed, learning rate 3e-3", training("qwen3", "delayed", seed=105, lr=3e-3)),
-    Run("OPT, SGD with momentum, learning rate 0.1", training("opt", "rowwise", seed=106, lr=0.1, optimizer=sgd)),
-    Run("Llama, Muon, learning rate 0.02", training("llama", "tensorwise", seed=107, lr=0.02, optimizer=muon)),
-    Run("Llama, Float8AdamW", training("llama", "rowwise", seed=108, optimizer=Float8AdamW)),
+    Run("Qwen3, rowwise", make_training("qwen3", "rowwise", seed=101)),
+    Run("Gemma 2, tensorwise, soft caps", make_training("gemma2", "tensorwise", seed=102)),
+    Run("OPT (learned positions, biases, dropout), blockwise", make_training("opt", "blockwise", seed=103)),
+    Run("GPT-NeoX (parallel residual), rowwise_with_gw_hp", make_training("neox", "rowwise_with_gw_hp", seed=104)),
+    Run("Qwen3, delayed, learning rate 3e-3", make_training("qwen3", "delayed", seed=105, lr=3e-3)),
+    Run(
+        "OPT, SGD with momentum, learning rate 0.1",
+        make_training("opt", "rowwise", seed=106, lr=0.1, optimizer=make_sgd),
+    ),
+    Run(
+        "Llama, Muon, learning rate 0.02", make_training("llama", "tensorwise", seed=107, lr=0.02, optimizer=make_muon)
+    ),
+    Run("Llama, Float8AdamW", make_training("llama", "rowwise", seed=108, optimizer=Float8AdamW)),
     Run(
         "GPT-NeoX, weight decay 0, warm-up of 1000 steps",
-        training("neox", "tensorwise", seed=109, warmup=1000, optimizer=undecayed),
+        make_training("neox", "tensorwise", seed=109, warmup=1000, optimizer=make_undecayed_adamw),
         steps=60,
     ),
-    Run("Qwen3, LoRA, blockwise", training("qwen3", "blockwise", seed=110, lora=True, pretrained=30)),
-    Run("Gemma 2, fine-tuning after 60 steps", training("gemma2", "mxfp8", seed=111, pretrained=60, lr=1e-4)),
-    Run("Llama, primary weights", training("llama", "tensorwise", seed=112, primary=True)),
-    Run("Qwen3, static scales", training("qwen3", static(), seed=113, prepare=calibrate)),
+    Run("Qwen3, LoRA, blockwise", make_training("qwen3", "blockwise", seed=110, lora=True, pretrained=30)),
+    Run("Gemma 2, fine-tuning after 60 steps", make_training("gemma2", "mxfp8", seed=111, pretrained=60, lr=1e-4)),
+    Run("Llama, primary weights", make_training("llama", "tensorwise", seed=112, primary=True)),
+    Run("Qwen3, static scales", make_training("qwen3", calibrate_static_scales(), seed=113, prepare=calibrate)),
     Run(
         "OPT, accumulation of 4, each step",
-        training("opt", "mxfp8", seed=114, accumulation=4, size=2),
+        make_training("opt", "mxfp8", seed=114, accumulation=4, size=2),
         every=1,
         steps=25,
     ),
-    Run("Llama, width 256", training("llama", "rowwise", seed=115, width=256, layers=2), steps=40),
-    Run("Llama, 16 sequences of 32", training("llama", "tensorwise", seed=116, size=16, length=32)),
+    Run("Llama, width 256", make_training("llama", "rowwise", seed=115, width=256, layers=2), steps=40),
+    Run("Llama, 16 sequences of 32", make_training("llama", "tensorwise", seed=116, size=16, length=32)),
     Run(
-        "Qwen3, 1 sequence of 128, no warm-up", training("qwen3", "tensorwise", seed=117, size=1, length=128, warmup=0)
+        "Qwen3, 1 sequence of 128, no warm-up",
+        make_training("qwen3", "tensorwise", seed=117, size=1, length=128, warmup=0),
     ),
     Run(
         "GPT-NeoX, bfloat16 weights, every 5th of 150",
-        training("neox", "rowwise", seed=118, dtype=torch.bfloat16),
+        make_training("neox", "rowwise", seed=118, dtype=torch.bfloat16),
         150,
         5,
     ),
-    Run("Llama, 8 layers, no clipping", training("llama", "delayed", seed=119, layers=8, clip=None), steps=40),
+    Run("Llama, 8 layers, no clipping", make_training("llama", "delayed", seed=119, layers=8, clip=None), steps=40),
     Run(
         "Llama, tied embeddings, weights cast once",
-        training(seed=120, once=True, of_model={"tie_word_embeddings": True}),
+        make_training(seed=120, once=True, of_model={"tie_word_embeddings": True}),
     ),
-    Run("MLP that learns another, Adam", regression(121)),
-    Run("OPT, dropout 0.3", training("opt", "tensorwise", seed=122, of_model={"dropout": 0.3})),
+    Run("MLP that learns another, Adam", make_regression(121)),
+    Run("OPT, dropout 0.3", make_training("opt", "tensorwise", seed=122, of_model={"dropout": 0.3})),
 )
 
 
@@ -108,11 +124,11 @@ HEALTHY = (
 Break = Callable[[Training, ExitStack], Any]
 
 
-def weight_of(name: str, change: inject.Change) -> Break:
+def inject_into_weight(name: str, change: inject.Change) -> Break:
     return lambda run, stack: inject.change_weight(run.model.get_submodule(name), change)
 
 
-def part(index: Any, value: float) -> inject.Change:
+def change_part(index: Any, value: float) -> inject.Change:
     def change(tensor: Tensor) -> Tensor:
         tensor[index] = value
         return tensor
@@ -120,24 +136,24 @@ def part(index: Any, value: float) -> inject.Change:
     return change
 
 
-def operand_of(name: str, how: Callable[..., None], change: inject.OnOperand) -> Break:
+def inject_into_operand(name: str, how: Callable[..., None], change: inject.OnOperand) -> Break:
     return lambda run, stack: how(stack, run.model.get_submodule(name), change)
 
 
-def hooked(name: str, change: inject.Change) -> Break:
+def inject_into_output(name: str, change: inject.Change) -> Break:
     """Change the output of a module."""
     return lambda run, stack: inject.change_output(stack, run.model.get_submodule(name), change)
 
 
-def one_head(run: Training, stack: ExitStack) -> None:
+def zero_head(run: Training, stack: ExitStack) -> None:
     """Zero the rows of head 1 in q, k and v, and its columns in o."""
     attention = run.decoder.layers[1].self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-        inject.change_weight(projection, part(slice(16, 32), 0.0))
-    inject.change_weight(attention.o_proj, part((slice(None), slice(16, 32)), 0.0))
+        inject.change_weight(projection, change_part(slice(16, 32), 0.0))
+    inject.change_weight(attention.o_proj, change_part((slice(None), slice(16, 32)), 0.0))
 
 
-def no_mask(run: Training, stack: ExitStack) -> None:
+def remove_mask(run: Training, stack: ExitStack) -> None:
     for layer in run.decoder.layers:
         forward = layer.self_attn.forward
 
@@ -148,22 +164,22 @@ def no_mask(run: Training, stack: ExitStack) -> None:
         inject.patch(stack, layer.self_attn, "forward", wrapped)
 
 
-def one_token(run: Training, stack: ExitStack) -> None:
+def repeat_token(run: Training, stack: ExitStack) -> None:
     batch = run.batch
     run.batch = lambda number: torch.full_like(batch(number), 251)
 
 
 def drop(run: Training, stack: ExitStack) -> None:
     for index in range(4):
-        hooked(f"model.layers.{index}.mlp", lambda out: nn.functional.dropout(out, 0.9))(run, stack)
+        inject_into_output(f"model.layers.{index}.mlp", lambda out: nn.functional.dropout(out, 0.9))(run, stack)
 
 
-def decay(run: Training, stack: ExitStack) -> None:
+def raise_decay(run: Training, stack: ExitStack) -> None:
     for group in run.optimizer.param_groups:
         group["weight_decay"] = 100.0
 
 
-def spike(run: Training, stack: ExitStack) -> None:
+def multiply_loss(run: Training, stack: ExitStack) -> None:
     """Multiply the loss of one batch by 1e4, without clipping."""
     loss_of, calls = run.loss_of, iter([1e4])
     run.clip = None
@@ -188,18 +204,18 @@ def duplicate(run: Training, stack: ExitStack) -> None:
     run.decoder.layers[2].load_state_dict(run.decoder.layers[1].state_dict())
 
 
-def other_format(operand: Any, hp: Tensor) -> Any:
+def read_other_format(operand: Any, hp: Tensor) -> Any:
     """Read codes of e4m3fnuz, whose exponent has another bias, as e4m3fn."""
     codes = operand.data.float().clamp(-240, 240).to(torch.float8_e4m3fnuz).view(torch.uint8)
     return operand._replace(data=codes.view(torch.float8_e4m3fn))
 
 
-def theta(run: Training, stack: ExitStack) -> None:
+def change_theta(run: Training, stack: ExitStack) -> None:
     rotary = run.decoder.rotary_emb
     rotary.inv_freq.copy_(10.0 ** (torch.log10(rotary.inv_freq) / 4))
 
 
-def nan_state(run: Training, stack: ExitStack) -> None:
+def corrupt_state(run: Training, stack: ExitStack) -> None:
     weight = run.model.get_submodule("model.layers.2.mlp.up_proj").get_parameter("weight")
     run.optimizer.state[weight]["exp_avg"][0, 0] = torch.nan
 
@@ -208,7 +224,7 @@ def keep_gradients(run: Training, stack: ExitStack) -> None:
     run.zeroes_gradients = False
 
 
-def identity_labels(run: Training, stack: ExitStack) -> None:
+def set_identity_labels(run: Training, stack: ExitStack) -> None:
     """Make each token its own target."""
 
     def loss_of(tokens: Tensor) -> Tensor:
@@ -223,7 +239,7 @@ def ascend(run: Training, stack: ExitStack) -> None:
     run.loss_of = lambda tokens: -loss_of(tokens)
 
 
-def norm_gain(name: str, factor: float) -> Break:
+def multiply_norm_gain(name: str, factor: float) -> Break:
     def change(run: Training, stack: ExitStack) -> None:
         with torch.no_grad():
             run.model.get_submodule(name).get_parameter("weight").mul_(factor)
@@ -231,66 +247,70 @@ def norm_gain(name: str, factor: float) -> Break:
     return change
 
 
-def big_epsilon(run: Training, stack: ExitStack) -> None:
+def raise_epsilon(run: Training, stack: ExitStack) -> None:
     for group in run.optimizer.param_groups:
         group["eps"] = 1.0
 
 
-def frozen_gate(run: Training, stack: ExitStack) -> None:
+def freeze_gate(run: Training, stack: ExitStack) -> None:
     """Fix a gate at -30, where SiLU is almost 0."""
-    hooked("model.layers.2.mlp.gate_proj", lambda out: torch.full_like(out, -30.0))(run, stack)
+    inject_into_output("model.layers.2.mlp.gate_proj", lambda out: torch.full_like(out, -30.0))(run, stack)
 
 
 BASE, DOWN, UP, O = (
-    training(seed=201),
+    make_training(seed=201),
     *(f"model.layers.{name}" for name in ("1.mlp.down_proj", "2.mlp.up_proj", "1.self_attn.o_proj")),
 )
 
 FAULTS = (
-    Run("one head's weights are zero", BASE, break_it=one_head, layers=("layers.1.self_attn",)),
+    Run("one head's weights are zero", BASE, break_it=zero_head, layers=("layers.1.self_attn",)),
     Run(
         "a square weight transposed",
         BASE,
-        break_it=weight_of(O, lambda weight: weight.t().contiguous()),
+        break_it=inject_into_weight(O, lambda weight: weight.t().contiguous()),
         layers=("layers.1.self_attn",),
         invisible="the same elements",
     ),
     Run(
         "16 x 16 elements of a weight are zero",
         BASE,
-        break_it=weight_of(DOWN, part((slice(0, 16), slice(0, 16)), 0.0)),
+        break_it=inject_into_weight(DOWN, change_part((slice(0, 16), slice(0, 16)), 0.0)),
         layers=("layers.1.mlp",),
     ),
     Run(
         "a whole weight is 1",
         BASE,
-        break_it=weight_of(DOWN, lambda weight: torch.ones_like(weight)),
+        break_it=inject_into_weight(DOWN, lambda weight: torch.ones_like(weight)),
         layers=("layers.1.mlp",),
     ),
     Run(
         "a LayerNorm's gain x 100",
         BASE,
-        break_it=norm_gain("model.layers.1.post_attention_layernorm", 100),
+        break_it=multiply_norm_gain("model.layers.1.post_attention_layernorm", 100),
         layers=("layers.1.mlp",),
     ),
     Run(
         "attention logits x 64: gain of q's norm",
-        training("qwen3", seed=202),
-        break_it=norm_gain("model.layers.1.self_attn.q_norm", 64),
+        make_training("qwen3", seed=202),
+        break_it=multiply_norm_gain("model.layers.1.self_attn.q_norm", 64),
         layers=("layers.1.self_attn", "layers.0"),
     ),
     Run(
         "bfloat16 weights stuck: lr 1e-7",
-        training(seed=203, dtype=torch.bfloat16, lr=1e-7),
+        make_training(seed=203, dtype=torch.bfloat16, lr=1e-7),
     ),
-    Run("the attention mask is gone", BASE, break_it=no_mask, invisible="right matmuls, of other tokens"),
-    Run("all tokens are one that is rare", BASE, break_it=one_token),
+    Run("the attention mask is gone", BASE, break_it=remove_mask, invisible="right matmuls, of other tokens"),
+    Run("all tokens are one that is rare", BASE, break_it=repeat_token),
     Run("dropout of 0.9 in each MLP", BASE, break_it=drop),
-    Run("weight decay 100", BASE, break_it=decay),
-    Run("a spike without clipping, SGD", training("opt", seed=204, lr=0.1, optimizer=sgd), break_it=spike),
+    Run("weight decay 100", BASE, break_it=raise_decay),
+    Run(
+        "a spike without clipping, SGD",
+        make_training("opt", seed=204, lr=0.1, optimizer=make_sgd),
+        break_it=multiply_loss,
+    ),
     Run(
         "tied embeddings come apart",
-        training(seed=205, of_model={"tie_word_embeddings": True}),
+        make_training(seed=205, of_model={"tie_word_embeddings": True}),
         break_it=untie,
         invisible="equal weights at first",
     ),
@@ -311,44 +331,44 @@ FAULTS = (
     Run(
         "dequant scale of a gradient x 2^6",
         BASE,
-        break_it=operand_of(UP, inject.change_grad_operand, inject.dequantized_by(64.0)),
+        break_it=inject_into_operand(UP, inject.change_grad_operand, inject.scale_dequant_scale(64.0)),
         layers=("layers.2.mlp",),
     ),
     Run(
         "dequant scale of a gradient x 2^-6",
         BASE,
-        break_it=operand_of(UP, inject.change_grad_operand, inject.dequantized_by(1 / 64)),
+        break_it=inject_into_operand(UP, inject.change_grad_operand, inject.scale_dequant_scale(1 / 64)),
         layers=("layers.2.mlp",),
     ),
     Run(
         "quant and dequant scale of a gradient off by 2^-6",
         BASE,
-        break_it=operand_of(UP, inject.change_grad_operand, inject.quantized_by(2.0**-6)),
+        break_it=inject_into_operand(UP, inject.change_grad_operand, inject.scale_quant_scale(2.0**-6)),
         layers=("layers.2.mlp",),
         invisible="e5m2 has that range to spare: no harm",
     ),
     Run(
         "codes of e4m3fnuz read as e4m3fn",
         BASE,
-        break_it=operand_of(DOWN, inject.change_input_operand, other_format),
+        break_it=inject_into_operand(DOWN, inject.change_input_operand, read_other_format),
         layers=("layers.1.mlp.down_proj",),
     ),
-    Run("RoPE's theta 10,000 becomes 10", BASE, break_it=theta, invisible="a rotation keeps magnitudes"),
-    Run("NaN in the optimizer's state", BASE, break_it=nan_state, layers=("layers.2.mlp.up_proj",)),
+    Run("RoPE's theta 10,000 becomes 10", BASE, break_it=change_theta, invisible="a rotation keeps magnitudes"),
+    Run("NaN in the optimizer's state", BASE, break_it=corrupt_state, layers=("layers.2.mlp.up_proj",)),
     Run(
         "gradients are not zeroed",
         BASE,
         break_it=keep_gradients,
         invisible="matmuls are those of one step",
     ),
-    Run("labels are not shifted", BASE, break_it=identity_labels, invisible="right matmuls"),
+    Run("labels are not shifted", BASE, break_it=set_identity_labels, invisible="right matmuls"),
     Run("the sign of the loss is wrong", BASE, break_it=ascend),
-    Run("eps of Adam is 1", BASE, break_it=big_epsilon, invisible="weights hardly move"),
-    Run("a gate is stuck at zero", BASE, break_it=frozen_gate, layers=("layers.2.mlp",)),
+    Run("eps of Adam is 1", BASE, break_it=raise_epsilon, invisible="weights hardly move"),
+    Run("a gate is stuck at zero", BASE, break_it=freeze_gate, layers=("layers.2.mlp",)),
     Run(
         "an MLP's output x 1000",
         BASE,
-        break_it=hooked("model.layers.1.mlp", lambda out: out * 1000),
+        break_it=inject_into_output("model.layers.1.mlp", lambda out: out * 1000),
         layers=("layers.1", "layers.2"),
     ),
     Run(
@@ -365,9 +385,9 @@ FAULTS = (
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
+def run_watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
     """Run a scenario, and return its samples and three losses: before the fault, at its first step, and at the end."""
-    watch = Watch(record_of(scenario, records) if records else None)
+    watch = Watch(make_record_path(scenario, records) if records else None)
     with ExitStack() as stack:
         run = scenario.make()
         with Monitor(run.model, every=scenario.every, sink=watch):
@@ -380,7 +400,7 @@ def watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
     ]
 
 
-def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
+def judge(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
     first = AT if scenario.break_it else 1
     raised = [alarm for alarm in watch.raised if alarm.step >= first]
     steps = [step for step in watch.samples if step >= first]
@@ -388,8 +408,8 @@ def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
     return {
         "run": scenario.name,
         "samples": len(watch.samples),
-        "before": [short(alarm) for alarm in watch.raised if alarm.step < first],
-        "alarms": [short(alarm) for alarm in raised],
+        "before": [shorten(alarm) for alarm in watch.raised if alarm.step < first],
+        "alarms": [shorten(alarm) for alarm in raised],
         "named": named,
         "after": steps.index(raised[0].step) + 1 if raised else None,
         "losses": losses,
@@ -397,20 +417,20 @@ def verdict(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of results/numerics.md by name."""
     visible = [fault for fault in results["faults"] if not fault["invisible"]]
     quiet = [run for run in results["healthy"] if not run["alarms"]]
-    outcomes = grouped("outcome | faults", map(_outcome, results["faults"]))
+    outcomes = make_grouped_table("outcome | faults", map(_describe_outcome, results["faults"]))
     counts = (
         f"Of {len(results['faults'])} faults, {len(visible)} change the numbers of matmuls; "
         f"{sum(fault['named'] for fault in visible)} of these were named. "
         f"{len(quiet)} of {len(results['healthy'])} healthy runs raised no alarm"
     )
-    return {"unseen": f"{outcomes}\n\n{counts}{exceptions(results['healthy'])}"}
+    return {"unseen": f"{outcomes}\n\n{counts}{describe_exceptions(results['healthy'])}"}
 
 
-def _outcome(result: dict[str, Any]) -> tuple[str, str]:
+def _describe_outcome(result: dict[str, Any]) -> tuple[str, str]:
     if result["alarms"]:
         rule, after = result["alarms"][0]["rule"], result["after"]
         return "named first" if result["named"] else "another layer", f"{result['run']} (`{rule}`, {after})"
@@ -419,30 +439,32 @@ def _outcome(result: dict[str, Any]) -> tuple[str, str]:
     return "**missed**", result["run"]
 
 
-def chosen(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
+def choose_runs(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
     yield from (run for run in runs if part in run.name)
 
 
 def main() -> None:
     options = parse_options(__doc__)
     if options.tables:
-        show(tables(json.loads(options.tables.read_text())), PAGE, update=True)
+        show(make_tables(json.loads(options.tables.read_text())), PAGE, update=True)
         return
     results: dict[str, Any] = {"healthy": [], "faults": []}
     before = json.loads(options.json.read_text()) if options.replay else results
     losses = {each["run"]: each["losses"] for each in (*before["healthy"], *before["faults"])}
     for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):
-        for scenario in chosen(runs, options.only):
+        for scenario in choose_runs(runs, options.only):
             if options.replay:
-                watch, of_run = replayed(scenario, options.replay), losses[scenario.name]
+                watch, of_run = replay(scenario, options.replay), losses[scenario.name]
             else:
-                watch, of_run = watched(scenario, options.records)
-            results[kind].append(verdict(scenario, watch, of_run))
-            lines = (f"\n    {shown_event(event)}" for event in watch.events)
+                watch, of_run = run_watched(scenario, options.records)
+            results[kind].append(judge(scenario, watch, of_run))
+            lines = (f"\n    {format_event(event)}" for event in watch.events)
             print(scenario.name, *lines, of_run, file=sys.stderr, flush=True)
             if options.json:
-                options.json.write_text(json.dumps({**provenance("numerics_unseen"), **results}, indent=1) + "\n")
-    print("\n\n".join(tables(results).values()))
+                options.json.write_text(
+                    json.dumps({**describe_provenance("numerics_unseen"), **results}, indent=1) + "\n"
+                )
+    print("\n\n".join(make_tables(results).values()))
 
 
 if __name__ == "__main__":

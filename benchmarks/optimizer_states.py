@@ -25,8 +25,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.loss_curves import curve
-from benchmarks.record import ROOT, markdown, provenance
+from benchmarks.loss_curves import read_curve
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table
 from quaver.checkpointing import store_activations_in_float8
 from quaver.lab.settings import Optimizer
 from quaver.lab.settings.config_file import load_config
@@ -40,7 +40,7 @@ REFERENCE = "AdamW"
 BATCH = 4  # half of the debug model's: twice the steps in the same time
 
 
-def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
+def _make_peer_builder(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
     """Return a builder that gives AdamW's param groups and options to another library's optimizer."""
 
     def build(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -51,32 +51,32 @@ def _peer(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.opti
             [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups if g["params"]], **options
         )
         if module.startswith("torchao"):
-            peer.register_step_pre_hook(_rates_as_tensors)
+            peer.register_step_pre_hook(_make_rates_tensors)
         return peer
 
     return build
 
 
-def _rates_as_tensors(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+def _make_rates_tensors(optimizer: torch.optim.Optimizer, *step: Any) -> None:
     """Make the learning rates tensors: torchao's optimizers refuse the floats that the trainer sets."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"])
 
 
-def _ours(**options: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
+def _make_ours(**options: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
     return lambda model, config: build_optimizer(model, replace(config, **options))
 
 
 LIBRARIES = {"torchao AdamWFp8": "torchao", "bitsandbytes AdamW8bit": "bitsandbytes"}
 CONTESTANTS = {
-    REFERENCE: _ours(),
-    "AdamW again": _ours(implementation="foreach"),
-    "Float8AdamW": _ours(name="Float8AdamW"),
-    "activations in float8": _ours(),
-    "activations, but not attention's": _ours(),
-    "both": _ours(name="Float8AdamW"),
-    "torchao AdamWFp8": _peer("torchao.optim", "AdamWFp8"),
-    "bitsandbytes AdamW8bit": _peer("bitsandbytes.optim", "AdamW8bit"),
+    REFERENCE: _make_ours(),
+    "AdamW again": _make_ours(implementation="foreach"),
+    "Float8AdamW": _make_ours(name="Float8AdamW"),
+    "activations in float8": _make_ours(),
+    "activations, but not attention's": _make_ours(),
+    "both": _make_ours(name="Float8AdamW"),
+    "torchao AdamWFp8": _make_peer_builder("torchao.optim", "AdamWFp8"),
+    "bitsandbytes AdamW8bit": _make_peer_builder("bitsandbytes.optim", "AdamW8bit"),
 }
 STORED: dict[str, list[str] | None] = {
     "activations in float8": None,
@@ -86,7 +86,7 @@ STORED: dict[str, list[str] | None] = {
 """The modules that store activations in float8; None for the default."""
 
 
-def contestants() -> list[str]:
+def list_contestants() -> list[str]:
     """Return the names of the contestants whose library is installed."""
     return [name for name in CONTESTANTS if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
 
@@ -117,10 +117,10 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         status = train(prepared)["status"]
     if status != "finished":
         raise SystemExit(f"{name}: the run ended as {status}")
-    return {"validation": curve(prepared.folder.path)["validation"]}
+    return {"validation": read_curve(prepared.folder.path)["validation"]}
 
 
-def table(runs: dict[str, dict[str, Any]]) -> str:
+def make_table(runs: dict[str, dict[str, Any]]) -> str:
     """Return the table of final validation losses and gaps to AdamW with the same seed."""
     rows = []
     for name in CONTESTANTS:
@@ -130,10 +130,10 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
             spread = f"{min(gaps):+.2%} to {max(gaps):+.2%}"
             loss, gap = f"{statistics.fmean(final.values()):.4f}", f"{statistics.fmean(gaps):+.2%}"
             rows.append([name, str(len(final)), loss, gap, spread])
-    return markdown(["optimizer", "seeds", "validation loss", "mean gap", "of seeds"], rows)
+    return make_markdown_table(["optimizer", "seeds", "validation loss", "mean gap", "of seeds"], rows)
 
 
-def times(rounds: int = 11) -> str:
+def measure_times(rounds: int = 11) -> str:
     """Return a table of the milliseconds of a step, with ratios to AdamW's foreach kernels. Optimizers take turns."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW, foreach": lambda p: torch.optim.AdamW(p, foreach=True),
@@ -159,22 +159,24 @@ def times(rounds: int = 11) -> str:
         medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
         for name, median in medians.items():
             rows[name].append(f"{median * 1e3:.1f} ms, {median / medians['AdamW, foreach']:.2f}")
-    return markdown(["", *(f"{name} parameters" for name in shapes)], list(rows.values()))
+    return make_markdown_table(["", *(f"{name} parameters" for name in shapes)], list(rows.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and samples")
-    parser.add_argument("--names", nargs="+", default=contestants(), choices=list(CONTESTANTS), help="which optimizers")
+    parser.add_argument(
+        "--names", nargs="+", default=list_contestants(), choices=list(CONTESTANTS), help="which optimizers"
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "optimizer_states", help="folder of the runs")
     parser.add_argument("--record", type=Path, default=RECORD, help="the file of the results")
     parser.add_argument("--time", action="store_true", help="time a step instead")
     options = parser.parse_args()
     if options.time:
-        print(times())
+        print(measure_times())
         return
-    record = {"steps": options.steps, "environment": provenance("optimizer_states"), "seeds": {}}
+    record = {"steps": options.steps, "environment": describe_provenance("optimizer_states"), "seeds": {}}
     if options.record.exists():
         record = json.loads(options.record.read_text())
     if record["steps"] != options.steps:
@@ -185,7 +187,7 @@ def main() -> None:
             if name not in of_seed:
                 of_seed[name] = run(name, seed, options)
                 options.record.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["seeds"]))
+    print(make_table(record["seeds"]))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ CASTS = CODES, (5e-3, 5e-2)
 """The tolerances in the first step and in later ones."""
 
 
-def tolerances(row: dict[str, str]) -> tuple[tuple[float, float], tuple[float, float]]:
+def choose_tolerances(row: dict[str, str]) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the tolerances of a row's losses and gradient norms, in the first step and in later ones."""
     if "experts" in row["layout"] and row["recipe"] == "tensorwise":
         return CASTS
@@ -136,7 +136,7 @@ def is_possible(row: dict[str, str]) -> bool:
     )
 
 
-def array(seed: int) -> list[dict[str, str]]:
+def make_covering_array(seed: int) -> list[dict[str, str]]:
     """Return rows that cover each possible pair of values, chosen greedily among random rows."""
     draw = random.Random(seed)
     names = list(OPTIONS)
@@ -148,16 +148,16 @@ def array(seed: int) -> list[dict[str, str]]:
         for _ in range(200):
             (a, x), (b, y) = draw.choice(wanted)
             row = {name: draw.choice(list(values)) for name, values in OPTIONS.items()} | {a: x, b: y}
-            if is_possible(row) and len(missing & _pairs(row)) > len(missing & _pairs(best)):
+            if is_possible(row) and len(missing & _list_pairs(row)) > len(missing & _list_pairs(best)):
                 best = row
         vain = 0 if best else vain + 1
         if best:
-            missing -= _pairs(best)
+            missing -= _list_pairs(best)
             rows.append(best)
     return rows
 
 
-def _pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
+def _list_pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
     return set(itertools.combinations(row.items(), 2))
 
 
@@ -174,7 +174,7 @@ class Runs:
         """Train a row, and return how it differs from its reference or fails, or ""."""
         name, ranks = f"row_{index}", LAYOUTS[row["layout"]][0]
         words = [word for option, value in row.items() for word in OPTIONS[option][value]]
-        launches = [[*self._words(name), *words, "--training.steps=3"]]
+        launches = [[*self._make_words(name), *words, "--training.steps=3"]]
         if index % 3 == 0:
             resumed = [f"--resume={self.folder / 'runs' / name}", "--training.steps=3"]
             launches = [[*launches[0][:-1], "--training.steps=2", "--checkpoint.enable"], resumed]
@@ -186,17 +186,17 @@ class Runs:
         for launch in launches:
             if error := self._train(ranks, launch):
                 return error
-        return self._difference(row, name, self._reference(row))
+        return self._find_difference(row, name, self._train_reference(row))
 
-    def _words(self, name: str) -> list[str]:
+    def _make_words(self, name: str) -> list[str]:
         return [*BASE, f"--data={self.text}", f"--job.dump_folder={self.folder / 'runs'}", f"--job.name={name}"]
 
-    def _reference(self, row: dict[str, str]) -> str:
+    def _train_reference(self, row: dict[str, str]) -> str:
         options = [*NUMERIC, *(["checkpoint"] if row["besides"] == "stored" else [])]
         name = "one_" + "_".join(row[option] for option in options)
         if not (self.folder / "runs" / name).exists():
             words = [word for option in options for word in OPTIONS[option][row[option]]]
-            error = self._train(1, [*self._words(name), *words, "--training.steps=3", "--checkpoint.no-enable"])
+            error = self._train(1, [*self._make_words(name), *words, "--training.steps=3", "--checkpoint.no-enable"])
             if error:
                 raise RuntimeError(f"the reference {name}: {error}")
         return name
@@ -217,24 +217,24 @@ class Runs:
         lines = [line for line in done.stderr.splitlines() if "error:" in line]
         return "; ".join(lines) if any(each["row"][0] for each in done.ended) else ""
 
-    def _difference(self, row: dict[str, str], name: str, reference: str) -> str:
-        first, later = tolerances(row)
+    def _find_difference(self, row: dict[str, str], name: str, reference: str) -> str:
+        first, later = choose_tolerances(row)
         for key, of_norms in (("loss", 0), ("grad_norm", 1), ("validation_loss", 0)):
-            ours, theirs = (self._numbers(run, key) for run in (name, reference))
+            ours, theirs = (self._read_numbers(run, key) for run in (name, reference))
             most = [later if key == "validation_loss" or step else first for step in range(len(theirs))]
             pairs = zip(ours, theirs, most, strict=False)
             if len(ours) != len(theirs) or any(abs(a - b) > each[of_norms] * abs(b) for a, b, each in pairs):
                 return f"{key} {ours[:6]}, expected {theirs[:6]}"
         return ""
 
-    def _numbers(self, name: str, key: str) -> list[float]:
+    def _read_numbers(self, name: str, key: str) -> list[float]:
         """Return the values of `key` of the first model in the metrics; of validation_loss only the last."""
         records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
         values = [line[key] for line in records if key in line and line["run"] == records[0]["run"]]
         return values[-1:] if key == "validation_loss" else values
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the row to begin with")
@@ -244,9 +244,9 @@ def _options() -> argparse.Namespace:
 
 
 def _main() -> int:
-    options, wrong = _options(), 0
+    options, wrong = _parse_options(), 0
     only = dict(each.split("=") for each in options.only.split(",") if each)
-    rows = [(index, row) for index, row in enumerate(array(options.seed)) if only.items() <= row.items()]
+    rows = [(index, row) for index, row in enumerate(make_covering_array(options.seed)) if only.items() <= row.items()]
     rows = rows[options.first :][: options.rows]
     folder = Path(tempfile.mkdtemp(prefix="option_pairs_"))
     runs = Runs(folder)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, markdown, run_quaver, show
+from benchmarks.record import ROOT, make_markdown_table, run_quaver, show
 from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.roofline.matmul import MATMUL_SHARES
@@ -37,7 +37,7 @@ MODES = ("eager", "compiled")
 Rows = list[dict[str, Any]]
 
 
-def words(name: str) -> list[str]:
+def make_command(name: str) -> list[str]:
     """Return the arguments of `quaver` that measure one benchmark."""
     output = (CPU / f"{name}.json").relative_to(ROOT)
     return ["bench", *COMMANDS[name].split(), "--device", "cpu", "--threads", "1", "--output", str(output)]
@@ -54,18 +54,18 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def recorded() -> dict[Path, dict[str, str]]:
+def make_recorded_tables() -> dict[Path, dict[str, str]]:
     """Return the tables of each page from the recorded files."""
     layers = [row for row in read_rows() if (row["model"], row["recipe"]) == ("llama-8b", "tensorwise")]
     totals = read(ROOFLINE / "roofline.json")["totals"]
     measured = {f"cpu {name}": _MEASURED[name](read(CPU / f"{name}.json")["rows"]) for name in COMMANDS}
     return {
-        DOCS: {"layers": _layers_table(layers), "totals": _totals_table(totals)},
-        LAB: {"devices": _devices_table(), **measured},
+        DOCS: {"layers": _make_layers_table(layers), "totals": _make_totals_table(totals)},
+        LAB: {"devices": _make_devices_table(), **measured},
     }
 
 
-def _devices_table() -> str:
+def _make_devices_table() -> str:
     lines = []
     for spec in DEVICE_SPECS:
         shares = MATMUL_SHARES[spec.name]
@@ -74,57 +74,63 @@ def _devices_table() -> str:
         rows = "" if spec.float8_tflops is None else f"{get_scales_share(ScaleKind.ROWWISE, spec):.2f}"
         lines.append([spec.name, *bfloat16, *float8, rows, f"{spec.memory_gb_per_s:g}"])
     heads = ["device", "bfloat16 TFLOP/s", "reached", "float8 TFLOP/s", "reached", "row-wise", "GB/s"]
-    return markdown(heads, lines)
+    return make_markdown_table(heads, lines)
 
 
-def _layers_table(rows: Rows) -> str:
+def _make_layers_table(rows: Rows) -> str:
     """Return a table of speedups, with a line for each layer and a column for each device."""
-    devices, by_cell, lines = _values(rows, "device"), _by(rows, "layer", "device"), []
-    for layer, row in _by(rows, "layer").items():
+    devices, by_cell, lines = _list_values(rows, "device"), _group_rows(rows, "layer", "device"), []
+    for layer, row in _group_rows(rows, "layer").items():
         cells = [f"{float(by_cell[*layer, device]['speedup']):.2f}" for device in devices]
         lines.append([*layer, f"{int(row['k']):,} -> {int(row['n']):,}", *cells])
-    return markdown(["layer", "K -> N", *devices], lines)
+    return make_markdown_table(["layer", "K -> N", *devices], lines)
 
 
-def _totals_table(totals: Rows) -> str:
+def _make_totals_table(totals: Rows) -> str:
     """Return a table with a line for each model and recipe: the speedup of linears, and of a step in parentheses."""
-    devices, by_cell, lines = _values(totals, "device"), _by(totals, "model", "recipe", "device"), []
-    for model, recipe in _by(totals, "model", "recipe"):
+    devices, by_cell, lines = _list_values(totals, "device"), _group_rows(totals, "model", "recipe", "device"), []
+    for model, recipe in _group_rows(totals, "model", "recipe"):
         cells = [by_cell[model, recipe, device] for device in devices]
         figures = [f"{cell['speedup']:.2f} ({cell['step_speedup'][STEP_SHARE]:.2f})" for cell in cells]
         lines.append([model, recipe, *figures])
-    return markdown(["model", "recipe", *devices], lines)
+    return make_markdown_table(["model", "recipe", *devices], lines)
 
 
-def _linear(rows: Rows) -> str:
+def _make_linear_table(rows: Rows) -> str:
     """Return a table with a line for each recipe and pairs of ratios, eager / compiled."""
-    by_cell, peer, lines = _by(rows, "mode", "library", "recipe"), "torchao_time_over_this", []
-    for recipe in _values(rows, "recipe"):
+    by_cell, peer, lines = _group_rows(rows, "mode", "library", "recipe"), "torchao_time_over_this", []
+    for recipe in _list_values(rows, "recipe"):
         ours = [by_cell[mode, "quaver", recipe] for mode in MODES]
-        lines.append([f"`{recipe}`", _ratios(ours, "time_over_bfloat16"), _ratios(ours, peer) if ours[0][peer] else ""])
-    return markdown(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
+        lines.append(
+            [
+                f"`{recipe}`",
+                _format_ratios(ours, "time_over_bfloat16"),
+                _format_ratios(ours, peer) if ours[0][peer] else "",
+            ]
+        )
+    return make_markdown_table(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
 
 
 def _train(rows: Rows) -> str:
     lines = []
     for row in rows:
-        ratios = (_ratios([row], f"{key}_over_high_precision") for key in ("time", "peak"))
+        ratios = (_format_ratios([row], f"{key}_over_high_precision") for key in ("time", "peak"))
         lines.append([f"`{row['precision']}`", f"{row['tokens_per_s']:,.0f}", *ratios])
-    return markdown(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
+    return make_markdown_table(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
-_MEASURED = {"linear": _linear, "train": _train}
+_MEASURED = {"linear": _make_linear_table, "train": _train}
 
 
-def _ratios(rows: Rows, key: str) -> str:
+def _format_ratios(rows: Rows, key: str) -> str:
     return " / ".join("" if row[key] is None else f"{row[key]:.2f}" for row in rows)
 
 
-def _by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _group_rows(rows: Rows, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {tuple(row[key] for key in keys): row for row in rows}
 
 
-def _values(rows: Rows, key: str) -> list[Any]:
+def _list_values(rows: Rows, key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows if row[key]))
 
 
@@ -134,13 +140,13 @@ def main() -> int:
     parser.add_argument("--measure", nargs="*", choices=COMMANDS, metavar="NAME", help="measure these first, or all")
     parser.add_argument("--update-docs", action="store_true", help="fill the tables of both pages")
     options = parser.parse_args()
-    commands = [words(name) for name in options.measure or COMMANDS] if options.measure is not None else []
+    commands = [make_command(name) for name in options.measure or COMMANDS] if options.measure is not None else []
     if options.predict:
         commands.append(["bench", "roofline", "--device", *DEVICES, "--pictures", "H200", "--output", str(ROOFLINE)])
     codes = [run_quaver(command) for command in commands]
     if any(codes):
         return max(codes)
-    for page, tables in recorded().items():
+    for page, tables in make_recorded_tables().items():
         show(tables, page, update=options.update_docs)
     return 0
 

@@ -12,11 +12,11 @@ All results are deterministic.
 from argparse import Namespace
 
 from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.record import make_page, page_parser
+from benchmarks.record import make_page, make_page_parser
 
 
 def main() -> None:
-    parser = page_parser(__doc__)
+    parser = make_page_parser(__doc__)
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--memory", action="store_true", help="with --published: predict memory, too")
     parser.add_argument("--scaling", action="store_true")
@@ -26,12 +26,12 @@ def main() -> None:
         for name, card in plan_published.CARDS.items():
             print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {card.sustained}  {card.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
-        results = make_page(options, part.predict, part.RECORD, part.tables, part.PAGE)
+        results = make_page(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:
             part.draw(results)
     if options.published:
         of_memory = Namespace(**{**vars(options), "recorded": options.recorded or not options.memory})
-        make_page(of_memory, plan_memory.predict, plan_memory.RECORD, plan_memory.tables, plan_memory.PAGE)
+        make_page(of_memory, plan_memory.predict_all, plan_memory.RECORD, plan_memory.make_tables, plan_memory.PAGE)
 
 
 if __name__ == "__main__":

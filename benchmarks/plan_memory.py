@@ -1,6 +1,6 @@
 """Predicts the memory of published runs as the trainer does: a table of docs/lab/published-runs.md.
 
-Each run is predicted twice: as the trainer would run it, and with torchtitan's differences (`as_published`). The
+Each run is predicted twice: as the trainer would run it, and with torchtitan's differences (`use_published_loss`). The
 published figures are bytes that the caching allocator reserved; the predictions are live bytes.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, load_published
-from benchmarks.record import ROOT, markdown
+from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import parallelize, trained_model
@@ -65,13 +65,13 @@ def make_run_config(row: Published) -> TrainConfig:
 
 
 @contextmanager
-def as_published(row: Published) -> Iterator[None]:
+def use_published_loss(row: Published) -> Iterator[None]:
     """Use torchtitan's loss and FSDP2 groups inside the block.
 
     Its cross entropy converts all logits of a rank to float32. It was eager until April 2025 and is compiled since.
     Until July 2025 the output projection was in the root's group, whose weights stay gathered after the forward.
     """
-    loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_loss) if row.loss == "compiled" else _loss
+    loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_compute_loss) if row.loss == "compiled" else _compute_loss
     with ExitStack() as stack:
         stack.enter_context(patch.object(trained_model, "compute_next_token_loss", loss))
         if row.root_has_head:
@@ -80,7 +80,7 @@ def as_published(row: Published) -> Iterator[None]:
         yield
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
     if isinstance(logits, DTensor):
         logits = logits.to_local()
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -98,7 +98,7 @@ def get_key_without_recipe(row: Published) -> tuple[object, ...]:
     return row.name.partition(" ")[0], row.model, row.gpus, row.tp, row.seq_len, row.local_batch, row.compiled
 
 
-def predict() -> dict[str, Any]:
+def predict_all() -> dict[str, Any]:
     """Predict the live peaks of the runs with published memory that the trainer supports.
 
     Of runs that differ only in their recipe, the first is predicted as published.
@@ -114,7 +114,7 @@ def predict() -> dict[str, Any]:
             known[config] = predict_peak_bytes(config, row.gpus)
         if get_key_without_recipe(row) not in seen:
             seen.add(get_key_without_recipe(row))
-            with as_published(row):
+            with use_published_loss(row):
                 as_theirs = predict_peak_bytes(config, row.gpus)
         rows.append({"name": row.name, "trainer": known[config], "as_published": as_theirs})
     return {"rows": rows}
@@ -126,7 +126,7 @@ def predict_peak_bytes(config: TrainConfig, ranks: int) -> int:
 
 
 def count_added_bytes(row: Published) -> int:
-    """Return the bytes that torchtitan needs in addition to `as_published`.
+    """Return the bytes that torchtitan needs in addition to `use_published_loss`.
 
     These are the bfloat16 logits: eager cross entropy frees them before the backward, but the allocator cannot reuse
     their memory for the larger float32 logits. In eager code selective checkpointing also saves the result of the last
@@ -143,7 +143,7 @@ def list_with_memory() -> list[Published]:
     return [row for row in load_published() if row.memory_gib is not None]
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of published and predicted memory."""
     by_name = {row["name"]: row for row in results["rows"]}
     lines = []
@@ -154,14 +154,14 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
             cells = [f"not in the trainer: {list_missing_features(row)}", "", "", "", ""]
         else:
             theirs, measured = known["as_published"], (row.memory_gib or 0.0) * 2**30
-            cells = [_gib(known["trainer"]), f"{known['trainer'] / measured:.2f}", _gib(theirs), "", ""]
+            cells = [_format_gib(known["trainer"]), f"{known['trainer'] / measured:.2f}", _format_gib(theirs), "", ""]
             if theirs is not None:
                 counted = theirs + count_added_bytes(row)
-                cells[3:] = [_gib(counted), f"{counted / measured:.2f}"]
+                cells[3:] = [_format_gib(counted), f"{counted / measured:.2f}"]
         lines.append([group, name, f"{row.memory_gib:g}", *cells])
     heads = ["source", "run", "published", "in the trainer", "ratio", "as published", "and counted", "ratio"]
-    return {"published memory": markdown(heads, lines)}
+    return {"published memory": make_markdown_table(heads, lines)}
 
 
-def _gib(peak: int | None) -> str:
+def _format_gib(peak: int | None) -> str:
     return "" if peak is None else f"{peak / 2**30:.1f}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.pipeline import PipelinedRun, make_pipeline_step
 from benchmarks.published import Published, load_published
-from benchmarks.record import ROOT, markdown
+from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import Card
 from quaver.lab.plan.cluster import Cluster
@@ -125,7 +125,7 @@ def calibrate_share(name: str) -> float:
     return (low + high) / 2
 
 
-def predict() -> dict[str, Any]:
+def predict_all() -> dict[str, Any]:
     """Predict the tokens/s of every row."""
     rows = []
     for row in load_published():
@@ -141,7 +141,7 @@ def find_note(name: str) -> str:
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the rows, of the cards' shares, and of the errors."""
     by_name, lines = {row.name: row for row in load_published()}, []
     for each in results["rows"]:
@@ -153,8 +153,8 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CARDS.items()]
     heads = ["source", "run", "card", "published", "predicted", "ratio", "note"]
     return {
-        "published runs": markdown(heads, lines),
-        "cards": markdown(["card", "share", "the run that fixes it"], cards),
+        "published runs": make_markdown_table(heads, lines),
+        "cards": make_markdown_table(["card", "share", "the run that fixes it"], cards),
         "summary": make_summary(results),
     }
 
@@ -167,7 +167,9 @@ def make_summary(results: dict[str, Any]) -> str:
     )
     near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, OFF)]
     counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]
-    return markdown(["predicted runs", "within 5%", "within 10%", "within 15%", "median error", "largest"], [counts])
+    return make_markdown_table(
+        ["predicted runs", "within 5%", "within 10%", "within 15%", "median error", "largest"], [counts]
+    )
 
 
 def draw(results: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from benchmarks.published import TRAIN_CONFIGS
-from benchmarks.record import ROOT, markdown
+from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
@@ -151,7 +151,7 @@ def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     return run.step_tokens / took / run.ranks
 
 
-def predict() -> dict[str, Any]:
+def predict_all() -> dict[str, Any]:
     """Predict tokens/s of every layout that fits, by config, precision, kind of scaling, layout and GPUs."""
     cluster = Cluster.from_spec(H100)
     curves = []
@@ -166,10 +166,10 @@ def predict() -> dict[str, Any]:
                 scaling = "weak" if is_weak else "fixed batch"
                 curve = {"config": config, "precision": precision, "scaling": scaling, "layout": layout.name}
                 curves.append({**curve, "tokens_per_s": points})
-    return {"curves": curves, "gather": _gathers()}
+    return {"curves": curves, "gather": _predict_gathers()}
 
 
-def _gathers() -> list[dict[str, Any]]:
+def _predict_gathers() -> list[dict[str, Any]]:
     """Predict tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
     rows = []
     for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
@@ -191,35 +191,35 @@ def find_best(curves: Curves, config: str, precision: str, scaling: str, gpus: i
     """The most tokens/s and their layout; None where nothing fits."""
     found = [
         (curve["tokens_per_s"][str(gpus)], curve["layout"])
-        for curve in _of(curves, config, precision, scaling)
+        for curve in _select_curves(curves, config, precision, scaling)
         if str(gpus) in curve["tokens_per_s"]
     ]
     return max(found, default=None)
 
 
-def _of(curves: Curves, config: str, precision: str, scaling: str) -> Curves:
+def _select_curves(curves: Curves, config: str, precision: str, scaling: str) -> Curves:
     asked = {"config": config, "precision": precision, "scaling": scaling}
     return [curve for curve in curves if all(curve[key] == value for key, value in asked.items())]
 
 
 def find_points(curves: Curves, config: str, precision: str, scaling: str, layout: str) -> dict[int, float]:
     """Return the tokens/s of one layout by the number of GPUs."""
-    of_layout = [curve for curve in _of(curves, config, precision, scaling) if curve["layout"] == layout]
+    of_layout = [curve for curve in _select_curves(curves, config, precision, scaling) if curve["layout"] == layout]
     return {int(gpus): value for curve in of_layout for gpus, value in curve["tokens_per_s"].items()}
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the best layouts, of the limits of layouts, and of the gain of the float8 gather."""
     curves = results["curves"]
     return {
-        "scaling weak": _best_table(curves, "weak"),
-        "scaling fixed batch": _best_table(curves, "fixed batch"),
+        "scaling weak": _make_best_table(curves, "weak"),
+        "scaling fixed batch": _make_best_table(curves, "fixed batch"),
         "where layouts stop": _stop_table(curves),
         "what the gather buys": _gather_table(results["gather"]),
     }
 
 
-def _best_table(curves: Curves, scaling: str) -> str:
+def _make_best_table(curves: Curves, scaling: str) -> str:
     """Return a table whose cells have tokens/s in bfloat16 and in float8, the gain, and float8's layout."""
     lines = []
     for config in CONFIGS:
@@ -235,14 +235,14 @@ def _best_table(curves: Curves, scaling: str) -> str:
             gain = f" ({float8[0] / plain[0]:.2f})" if plain else ""
             cells.append(f"{before}{float8[0]:,.0f}{gain} {float8[1]}")
         lines.append([config, *cells])
-    return markdown(["config", *(f"{gpus:,} GPUs" for gpus in SHOWN)], lines)
+    return make_markdown_table(["config", *(f"{gpus:,} GPUs" for gpus in SHOWN)], lines)
 
 
 def _stop_table(curves: Curves) -> str:
     """Return a table of float8 layouts: up to how many GPUs each keeps 95% and 50% of its best, and where it wins."""
     lines = []
     for config in CONFIGS:
-        for layout in dict.fromkeys(curve["layout"] for curve in _of(curves, config, "float8", "weak")):
+        for layout in dict.fromkeys(curve["layout"] for curve in _select_curves(curves, config, "float8", "weak")):
             points = find_points(curves, config, "float8", "weak", layout)
             top = max(points.values())
             most = [max(gpus for gpus, value in points.items() if value >= share * top) for share in (0.95, 0.5)]
@@ -253,7 +253,7 @@ def _stop_table(curves: Curves) -> str:
                 where = f"{min(wins):,} to {max(wins):,}" if wins else "nowhere"
                 lines.append([config, layout, f"{top:,.0f}", *(f"{gpus:,}" for gpus in most), where])
     heads = ["config", "layout", "most tokens/s", "95% of it up to", "50% up to", "the best on (GPUs)"]
-    return markdown(heads, lines)
+    return make_markdown_table(heads, lines)
 
 
 def _gather_table(rows: list[dict[str, Any]]) -> str:
@@ -263,7 +263,7 @@ def _gather_table(rows: list[dict[str, Any]]) -> str:
         points = row["tokens_per_s"]
         cells = [f"{points[str(g)][1] / points[str(g)][0]:.3f}" if str(g) in points else "" for g in GATHER_SIZES]
         lines.append([row["config"], row["layout"], f"{row['network_gbps']:.0f} Gb/s", *cells])
-    return markdown(["config", "layout", "network", *(f"{gpus:,}" for gpus in GATHER_SIZES)], lines)
+    return make_markdown_table(["config", "layout", "network", *(f"{gpus:,}" for gpus in GATHER_SIZES)], lines)
 
 
 def draw(results: dict[str, Any]) -> None:

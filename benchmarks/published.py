@@ -122,7 +122,7 @@ class Published:
 def load_models() -> dict[str, Model]:
     """Return the shapes of the published models, from train_configs/ and from the file."""
     ours = {path.stem: load_config(path).model for path in TRAIN_CONFIGS.glob("llama3_*b.toml")}
-    return ours | {name: Model(**shape) for name, shape in _content()["models"].items()}
+    return ours | {name: Model(**shape) for name, shape in _read_content()["models"].items()}
 
 
 @cache
@@ -133,7 +133,7 @@ def load_published() -> tuple[Published, ...]:
         ValueError: a field of a run is unknown, missing, has a wrong type, or contradicts another field.
     """
     runs = []
-    for group in _content()["group"]:
+    for group in _read_content()["group"]:
         rows = group.pop("runs")
         runs += [parse_run({**group, **row, "name": f"{group['name']} {row['name']}"}) for row in rows]
     return tuple(runs)
@@ -148,5 +148,5 @@ def parse_run(values: dict[str, Any]) -> Published:
         raise ValueError(f"{values['name']}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _content() -> dict[str, Any]:
+def _read_content() -> dict[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))

@@ -22,14 +22,14 @@ from quaver.lab.runs.provenance import describe_measurement
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device_type: str = "cpu") -> list[Any]:
+def run_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device_type: str = "cpu") -> list[Any]:
     """Call `function(mesh, *arguments)` on each rank in a new process, and return the results. One rank has no mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_rank, (ranks, folder, device_type, function, arguments), nprocs=ranks)
+        torch.multiprocessing.spawn(_run_on_rank, (ranks, folder, device_type, function, arguments), nprocs=ranks)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _on_rank(
+def _run_on_rank(
     rank: int, ranks: int, folder: str, device_type: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
@@ -52,7 +52,7 @@ def run_quaver(arguments: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
+def describe_provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, Any]:
     """Return the origin of figures: machine, versions, command, commit, and whether the package differs from it.
 
     Args:
@@ -65,7 +65,7 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
     return origin | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
 
 
-def versions(*packages: str) -> dict[str, str]:
+def list_versions(*packages: str) -> dict[str, str]:
     """Return the versions of the installed ones among `packages`."""
     installed = {}
     for package in packages:
@@ -83,7 +83,7 @@ def has_changed(folder: str) -> bool | None:
         return None
 
 
-def markdown(head: list[str], rows: list[list[Any]]) -> str:
+def make_markdown_table(head: list[str], rows: list[list[Any]]) -> str:
     """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
@@ -112,7 +112,7 @@ def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
         page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
-def page_parser(doc: str | None) -> argparse.ArgumentParser:
+def make_page_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of a script that measures, records figures and fills the tables of a page."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recorded", action="store_true", help="take the recorded figures; measure nothing")

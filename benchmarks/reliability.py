@@ -76,10 +76,10 @@ class Runs:
         self.folder = folder
         (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
 
-    def path(self, name: str) -> Path:
+    def get_path(self, name: str) -> Path:
         return self.folder / "runs" / name
 
-    def words(self, name: str, *more: str) -> list[str]:
+    def make_words(self, name: str, *more: str) -> list[str]:
         return [*WORDS, f"--data={self.folder / 'text.txt'}", f"--job.dump_folder={self.folder / 'runs'}"] + [
             f"--job.name={name}",
             *more,
@@ -113,7 +113,7 @@ class Runs:
 
     def check_checkpoints(self, name: str, at_least: int) -> int:
         """Return the newest step, not older than `at_least`; every complete checkpoint must match its manifest."""
-        folder = CheckpointFolder(self.path(name) / "checkpoint")
+        folder = CheckpointFolder(self.get_path(name) / "checkpoint")
         steps = folder.list_steps()
         for step in steps:
             check_manifest(folder.find_checkpoint(step))
@@ -124,17 +124,20 @@ class Runs:
     def check_same(self, name: str, newest: int) -> None:
         """Resume `name`, and require numbers bit-identical to those of a run that was never interrupted."""
         last = f"--training.steps={newest + 3}"
-        require(self.run(self.words(name, last)) == 0, f"the last resume failed: {self.errors}")
-        require(self.run(self.words("whole", last)) == 0, f"the whole run failed: {self.errors}")
-        require(self.numbers(name) == self.numbers("whole"), "a resumed run has other losses than an uninterrupted one")
-        shutil.rmtree(self.path("whole"))
+        require(self.run(self.make_words(name, last)) == 0, f"the last resume failed: {self.errors}")
+        require(self.run(self.make_words("whole", last)) == 0, f"the whole run failed: {self.errors}")
+        require(
+            self.read_numbers(name) == self.read_numbers("whole"),
+            "a resumed run has other losses than an uninterrupted one",
+        )
+        shutil.rmtree(self.get_path("whole"))
 
-    def numbers(self, name: str) -> list[tuple[object, ...]]:
-        records = read_metrics(self.path(name) / "metrics.jsonl")
+    def read_numbers(self, name: str) -> list[tuple[object, ...]]:
+        records = read_metrics(self.get_path(name) / "metrics.jsonl")
         return [(line["step"], line["loss"], line["grad_norm"]) for line in records if "loss" in line]
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
@@ -144,7 +147,7 @@ def require(holds: bool, what: str) -> None:
         raise SystemExit(f"benchmarks.reliability: {what}")
 
 
-def kills_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
+def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
     newest = 0
     for number in range(tries):
         phase, calls = PHASES[number % len(PHASES)], chance.randint(1, 3)
@@ -161,17 +164,17 @@ def kills_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
 
             mock.patch(phase, die).start()
 
-        code = runs.run(runs.words("phases", "--training.steps=1000000"), die_in)
+        code = runs.run(runs.make_words("phases", "--training.steps=1000000"), die_in)
         require(code == -signal.SIGKILL, f"a run to be killed in {phase} ended with {code}: {runs.errors}")
         newest = runs.check_checkpoints("phases", newest)
     runs.check_same("phases", newest)
     return f"SIGKILL inside a save, at each of {len(PHASES)} steps of it in turn; no checkpoint lost, losses to the bit"
 
 
-def kills_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
+def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
     newest = 0
     for _ in range(tries):
-        child = runs.start(runs.words("random", "--training.steps=1000000"))
+        child = runs.start(runs.make_words("random", "--training.steps=1000000"))
         time.sleep(chance.uniform(0.1, 2.0))
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -181,13 +184,16 @@ def kills_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
     return "SIGKILL at a random moment of the first two seconds; no checkpoint lost, losses to the bit"
 
 
-def signals(runs: Runs, tries: int, chance: random.Random) -> str:
+def send_signals(runs: Runs, tries: int, chance: random.Random) -> str:
     newest = 0
     for number in range(tries):
         not_by_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-        child = runs.start(runs.words("signals", "--training.steps=1000000"), not_by_nohup)
-        metrics, size = runs.path("signals") / "metrics.jsonl", len(_content(runs.path("signals") / "metrics.jsonl"))
-        while len(_content(metrics)) <= size:
+        child = runs.start(runs.make_words("signals", "--training.steps=1000000"), not_by_nohup)
+        metrics, size = (
+            runs.get_path("signals") / "metrics.jsonl",
+            len(_read_content(runs.get_path("signals") / "metrics.jsonl")),
+        )
+        while len(_read_content(metrics)) <= size:
             time.sleep(0.01)
         os.kill(child, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3])
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -197,9 +203,9 @@ def signals(runs: Runs, tries: int, chance: random.Random) -> str:
     return "SIGINT, SIGTERM or SIGHUP; ends with a checkpoint of its last step and exit code 130, losses to the bit"
 
 
-def full_disks(runs: Runs, tries: int, chance: random.Random) -> str:
-    require(runs.run(runs.words("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
-    largest = max(path.stat().st_size for path in (runs.path("full") / "checkpoint").rglob("*"))
+def fill_disks(runs: Runs, tries: int, chance: random.Random) -> str:
+    require(runs.run(runs.make_words("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
+    largest = max(path.stat().st_size for path in (runs.get_path("full") / "checkpoint").rglob("*"))
     newest = 4
     for number in range(tries):
         limit = max(1, largest * number // tries)
@@ -208,78 +214,80 @@ def full_disks(runs: Runs, tries: int, chance: random.Random) -> str:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        code = runs.run(runs.words("full", f"--training.steps={newest + 2}"), limited)
+        code = runs.run(runs.make_words("full", f"--training.steps={newest + 2}"), limited)
         require(code in (2, EXIT_NOT_WRITTEN), f"with files of at most {limit} bytes the exit code is {code}")
         newest = runs.check_checkpoints("full", newest)
     runs.check_same("full", newest)
     return "no file can grow beyond a limit, from 1 byte up; exit code 2 or 4, no checkpoint lost, losses to the bit"
 
 
-def damage(runs: Runs, tries: int, chance: random.Random) -> str:
-    require(runs.run(runs.words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
-    checkpoint = runs.path("damage") / "checkpoint" / "step-00000002"
+def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> str:
+    require(runs.run(runs.make_words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+    checkpoint = runs.get_path("damage") / "checkpoint" / "step-00000002"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
     for number in range(tries):
         path = files[number % len(files)]
         content = path.read_bytes()
-        path.write_bytes(_damaged(content, number // len(files) % 3, chance))
-        code = runs.run(runs.words("damage", "--training.steps=3"))
+        path.write_bytes(_damage_bytes(content, number // len(files) % 3, chance))
+        code = runs.run(runs.make_words("damage", "--training.steps=3"))
         require(code == 2, f"a run with a damaged {path.name} has exit code {code}")
         require(len(runs.errors) == 1 and str(path) in runs.errors[0], f"no line names {path}: {runs.errors}")
         path.write_bytes(content)
-    require(runs.run(runs.words("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}")
+    require(
+        runs.run(runs.make_words("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}"
+    )
     return "one bit of a file flipped, or the file cut, or another in its place; exit code 2 and one line that names it"
 
 
-def _damaged(content: bytes, kind: int, chance: random.Random) -> bytes:
+def _damage_bytes(content: bytes, kind: int, chance: random.Random) -> bytes:
     place = chance.randrange(len(content))
     if kind == 0:
         return content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :]
     return content[:place] if kind == 1 else chance.randbytes(len(content))
 
 
-def bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
+def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
     """Alternate between bad settings on the command line, bad settings in TOML, and damaged files of a run."""
-    require(runs.run(runs.words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
-    settings = [name for name in _strict_settings() if not any(word.startswith(f"--{name}=") for word in WORDS)]
+    require(runs.run(runs.make_words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+    settings = [name for name in _iter_strict_settings() if not any(word.startswith(f"--{name}=") for word in WORDS)]
     bad_values = ("", "x", "1 2", "[[", "0x", "--", "1e", "{}", "none at all", "\u2460")
     toml = runs.folder / "bad.toml"
     for number in range(tries):
         name, value = chance.choice(settings), chance.choice(bad_values)
         section, _, field = name.partition(".")
-        folder = runs.path("inputs")
+        folder = runs.get_path("inputs")
         metrics, config = folder / "metrics.jsonl", folder / "config.toml"
-        path, content, words, named = toml, b"", runs.words("new", str(toml)), name
+        path, content, words, named = toml, b"", runs.make_words("new", str(toml)), name
         match number % 6:
             case 0:
-                words = runs.words("new", f"--{name}={value}")
+                words = runs.make_words("new", f"--{name}={value}")
             case 1:
-                words, named = runs.words("new", f"--{section}.{field[:-1]}=1"), f"{section}.{field[:-1]}"
+                words, named = runs.make_words("new", f"--{section}.{field[:-1]}=1"), f"{section}.{field[:-1]}"
             case 2:
                 content = f"[{section}]\n{field} = {value!r}\n".encode()
             case 3:
-                content, named = _with_bytes(b"[training]\nsteps = 2\n", b"\xff", chance), str(toml)
+                content, named = _insert_bytes(b"[training]\nsteps = 2\n", b"\xff", chance), str(toml)
             case 4:
-                path, content, named = config, _with_bytes(config.read_bytes(), b"\xff", chance), str(config)
+                path, content, named = config, _insert_bytes(config.read_bytes(), b"\xff", chance), str(config)
                 words = ["--resume", str(folder), "--training.steps=3"]
             case 5:
                 lines = metrics.read_bytes().splitlines(keepends=True)
                 lines.insert(chance.randrange(len(lines)), chance.randbytes(8).replace(b"\n", b"?") + b"\n")
                 path, content, named = metrics, b"".join(lines), str(metrics)
                 words = ["--resume", str(folder), "--training.steps=3"]
-        before = _content(path)
+        before = _read_content(path)
         path.write_bytes(content)
         code = runs.run(words)
         require(code == 2, f"the exit code of {words[-1]} with {content[-80:]!r} is {code}: {runs.errors}")
         require(len(runs.errors) == 1 and named in runs.errors[0], f"no line names {named}: {runs.errors}")
         path.write_bytes(before)
-    require(not runs.path("new").exists(), "a refused run left a folder")
-    last = ["--resume", str(runs.path("inputs")), "--training.steps=3"]
+    require(not runs.get_path("new").exists(), "a refused run left a folder")
+    last = ["--resume", str(runs.get_path("inputs")), "--training.steps=3"]
     require(runs.run(last) == 0, f"the run whose files were damaged and mended fails: {runs.errors}")
     return "a bad setting on the command line or in TOML, a damaged file of a run; exit code 2, one line that names it"
 
 
-def _strict_settings() -> Iterator[str]:
+def _iter_strict_settings() -> Iterator[str]:
     """Yield the settings, as section.field, that are numbers, booleans or one of a few words."""
     for section in dataclasses.fields(TrainConfig):
         for field in dataclasses.fields(type(getattr(TrainConfig(), section.name))):
@@ -288,18 +296,20 @@ def _strict_settings() -> Iterator[str]:
                 yield f"{section.name}.{field.name}"
 
 
-def _with_bytes(content: bytes, more: bytes, chance: random.Random) -> bytes:
+def _insert_bytes(content: bytes, more: bytes, chance: random.Random) -> bytes:
     place = chance.randrange(len(content))
     return content[:place] + more + content[place:]
 
 
-def soak(minutes: float) -> Iterator[str]:
+def run_soak(minutes: float) -> Iterator[str]:
     """Run for `minutes` with a save every 20 steps. Yields memory, files and threads after 10%, 50% and 100% of it."""
     yield "| | seconds | steps | saves | MB in memory | most so far | open files | threads |"
     yield "|---|---|---|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder))
-        words = runs.words("soak", "--training.steps=100000000", "--checkpoint.interval=20", "--validation.freq=50")
+        words = runs.make_words(
+            "soak", "--training.steps=100000000", "--checkpoint.interval=20", "--validation.freq=50"
+        )
         child, began = runs.start(words), time.monotonic()
         for title, share in (("begin", 0.1), ("middle", 0.5), ("end", 1.0)):
             while time.monotonic() < began + 60 * minutes * share:
@@ -307,7 +317,7 @@ def soak(minutes: float) -> Iterator[str]:
                 require(_is_running(child), f"the run ended: {runs.errors}")
             status = dict(line.split(":\t") for line in Path(f"/proc/{child}/status").read_text().splitlines())
             memory, most = (int(status[key].split()[0]) / 1e3 for key in ("VmRSS", "VmHWM"))
-            steps = len(runs.numbers("soak"))
+            steps = len(runs.read_numbers("soak"))
             counts = [len(os.listdir(f"/proc/{child}/fd")), int(status["Threads"])]
             seconds = time.monotonic() - began
             row = [title, f"{seconds:.0f}", steps, steps // 20, f"{memory:.0f}", f"{most:.0f}", *counts]
@@ -317,14 +327,17 @@ def soak(minutes: float) -> Iterator[str]:
         require(code == 130, f"the run ends with exit code {code}: {runs.errors}")
 
 
-def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
+def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
     for number in range(tries):
-        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.words("ranks", "--training.steps=1000000")]
-        metrics, size = runs.path("ranks") / "metrics.jsonl", len(_content(runs.path("ranks") / "metrics.jsonl"))
+        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.make_words("ranks", "--training.steps=1000000")]
+        metrics, size = (
+            runs.get_path("ranks") / "metrics.jsonl",
+            len(_read_content(runs.get_path("ranks") / "metrics.jsonl")),
+        )
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while len(_content(metrics)) <= size:
+        while len(_read_content(metrics)) <= size:
             require(process.poll() is None, f"the launcher ended with {process.returncode}")
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 1))
@@ -339,9 +352,12 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
     for name in ("ranks", "whole"):
-        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.words(name, f"--training.steps={newest + 3}")]
+        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.make_words(name, f"--training.steps={newest + 3}")]
         require(subprocess.run(command, capture_output=True).returncode == 0, f"the last run of {name} failed")
-    require(runs.numbers("ranks") == runs.numbers("whole"), "a resumed run has other losses than one that is whole")
+    require(
+        runs.read_numbers("ranks") == runs.read_numbers("whole"),
+        "a resumed run has other losses than one that is whole",
+    )
     return (
         "two ranks: SIGKILL to one, to torchrun or to all three; every rank ends, no checkpoint lost, losses to the bit"
     )
@@ -356,7 +372,7 @@ _LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {
 """The patches for a save without manifest and reading back, with a manifest, and with both."""
 
 
-def manifest_costs(saves: int) -> Iterator[str]:
+def time_manifests(saves: int) -> Iterator[str]:
     """Time saves without a manifest, with one, and with one and reading back, in turns. Yields lower quartiles."""
     yield "| a save | MB | seconds | with a manifest | and read back |"
     yield "|---|---|---|---|---|"
@@ -382,21 +398,21 @@ def manifest_costs(saves: int) -> Iterator[str]:
 
 
 def _is_running(pid: int) -> bool:
-    return _content(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1] not in (b"", b"Z")
+    return _read_content(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1] not in (b"", b"Z")
 
 
 PARTS = {
-    "phases": (kills_in_phases, 110),
-    "random": (kills_at_random, 80),
-    "signals": (signals, 12),
-    "disks": (full_disks, 20),
-    "damage": (damage, 60),
-    "inputs": (bad_inputs, 300),
-    "ranks": (two_ranks, 8),
+    "phases": (kill_in_phases, 110),
+    "random": (kill_at_random, 80),
+    "signals": (send_signals, 12),
+    "disks": (fill_disks, 20),
+    "damage": (damage_checkpoints, 60),
+    "inputs": (give_bad_inputs, 300),
+    "ranks": (run_two_ranks, 8),
 }
 
 
-def rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
+def iter_rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
     """Run the parts, and yield the lines of the table."""
     yield "| what happens, and what must hold | held / tried |"
     yield "|---|---|"
@@ -421,10 +437,10 @@ if __name__ == "__main__":
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
     if given.part == ["cost"]:
-        lines = manifest_costs(given.tries or 15)
+        lines = time_manifests(given.tries or 15)
     elif given.part == ["soak"]:
-        lines = soak(given.minutes)
+        lines = run_soak(given.minutes)
     else:
-        lines = rows(given.part or list(PARTS), given.tries, given.seed)
+        lines = iter_rows(given.part or list(PARTS), given.tries, given.seed)
     for row in lines:
         print(row, flush=True)

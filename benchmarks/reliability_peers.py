@@ -72,7 +72,7 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def newest(folder: Path) -> Path | None:
+def find_newest(folder: Path) -> Path | None:
     """The newest checkpoint, by the step in its name."""
     return max(folder.glob("*step*"), key=lambda path: int(path.stem.rpartition("=")[2]), default=None)
 
@@ -102,7 +102,7 @@ def train_with_lightning(folder: Path, steps: int) -> torch.nn.Module:
         callbacks=[lightning.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_top_k=1)],
     )
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=8), ckpt_path=newest(folder))
+    trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=8), ckpt_path=find_newest(folder))
     return module.network
 
 
@@ -153,7 +153,7 @@ class Peer:
     def __init__(self, train: Callable[[Path, int], torch.nn.Module], folder: Path) -> None:
         self.train, self.folder, self.starts = train, folder, 0
         self.run("stopped", 2)
-        self.stopped = self.digest("stopped", 6)
+        self.stopped = self.compute_digest("stopped", 6)
         """The digest of the weights after a stop between two steps and a resume, the reference of the scenarios."""
 
     def start(self, run: str, steps: int, prepare: Callable[[], object] = lambda: None) -> int:
@@ -178,36 +178,40 @@ class Peer:
     def run(self, run: str, steps: int, prepare: Callable[[], object] = lambda: None) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.start(run, steps, prepare), 0)[1])
 
-    def digest(self, run: str, steps: int) -> str:
+    def compute_digest(self, run: str, steps: int) -> str:
         """Run to `steps`, and return the digest of the weights, or the error."""
         if self.run(run, steps):
-            return self.error(self.starts)
+            return self.read_error(self.starts)
         return (self.folder / f"{run}.digest").read_text()
 
-    def error(self, start: int) -> str:
+    def read_error(self, start: int) -> str:
         """Return the last line on stderr of the run with the number `start`."""
         return "error: " + (self.folder / f"stderr{start}").read_text().splitlines()[-1].replace(str(self.folder), "")
 
-    def resumes(self, run: str) -> str:
-        digest = self.digest(run, 6)
+    def resume(self, run: str) -> str:
+        digest = self.compute_digest(run, 6)
         if digest.startswith("error"):
             return digest
         return SAME if digest == self.stopped else "resumes with other weights"
 
-    def files(self, run: str) -> list[Path]:
+    def list_files(self, run: str) -> list[Path]:
         """Return the files of a run, the largest last."""
         files = [path for path in (self.folder / run).rglob("*") if path.is_file()]
         return sorted(files, key=lambda path: path.stat().st_size)
 
 
-def stopped(peer: Peer) -> str:
-    return "the weights of a whole run" if peer.stopped == peer.digest("whole", 6) else "other weights than a whole run"
+def compare_resumed(peer: Peer) -> str:
+    return (
+        "the weights of a whole run"
+        if peer.stopped == peer.compute_digest("whole", 6)
+        else "other weights than a whole run"
+    )
 
 
-def limited(peer: Peer, run: str, action: signal.Handlers) -> str:
+def limit_files(peer: Peer, run: str, action: signal.Handlers) -> str:
     """Run two steps, then two more with files limited to half of a checkpoint. Returns the outcome of a third run."""
     peer.run(run, 2)
-    limit = peer.files(run)[-1].stat().st_size // 2
+    limit = peer.list_files(run)[-1].stat().st_size // 2
 
     def prepare() -> None:
         signal.signal(signal.SIGXFSZ, action)
@@ -215,39 +219,39 @@ def limited(peer: Peer, run: str, action: signal.Handlers) -> str:
 
     code = peer.run(run, 4, prepare)
     assert code, "the limit was not reached"
-    return peer.resumes(run)
+    return peer.resume(run)
 
 
-def killed_inside_a_save(peer: Peer) -> str:
-    return limited(peer, "killed", signal.SIG_DFL)
+def kill_inside_save(peer: Peer) -> str:
+    return limit_files(peer, "killed", signal.SIG_DFL)
 
 
-def full_disk(peer: Peer) -> str:
-    return limited(peer, "full", signal.SIG_IGN)
+def fill_disk(peer: Peer) -> str:
+    return limit_files(peer, "full", signal.SIG_IGN)
 
 
-def flipped_bits(peer: Peer) -> str:
+def flip_bits(peer: Peer) -> str:
     chance, noticed, same = random.Random(1), 0, 0
     for number in range(FLIPPED):
         run = f"flipped{number}"
         peer.run(run, 2)
-        files = peer.files(run)
+        files = peer.list_files(run)
         path = files[number % len(files)]
         content = bytearray(path.read_bytes())
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
-        outcome = peer.resumes(run)
+        outcome = peer.resume(run)
         noticed += outcome.startswith("error")
         same += outcome == SAME
     return f"{noticed} of {FLIPPED} noticed, {FLIPPED - noticed - same} train on other weights"
 
 
-def two_writers(peer: Peer) -> str:
+def start_two_writers(peer: Peer) -> str:
     peer.run("two", 2)
     children = [peer.start("two", FOREVER) for _ in range(2)]
     time.sleep(5)
     ended = [os.waitpid(child, os.WNOHANG)[0] for child in children]
-    errors = [peer.error(peer.starts - 1 + number) for number in range(2) if ended[number]]
+    errors = [peer.read_error(peer.starts - 1 + number) for number in range(2) if ended[number]]
     for child, gone in zip(children, ended, strict=True):
         if not gone:
             os.kill(child, signal.SIGKILL)
@@ -260,12 +264,12 @@ class _Code:
         return os.mkdir, (os.environ["PEER_MARK"],)
 
 
-def code_in_a_checkpoint(peer: Peer) -> str:
+def plant_code(peer: Peer) -> str:
     mark = peer.folder / "mark"
     os.environ["PEER_MARK"] = str(mark)
     peer.run("code", 2)
     ran = []
-    for path in peer.files("code"):
+    for path in peer.list_files("code"):
         if path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name == ".metadata":
             shutil.copytree(peer.folder / "code", peer.folder / path.name)
             if path.name == ".metadata":  # pickled without torch.save
@@ -282,12 +286,12 @@ def code_in_a_checkpoint(peer: Peer) -> str:
 
 
 SCENARIOS = {
-    "stopped after two steps, resumed to six": stopped,
-    "killed while it writes a checkpoint": killed_inside_a_save,
-    "the disk is full while it writes a checkpoint": full_disk,
-    f"{FLIPPED} checkpoints with one bit flipped": flipped_bits,
-    "two processes resume one run": two_writers,
-    "code in a pickled file of a checkpoint": code_in_a_checkpoint,
+    "stopped after two steps, resumed to six": compare_resumed,
+    "killed while it writes a checkpoint": kill_inside_save,
+    "the disk is full while it writes a checkpoint": fill_disk,
+    f"{FLIPPED} checkpoints with one bit flipped": flip_bits,
+    "two processes resume one run": start_two_writers,
+    "code in a pickled file of a checkpoint": plant_code,
 }
 PEERS = {
     f"transformers {transformers.__version__}": train_with_transformers,
@@ -297,7 +301,7 @@ if importlib.util.find_spec("torchtitan"):
     PEERS[f"torchtitan {importlib.metadata.version('torchtitan')}"] = train_with_torchtitan
 
 
-def rows() -> Iterator[str]:
+def iter_rows() -> Iterator[str]:
     yield f"| | {' | '.join(PEERS)} |"
     yield "|---" * (len(PEERS) + 1) + "|"
     with tempfile.TemporaryDirectory() as folder:
@@ -313,5 +317,5 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for row in rows():
+    for row in iter_rows():
         print(row, flush=True)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 
-from benchmarks.record import ROOT, provenance, write_results
+from benchmarks.record import ROOT, describe_provenance, write_results
 from quaver import (
     CastConfig,
     DelayedScalingConfig,
@@ -64,17 +64,17 @@ class Scenario:
     contestants: dict[str, Float8LinearConfig]
 
 
-def delayed(**options: Any) -> Float8LinearConfig:
+def make_delayed_config(**options: Any) -> Float8LinearConfig:
     """Return the recipe delayed with other options of its rule."""
     rule = DelayedScalingConfig(**options)
     return replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=rule)
 
 
-def scenarios() -> dict[str, Scenario]:
+def make_scenarios() -> dict[str, Scenario]:
     """Return the scenarios by name."""
-    both = {"dynamic": Float8LinearConfig(), "delayed, max": delayed()}
-    most_recent = {"delayed, most_recent": delayed(scale_fn_name="most_recent")}
-    headroom = {"delayed, headroom 2": delayed(headroom=2.0)}
+    both = {"dynamic": Float8LinearConfig(), "delayed, max": make_delayed_config()}
+    most_recent = {"delayed, most_recent": make_delayed_config(scale_fn_name="most_recent")}
+    headroom = {"delayed, headroom 2": make_delayed_config(headroom=2.0)}
     growth = [2.0 ** min(max(step - EVENT + 1, 0), GROWING_STEPS) for step in range(STEPS)]
     spikes = [[size if step == EVENT else 1.0 for step in range(STEPS)] for size in (1e3, 1e6)]
     drifts = [[factor**step for step in range(DRIFT_STEPS)] for factor in (DRIFT_UP, DRIFT_DOWN)]
@@ -87,55 +87,55 @@ def scenarios() -> dict[str, Scenario]:
     }
 
 
-def gaussian(seed: int, *shape: int) -> Tensor:
+def make_gaussian(seed: int, *shape: int) -> Tensor:
     """Return normal numbers that depend on the seed alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sqnr(exact: Tensor, result: Tensor) -> float:
+def compute_sqnr(exact: Tensor, result: Tensor) -> float:
     """Return the SQNR of `result` in dB."""
     exact, result = exact.double(), result.double()
     return 20 * math.log10(float(exact.norm() / (exact - result).norm()))
 
 
-def _linear(config: Float8LinearConfig) -> nn.Sequential:
+def _make_linear(config: Float8LinearConfig) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
     with torch.no_grad():
-        model[0].weight.copy_(gaussian(1, DIM, DIM))
+        model[0].weight.copy_(make_gaussian(1, DIM, DIM))
     convert_to_float8_training(model, config=config)
     if config is STATIC:
         with calibrate_float8_static_scales(model):
             for seed in range(100, 104):
-                model(gaussian(seed, TOKENS, DIM)).backward(gaussian(seed + 100, TOKENS, DIM))
+                model(make_gaussian(seed, TOKENS, DIM)).backward(make_gaussian(seed + 100, TOKENS, DIM))
     return model
 
 
 def measure_casts(deviations: list[float], config: Float8LinearConfig) -> dict[str, list[float]]:
     """Return three figures of the input's cast at each step: SQNR, the saturated share, and `used_over_ideal`."""
-    model = _linear(config)
+    model = _make_linear(config)
     state = float8_scaling_state(model)
     series: dict[str, list[float]] = {"sqnr_db": [], "saturated": [], "used_over_ideal": []}
     for step, deviation in enumerate(deviations):
-        x = deviation * gaussian(1000 + step, TOKENS, DIM)
+        x = deviation * make_gaussian(1000 + step, TOKENS, DIM)
         scale = state.state_dict().get("0.input.quant_scale", torch.tensor(0.0)).clone()
         codes, quant, _, seen = cast_with_persistent_scale(x, scale, E4M3)
         model(x)
         sync_float8_amax_and_scale_history(model)
         report = next((tensor for tensor in state.report() if tensor.name == "0.input"), None)
         assert report is None or report.saturated == int(seen[1])  # the linear's own cast is this one
-        series["sqnr_db"].append(sqnr(x, codes.double() / quant.double()))
+        series["sqnr_db"].append(compute_sqnr(x, codes.double() / quant.double()))
         series["saturated"].append(float(seen[1]) / x.numel())
         series["used_over_ideal"].append(1.0 if report is None else report.used_over_ideal)
-    return {name: [_rounded(value) for value in values] for name, values in series.items()}
+    return {name: [_round(value) for value in values] for name, values in series.items()}
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def wrong_scales() -> dict[str, dict[str, list[float]]]:
+def measure_wrong_scales() -> dict[str, dict[str, list[float]]]:
     """Return the SQNR of casts with 2**power times the ideal scale, and the shares that saturate and become zero."""
-    plain = gaussian(0, 1024, 1024)
+    plain = make_gaussian(0, 1024, 1024)
     with_outliers = plain.clone()
     with_outliers.view(-1)[::OUTLIERS] *= 64
     tensors = {
@@ -152,8 +152,8 @@ def wrong_scales() -> dict[str, dict[str, list[float]]]:
             saturated = ((hp * quant).abs() > FLOAT8_FORMATS[dtype].saturates_above).float().mean()
             zero = ((codes == 0) & (hp != 0)).float().mean()
             restored = codes.double() / quant.double()
-            for key, value in (("sqnr_db", sqnr(hp, restored)), ("saturated", saturated), ("zero", zero)):
-                series[key].append(_rounded(float(value)))
+            for key, value in (("sqnr_db", compute_sqnr(hp, restored)), ("saturated", saturated), ("zero", zero)):
+                series[key].append(_round(float(value)))
         results[name] = series
     return results
 
@@ -166,14 +166,14 @@ def measure() -> dict[str, Any]:
             contestant: measure_casts(scenario.deviations, config)
             for contestant, config in scenario.contestants.items()
         }
-        for name, scenario in scenarios().items()
+        for name, scenario in make_scenarios().items()
     }
     shape = {"tokens": TOKENS, "dim": DIM}
     return {
-        "environment": provenance("scaling"),
+        "environment": describe_provenance("scaling"),
         "linear": shape,
         "scenarios": series,
-        "wrong_scales": wrong_scales(),
+        "wrong_scales": measure_wrong_scales(),
     }
 
 
@@ -191,7 +191,7 @@ _LABELS = {"sqnr_db": "SQNR of the cast, dB", "saturated": "saturated elements, 
 _LABELS["used_over_ideal"] = "used_over_ideal"
 
 
-def _columns(results: dict[str, Any], columns: dict[str, str], title: str) -> Figure:
+def _draw_columns(results: dict[str, Any], columns: dict[str, str], title: str) -> Figure:
     """Draw a column for each scenario, and a row for each measure."""
     figure, axes = plt.subplots(
         len(_LABELS), len(columns), figsize=(11, 8.2), layout="constrained", sharex="col", sharey="row", squeeze=False
@@ -212,28 +212,28 @@ def _columns(results: dict[str, Any], columns: dict[str, str], title: str) -> Fi
             if column == 0:
                 axis.set_ylabel(label)
         axes[0, column].set_title(heading)
-    _legend(figure, axes[0, 0], title, ncols=5)
+    _draw_legend(figure, axes[0, 0], title, ncols=5)
     return figure
 
 
-def _legend(figure: Figure, axis: Axes, title: str, ncols: int) -> None:
+def _draw_legend(figure: Figure, axis: Axes, title: str, ncols: int) -> None:
     handles, names = axis.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=ncols)
     figure.suptitle(title)
 
 
-def _moving(results: dict[str, Any]) -> Figure:
+def _draw_moving(results: dict[str, Any]) -> Figure:
     columns = {"growth": "doubles at each of ten steps", "drift_up": "8 % larger each step"}
     columns["drift_down"] = "25 % smaller each step"
-    return _columns(results, columns, "An input that grows or drifts; static scales were calibrated before step 0")
+    return _draw_columns(results, columns, "An input that grows or drifts; static scales were calibrated before step 0")
 
 
-def _spike(results: dict[str, Any]) -> Figure:
+def _draw_spike(results: dict[str, Any]) -> Figure:
     columns = {"spike_1e3": "1,000 times as large", "spike_1e6": "1,000,000 times as large"}
-    return _columns(results, columns, "One step (10) with a larger input, history_len=16")
+    return _draw_columns(results, columns, "One step (10) with a larger input, history_len=16")
 
 
-def _wrong_scale(results: dict[str, Any]) -> Figure:
+def _draw_wrong_scale(results: dict[str, Any]) -> Figure:
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     measures = {"sqnr_db": "SQNR of the cast, dB", "saturated": "saturated elements, %", "zero": "became zero, %"}
     for axis, (measured, label) in zip(axes, measures.items(), strict=True):
@@ -243,14 +243,14 @@ def _wrong_scale(results: dict[str, Any]) -> Figure:
         axis.axvline(0, color="0.3", linewidth=0.8)
         axis.set(xlabel="log2(used_over_ideal)", title=label, xticks=range(-28, 9, 4), xlim=(-30, 8))
     title = "A scale too large saturates at once; one too small costs little until values become zero"
-    _legend(figure, axes[0], title, ncols=3)
+    _draw_legend(figure, axes[0], title, ncols=3)
     return figure
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "scaling_wrong_scale.png": _wrong_scale,
-    "scaling_moving.png": _moving,
-    "scaling_spike.png": _spike,
+    "scaling_wrong_scale.png": _draw_wrong_scale,
+    "scaling_moving.png": _draw_moving,
+    "scaling_spike.png": _draw_spike,
 }
 
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import memory_modules
 from benchmarks.memory_modules import Case, Size
-from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser
 from quaver.checkpointing import store_activations_in_float8
 from quaver.torch_private.compiler import recompile_limit
 
@@ -31,7 +31,7 @@ BLOCKS = 10
 CPU = torch.device("cpu")
 
 
-def subject(case: Case, size: Size, store: bool) -> memory_modules.StackedModules:
+def build_subject(case: Case, size: Size, store: bool) -> memory_modules.StackedModules:
     """Return the blocks of a case, which store activations in float8 if `store`."""
     blocks = memory_modules.build(Case(case.module, case.precision), size, CPU, None)
     if store:
@@ -42,21 +42,23 @@ def subject(case: Case, size: Size, store: bool) -> memory_modules.StackedModule
     return blocks
 
 
-def bytes_of(case: Case, store: bool) -> dict[str, int]:
+def count_bytes(case: Case, store: bool) -> dict[str, int]:
     """Return the bytes alive between forward and backward of ten blocks, and those that the step adds at its peak."""
     torch.compiler.reset()
-    _, usage = memory_modules.measure(case, Size(), CPU, subject=subject(case, Size(), store))
+    _, usage = memory_modules.measure(case, Size(), CPU, subject=build_subject(case, Size(), store))
     return {"saved": usage.saved_bytes, "peak": usage.tensor_peak_bytes or usage.peak_bytes}
 
 
-def times_of(compiled: bool) -> dict[str, dict[str, float]]:
+def measure_times(compiled: bool) -> dict[str, dict[str, float]]:
     """Return the median milliseconds of CPU time of a step of two blocks, kept and stored, by recipe."""
     torch.compiler.reset()
     steps, samples = {}, {}
     for recipe in RECIPES:
         for store in (False, True):
             case = Case("2 blocks", recipe, compiled=compiled)
-            steps[recipe, store] = memory_modules.prepare(case, OF_TIME, CPU, None, subject(case, OF_TIME, store))[2]
+            steps[recipe, store] = memory_modules.prepare(
+                case, OF_TIME, CPU, None, build_subject(case, OF_TIME, store)
+            )[2]
             for _ in range(2):  # compiles, and makes the optimizer's states
                 steps[recipe, store]()
             samples[recipe, store] = []
@@ -81,15 +83,15 @@ def measure() -> dict[str, Any]:
     rows = []
     for compiled in (False, True):
         with recompile_limit(len(RECIPES) * 2):
-            times = times_of(compiled)
+            times = measure_times(compiled)
         for recipe in RECIPES:
             case = Case(f"{BLOCKS} blocks", recipe, compiled=compiled)
-            of_bytes = {name: bytes_of(case, store) for name, store in KINDS.items()}
+            of_bytes = {name: count_bytes(case, store) for name, store in KINDS.items()}
             rows.append({"recipe": recipe, "compiled": compiled, "ms": times[recipe], **of_bytes})
-    return {"environment": provenance("stored_activations"), "rows": rows}
+    return {"environment": describe_provenance("stored_activations"), "rows": rows}
 
 
-def of_memory_table(recipe: str, compiled: bool) -> dict[str, int]:
+def read_memory_table(recipe: str, compiled: bool) -> dict[str, int]:
     """Return the saved bytes of the same blocks in the memory table, by activation checkpointing."""
     rows = json.loads(MEMORY_RECORD.read_text())["rows"]
     case = (f"{BLOCKS} blocks", recipe, compiled, 1)
@@ -97,7 +99,7 @@ def of_memory_table(recipe: str, compiled: bool) -> dict[str, int]:
     return {row["checkpointing"]: row["saved_bytes"] for row in rows if tuple(row[field] for field in fields) == case}
 
 
-def tables(results: dict[str, Any]) -> dict[str, str]:
+def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of ratios to bfloat16's bytes and times, and of bytes per token of a block."""
     lines = []
     per_token: dict[str, list[str]] = {recipe: [recipe] for recipe in RECIPES}
@@ -107,20 +109,20 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
         how = "compiled" if row["compiled"] else "eager"
         lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
-        checkpointed = of_memory_table(row["recipe"], row["compiled"])
+        checkpointed = read_memory_table(row["recipe"], row["compiled"])
         saved = [*(row[kind]["saved"] for kind in KINDS), checkpointed["op"], checkpointed["full"]]
         per_token[row["recipe"]] += [f"{size / BLOCKS / Size().tokens:,.0f}" for size in saved]
     head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
     of_tokens = ["", *(cell for how in ("eager", "compiled") for cell in (f"{how}, kept", "stored", "op", "full"))]
     return {
-        "stored activations": markdown(head, lines),
-        "bytes per token": markdown(of_tokens, list(per_token.values())),
+        "stored activations": make_markdown_table(head, lines),
+        "bytes per token": make_markdown_table(of_tokens, list(per_token.values())),
     }
 
 
 def main() -> None:
-    options: argparse.Namespace = page_parser(__doc__).parse_args()
-    make_page(options, measure, RECORD, tables, PAGE)
+    options: argparse.Namespace = make_page_parser(__doc__).parse_args()
+    make_page(options, measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

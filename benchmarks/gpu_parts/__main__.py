@@ -8,28 +8,28 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import WRONG
-from benchmarks.gpu_parts.attention import attention
-from benchmarks.gpu_parts.blocks import compiled_blocks, eager_blocks
-from benchmarks.gpu_parts.gradients import gradients
-from benchmarks.gpu_parts.kernels import kernels
+from benchmarks.gpu_parts.attention import time_attention
+from benchmarks.gpu_parts.blocks import time_compiled_blocks, time_eager_blocks
+from benchmarks.gpu_parts.gradients import compare_gradients
+from benchmarks.gpu_parts.kernels import time_kernels
 from benchmarks.gpu_parts.lab import Lab, Row, record
-from benchmarks.gpu_parts.matmuls import matmuls
-from benchmarks.gpu_parts.rates import rates
-from benchmarks.gpu_parts.second import experts, fsdp, graphs, optimizers, stored
+from benchmarks.gpu_parts.matmuls import time_matmuls
+from benchmarks.gpu_parts.rates import measure_rates
+from benchmarks.gpu_parts.second import time_experts, time_fsdp, time_graphs, time_optimizers, time_stored_activations
 
 PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
-    "rates": rates,
-    "gradients": gradients,
-    "kernels": kernels,
-    "blocks": compiled_blocks,
-    "eager": eager_blocks,
-    "matmuls": matmuls,
-    "attention": attention,
-    "experts": experts,
-    "optimizers": optimizers,
-    "stored": stored,
-    "graphs": graphs,
-    "fsdp": fsdp,
+    "rates": measure_rates,
+    "gradients": compare_gradients,
+    "kernels": time_kernels,
+    "blocks": time_compiled_blocks,
+    "eager": time_eager_blocks,
+    "matmuls": time_matmuls,
+    "attention": time_attention,
+    "experts": time_experts,
+    "optimizers": time_optimizers,
+    "stored": time_stored_activations,
+    "graphs": time_graphs,
+    "fsdp": time_fsdp,
 }
 INTERRUPTED = 130
 

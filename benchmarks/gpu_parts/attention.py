@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 
 
-def attention(lab: Lab) -> Iterator[Row]:
+def time_attention(lab: Lab) -> Iterator[Row]:
     """Time causal attention with the model's heads, forward and forward with backward: flash, cuDNN, torch's choice."""
     model = lab.model
     sizes = lab.tokens // lab.seq_len, model.n_heads, lab.seq_len, model.head_dim
@@ -20,13 +20,13 @@ def attention(lab: Lab) -> Iterator[Row]:
     direction = lab.randn(*sizes)
     second = SDPBackend.MATH if lab.dry else SDPBackend.CUDNN_ATTENTION
     backends = {"flash": [SDPBackend.FLASH_ATTENTION], second.name.lower(): [second], "torch's choice": []}
-    yield from failures_as_rows(
-        ({"what": name}, partial(_of_backend, lab, (query, key, value), direction, backend))
+    yield from catch_failures(
+        ({"what": name}, partial(_time_backend, lab, (query, key, value), direction, backend))
         for name, backend in backends.items()
     )
 
 
-def _of_backend(
+def _time_backend(
     lab: Lab, operands: tuple[Tensor, Tensor, Tensor], direction: Tensor, backend: list[SDPBackend]
 ) -> Iterator[Row]:
     def forward() -> Tensor:
@@ -46,4 +46,4 @@ def _of_backend(
     for name, measured in lab.time(calls, rounds=10).items():
         # The forward has two matmuls. The backward has five, one of them recomputed.
         flops = products if name == "forward" else 3.5 * products
-        yield {"calls": name, "timing": timing(measured), "tflops": 1e-6 * flops / measured.median_us}
+        yield {"calls": name, "timing": make_timing_row(measured), "tflops": 1e-6 * flops / measured.median_us}

@@ -13,40 +13,40 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_parts.categories import by_category, profiled
-from benchmarks.gpu_parts.contestants import ORDER, Step, inputs_of, of_lab, step_of
-from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.categories import profile_step, sum_by_category
+from benchmarks.gpu_parts.contestants import ORDER, Step, make_inputs, make_step, select_contestants
+from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 
 ROUNDS = 15
 SHARE_OF_COMPILING = 0.7
 """The share of the part's time for compiling. Contestants that are not compiled by then get a row with an error."""
 
 
-def compiled_blocks(lab: Lab) -> Iterator[Row]:
+def time_compiled_blocks(lab: Lab) -> Iterator[Row]:
     """Time and profile the compiled blocks."""
-    yield from _blocks(lab, compiled=True)
+    yield from _time_blocks(lab, compiled=True)
 
 
-def eager_blocks(lab: Lab) -> Iterator[Row]:
+def time_eager_blocks(lab: Lab) -> Iterator[Row]:
     """Time and profile the eager blocks, and replays of each as one CUDA graph."""
-    yield from _blocks(lab, compiled=False)
+    yield from _time_blocks(lab, compiled=False)
 
 
-def _blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
-    inputs, steps = inputs_of(lab), {}
+def _time_blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
+    inputs, steps = make_inputs(lab), {}
     torch.compiler.reset()
 
     def prepare(name: str) -> Iterator[Row]:
         start = time.monotonic()
-        steps[name] = step_of(lab, name, inputs, compiled=compiled)
+        steps[name] = make_step(lab, name, inputs, compiled=compiled)
         steps[name].settle()
         yield {"prepared_s": round(time.monotonic() - start, 1)}
 
-    for name in of_lab(lab, ORDER):
+    for name in select_contestants(lab, ORDER):
         if lab.left_s < (1 - SHARE_OF_COMPILING) * lab.seconds:
             yield {"what": name, "error": "left out: no time to compile it"}
             continue
-        for row in failures_as_rows([({"what": name}, partial(prepare, name))]):
+        for row in catch_failures([({"what": name}, partial(prepare, name))]):
             yield row
             if "error" in row:
                 steps.pop(name, None)
@@ -55,23 +55,27 @@ def _blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
     for name, measured in timings.items():
         assert first is not None
         ratio = measured.median_us / first.median_us
-        yield {"what": f"{name}, time", "timing": timing(measured), "over_bfloat16": ratio}
+        yield {"what": f"{name}, time", "timing": make_timing_row(measured), "over_bfloat16": ratio}
     for name, step in steps.items() if compiled else ():
-        yield {"what": f"{name}, back to back", "ms": 1e3 * lab.back_to_back(step), "state_after": lab.state()}
+        yield {
+            "what": f"{name}, back to back",
+            "ms": 1e3 * lab.time_back_to_back(step),
+            "state_after": lab.read_state(),
+        }
     if not compiled:
-        of_graphs = [({"what": f"{name}, CUDA graph"}, partial(_graph, lab, step)) for name, step in steps.items()]
-        yield from failures_as_rows(of_graphs)
-    yield from failures_as_rows(
+        of_graphs = [({"what": f"{name}, CUDA graph"}, partial(_time_graph, lab, step)) for name, step in steps.items()]
+        yield from catch_failures(of_graphs)
+    yield from catch_failures(
         ({"what": f"{name}, profile"}, partial(_profile, lab, name, step, compiled)) for name, step in steps.items()
     )
 
 
-def _graph(lab: Lab, step: Step) -> Iterator[Row]:
-    replay = captured(lab, step)
-    yield {"timing": timing(lab.time({"it": replay}, rounds=10)["it"])}
+def _time_graph(lab: Lab, step: Step) -> Iterator[Row]:
+    replay = capture_graph(lab, step)
+    yield {"timing": make_timing_row(lab.time({"it": replay}, rounds=10)["it"])}
 
 
-def captured(lab: Lab, step: Step) -> Call:
+def capture_graph(lab: Lab, step: Step) -> Call:
     """Return the replay of a CUDA graph of the step; on a CPU the step itself."""
     if lab.dry:
         return step
@@ -88,11 +92,11 @@ def captured(lab: Lab, step: Step) -> Call:
 
 
 def _profile(lab: Lab, name: str, step: Step, compiled: bool) -> Iterator[Row]:
-    kernels = profiled(lab, step)
+    kernels = profile_step(lab, step)
     total = sum(kernel["us"] for kernel in kernels)
     yield {
         "device_ms": total / 1e3,
         "launches": sum(kernel["count"] for kernel in kernels),
-        "by_category": by_category(kernels, name if compiled else ""),
+        "by_category": sum_by_category(kernels, name if compiled else ""),
         "kernels": kernels,
     }

@@ -39,13 +39,13 @@ a long name, as aten does for kernels on float8.
 """
 
 
-def category_of(kernel: str) -> str:
+def find_category(kernel: str) -> str:
     """Return the category of a kernel by its name in lower case, or "other"."""
     name = kernel.lower()
     return next((category for category, pattern in CATEGORIES if re.search(pattern, name)), "other")
 
 
-def profiled(lab: Lab, step: Call) -> list[dict[str, Any]]:
+def profile_step(lab: Lab, step: Call) -> list[dict[str, Any]]:
     """Profile one step. Returns name, total microseconds and count of each kernel, the longest first.
 
     A dry run has operators of the CPU instead of kernels.
@@ -64,14 +64,14 @@ def profiled(lab: Lab, step: Call) -> list[dict[str, Any]]:
     return sorted(kernels, key=lambda kernel: -kernel["us"])
 
 
-def by_category(kernels: list[dict[str, Any]], contestant: str = "") -> dict[str, dict[str, Any]]:
+def sum_by_category(kernels: list[dict[str, Any]], contestant: str = "") -> dict[str, dict[str, Any]]:
     """Return the milliseconds and launches of each category, the longest first, with the ledger's predictions."""
-    ledger = ledger_of(contestant)
+    ledger = read_ledger(contestant)
     categories = ledger.get("categories", {})
     known = {name: category for category, counted in categories.items() for name in counted["kernels"]}
     totals: dict[str, dict[str, Any]] = {}
     for kernel in kernels:
-        category = known.get(kernel["name"]) or category_of(kernel["name"])
+        category = known.get(kernel["name"]) or find_category(kernel["name"])
         total = totals.setdefault(category, {"ms": 0.0, "launches": 0})
         total["ms"] += kernel["us"] / 1e3
         total["launches"] += kernel["count"]
@@ -81,7 +81,7 @@ def by_category(kernels: list[dict[str, Any]], contestant: str = "") -> dict[str
     return dict(sorted(totals.items(), key=lambda item: -item[1]["ms"]))
 
 
-def ledger_of(contestant: str) -> dict[str, Any]:
+def read_ledger(contestant: str) -> dict[str, Any]:
     """Return the ledger of a contestant, empty if there is none."""
     if not contestant or not LEDGER.is_file():
         return {}

@@ -54,20 +54,20 @@ class Step:
                 sync_float8_amax_and_scale_history(self.subject)
         self()
 
-    def gradients(self) -> list[Tensor]:
+    def copy_gradients(self) -> list[Tensor]:
         """Return the gradients of the input and of all parameters in float32."""
         gradients = [self.hidden.grad, *(parameter.grad for parameter in self.subject.parameters())]
         return [gradient.float().clone() for gradient in gradients if gradient is not None]
 
 
-def inputs_of(lab: Lab) -> tuple[Tensor, Tensor]:
+def make_inputs(lab: Lab) -> tuple[Tensor, Tensor]:
     """A residual stream that requires a gradient, and the gradient of the output, both [B, T, D]."""
     torch.manual_seed(1)
     hidden = lab.randn(lab.tokens // lab.seq_len, lab.seq_len, lab.model.dim)
     return hidden.requires_grad_(), torch.randn_like(hidden) / lab.tokens
 
 
-def step_of(
+def make_step(
     lab: Lab,
     name: str,
     inputs: tuple[Tensor, Tensor],
@@ -94,7 +94,7 @@ def step_of(
     return Step(subject, *inputs)
 
 
-def of_lab(lab: Lab, names: Sequence[str]) -> Sequence[str]:
+def select_contestants(lab: Lab, names: Sequence[str]) -> Sequence[str]:
     """Return all `names` on a GPU; in a dry run one per library, and delayed scaling."""
     kept = (BFLOAT16, "quaver tensorwise", "torchao tensorwise", "quaver delayed")
     return [name for name in names if not lab.dry or name in kept]

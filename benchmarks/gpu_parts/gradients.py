@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_parts.contestants import QUAVER, inputs_of, of_lab, step_of
-from benchmarks.gpu_parts.lab import Lab, Row, failures_as_rows
-from benchmarks.gpu_parts.second import grouped_step
+from benchmarks.gpu_parts.contestants import QUAVER, make_inputs, make_step, select_contestants
+from benchmarks.gpu_parts.lab import Lab, Row, catch_failures
+from benchmarks.gpu_parts.second import make_grouped_step
 from quaver import float8_grouped_mm
 from quaver.lab.settings.float8 import BFLOAT16
 
@@ -24,52 +24,52 @@ MIN_DB = 14.0
 RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")
 
 
-def gradients(lab: Lab) -> Iterator[Row]:
+def compare_gradients(lab: Lab) -> Iterator[Row]:
     """Yield a row for each recipe; `is_wrong` stops the timings."""
-    inputs = inputs_of(lab)
-    exact = _gradients(lab, BFLOAT16, inputs, compiled=False)
-    names = of_lab(lab, QUAVER)
-    yield from failures_as_rows(({"what": name}, partial(_row, lab, name, inputs, exact)) for name in names)
-    exact = _of_experts(lab, None, compiled=False)
-    yield from failures_as_rows(
-        ({"what": f"experts, {recipe}"}, partial(_row_of_experts, lab, recipe, exact)) for recipe in RECIPES_OF_EXPERTS
+    inputs = make_inputs(lab)
+    exact = _compute_gradients(lab, BFLOAT16, inputs, compiled=False)
+    names = select_contestants(lab, QUAVER)
+    yield from catch_failures(({"what": name}, partial(_compare_block, lab, name, inputs, exact)) for name in names)
+    exact = _compute_expert_gradients(lab, None, compiled=False)
+    yield from catch_failures(
+        ({"what": f"experts, {recipe}"}, partial(_compare_experts, lab, recipe, exact)) for recipe in RECIPES_OF_EXPERTS
     )
 
 
-def _row(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], exact: list[Tensor]) -> Iterator[Row]:
-    yield _verdict(exact, *(_gradients(lab, name, inputs, compiled=compiled) for compiled in (False, True)))
+def _compare_block(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], exact: list[Tensor]) -> Iterator[Row]:
+    yield _judge(exact, *(_compute_gradients(lab, name, inputs, compiled=compiled) for compiled in (False, True)))
 
 
-def _row_of_experts(lab: Lab, recipe: str, exact: list[Tensor]) -> Iterator[Row]:
-    yield _verdict(exact, *(_of_experts(lab, recipe, compiled=compiled) for compiled in (False, True)))
+def _compare_experts(lab: Lab, recipe: str, exact: list[Tensor]) -> Iterator[Row]:
+    yield _judge(exact, *(_compute_expert_gradients(lab, recipe, compiled=compiled) for compiled in (False, True)))
 
 
-def _verdict(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> Row:
-    of_eager, of_bfloat16 = lowest_db(eager, compiled), lowest_db(exact, compiled)
+def _judge(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> Row:
+    of_eager, of_bfloat16 = compute_lowest_db(eager, compiled), compute_lowest_db(exact, compiled)
     wrong = not min(of_eager, of_bfloat16) >= MIN_DB  # NaN is wrong
     return {"beside_eager_db": of_eager, "beside_bfloat16_db": of_bfloat16, "is_wrong": wrong}
 
 
-def _gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: bool) -> list[Tensor]:
+def _compute_gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: bool) -> list[Tensor]:
     torch.compiler.reset()
-    step = step_of(lab, name, inputs, compiled=compiled)
+    step = make_step(lab, name, inputs, compiled=compiled)
     step.settle()
-    return step.gradients()
+    return step.copy_gradients()
 
 
-def _of_experts(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]:
+def _compute_expert_gradients(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]:
     """Return the gradients of ragged experts of the model's width; in bfloat16 without a recipe."""
     torch.compiler.reset()
     multiply = F.grouped_mm if recipe is None else partial(float8_grouped_mm, config=recipe)
     if compiled:
         multiply = torch.compile(multiply, fullgraph=True, **({"backend": "aot_eager"} if lab.dry else {}))
     dim, hidden = lab.model.dim, lab.model.hidden_dim
-    step, tensors = grouped_step(lab, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
+    step, tensors = make_grouped_step(lab, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
     step()
     return [tensor.grad.float().clone() for tensor in tensors if tensor.grad is not None]
 
 
-def lowest_db(expected: list[Tensor], actual_gradients: list[Tensor]) -> float:
+def compute_lowest_db(expected: list[Tensor], actual_gradients: list[Tensor]) -> float:
     """Return the lowest SQNR of pairs of gradients; NaN if a gradient is not finite or the numbers differ."""
     if len(expected) != len(actual_gradients) or not expected:
         return math.nan

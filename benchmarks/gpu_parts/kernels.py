@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 from benchmarks.gpu_parts.second import EXPERTS
 from quaver.experts.cast import group_amax
 from quaver.kernels.cast import cast_with_scale, to_column_major
@@ -23,17 +23,17 @@ DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
 
-def kernels(lab: Lab) -> Iterator[Row]:
+def time_kernels(lab: Lab) -> Iterator[Row]:
     """Yield a row for each matrix and kernel."""
     model = lab.model
     sizes = ((lab.tokens, model.dim), (lab.tokens, model.hidden_dim), (model.dim, model.hidden_dim))
     for rows, columns in sizes:
         hp = lab.randn(rows, columns)
         about = {"size": f"{rows} x {columns}"}
-        for kind in (_copies, _casts):
+        for kind in (_make_copies, _make_casts):
             named = kind(hp).items()
-            yield from failures_as_rows(
-                (about | {"what": name}, partial(_row, lab, hp, *kernel)) for name, kernel in named
+            yield from catch_failures(
+                (about | {"what": name}, partial(_time_kernel, lab, hp, *kernel)) for name, kernel in named
             )
 
 
@@ -41,21 +41,21 @@ Kernel = tuple[Call, float]
 """The call, and the bytes per element that it must read and write."""
 
 
-def _row(lab: Lab, hp: Tensor, call: Call, copy_bytes: float) -> Iterator[Row]:
+def _time_kernel(lab: Lab, hp: Tensor, call: Call, copy_bytes: float) -> Iterator[Row]:
     measured = lab.time({"it": call}, rounds=20)["it"]
     moved = copy_bytes * hp.numel()
     yield {
-        "timing": timing(measured),
+        "timing": make_timing_row(measured),
         "gb_per_s": moved / (1e3 * measured.median_us),
         "ps_per_element": 1e6 * measured.median_us / hp.numel(),
     }
 
 
-def _copies(hp: Tensor) -> dict[str, Kernel]:
+def _make_copies(hp: Tensor) -> dict[str, Kernel]:
     """Return plain copies, and transposing copies of codes by quaver, aten and Inductor."""
     codes = hp.to(E4M3)
     of_bytes, target = codes.view(torch.uint8), torch.empty_like(hp)
-    inductor = _compiled(lambda matrix: matrix.t().contiguous(), hp.device)
+    inductor = _compile(lambda matrix: matrix.t().contiguous(), hp.device)
     return {
         "copy of bfloat16": (lambda: target.copy_(hp), 4),
         "copy of codes": (lambda: of_bytes.clone(), 2),
@@ -65,19 +65,19 @@ def _copies(hp: Tensor) -> dict[str, Kernel]:
     }
 
 
-def _compiled(function: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
+def _compile(function: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
     return torch.compile(
         function, fullgraph=True, dynamic=False, backend="aot_eager" if device.type == "cpu" else "inductor"
     )
 
 
-def _casts(hp: Tensor) -> dict[str, Kernel]:
+def _make_casts(hp: Tensor) -> dict[str, Kernel]:
     """Return eager casts by each recipe and direction, with square blocks, with known scales, and grouped amaxes."""
     kernel_of: dict[str, Kernel] = {}
     one = torch.ones((), device=hp.device)
     for recipe in RECIPES:
         casts = Float8LinearConfig.from_recipe_name(recipe).casts.input
-        quantizer = Quantizer(casts, hp.dtype, _persistent(casts, hp))
+        quantizer = Quantizer(casts, hp.dtype, _make_persistent_scale(casts, hp))
         for name, (row, column) in DIRECTIONS.items():
             reads = 1 if casts.row.is_persistent or (casts.row.block_size and name != "both") else 2
             copy_bytes = 2 * reads + row + column
@@ -95,7 +95,7 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
     return kernel_of
 
 
-def _persistent(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:
+def _make_persistent_scale(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:
     if not casts.row.is_persistent:
         return None
     quant_scale = FLOAT8_FORMATS[casts.row.float8_dtype].max / compute_amax(hp).float()

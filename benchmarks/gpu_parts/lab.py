@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import provenance, versions
+from benchmarks.record import describe_provenance, list_versions
 from quaver.lab.bench.harness import Timing, find_cache_bytes
 from quaver.lab.bench.shapes import make_model
 from quaver.lab.settings import Model
@@ -100,7 +100,7 @@ class Lab:
         if host_s and not self.dry:
             torch.cuda._sleep(int(min(1.5 * host_s, 0.02) * CYCLES_PER_S))
 
-    def back_to_back(self, function: Call, seconds: float = 1.0) -> float:
+    def time_back_to_back(self, function: Call, seconds: float = 1.0) -> float:
         """Seconds of one call, of as many in a row as fill `seconds`: with the clock of a card that is busy."""
         calls = 1 if self.dry else max(1, round(seconds / self._sample(function)))
         return self._sample(lambda: [function() for _ in range(calls)]) / calls
@@ -117,7 +117,7 @@ class Lab:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def state(self) -> Row:
+    def read_state(self) -> Row:
         """The card's clocks (MHz), power (W), temperature (degrees Celsius) and reasons of throttling, as it reports.
 
         Empty on a CPU; has an "error" if nvidia-smi fails.
@@ -132,7 +132,7 @@ class Lab:
         return dict(zip(STATE, (value.strip() for value in output.split(",")), strict=False))
 
 
-def timing(measured: Timing) -> Row:
+def make_timing_row(measured: Timing) -> Row:
     """Return a timing as part of a row, in microseconds."""
     return {name: round(value, 2) for name, value in asdict(measured).items()}
 
@@ -144,9 +144,9 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
         KeyboardInterrupt: the part was interrupted; the file has the rows so far.
     """
     written: list[Row] = []
-    more = versions("triton", "torchao")
-    about = {"part": part, "dry": lab.dry, "environment": provenance("gpu_parts", lab.device.type, **more)}
-    about["state_before"] = lab.state()
+    more = list_versions("triton", "torchao")
+    about = {"part": part, "dry": lab.dry, "environment": describe_provenance("gpu_parts", lab.device.type, **more)}
+    about["state_before"] = lab.read_state()
 
     def save(complete: bool) -> None:
         seconds = round(time.monotonic() - lab.started, 1)
@@ -159,7 +159,7 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
         written.append(row)
         print(format_row(row), flush=True)
         save(False)
-    about["state_after"] = lab.state()
+    about["state_after"] = lab.read_state()
     save(True)
     return written
 
@@ -180,7 +180,7 @@ def format_row(row: Row) -> str:
     return ", ".join(shown)
 
 
-def failures_as_rows(named: Iterable[tuple[Row, Callable[[], Iterator[Row]]]]) -> Iterator[Row]:
+def catch_failures(named: Iterable[tuple[Row, Callable[[], Iterator[Row]]]]) -> Iterator[Row]:
     """Yield the rows of each generator, preceded by its fields. A failure becomes a row with the error."""
     for about, rows in named:
         try:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 from quaver.linear.gemm import float8_mm
 from quaver.numerics.accumulation import HOPPER, accumulate
 from quaver.torch_private.hardware import scaled_mm
@@ -21,7 +21,7 @@ from quaver.torch_private.hardware import scaled_mm
 E4M3 = torch.float8_e4m3fn
 
 
-def shapes(lab: Lab) -> list[tuple[int, int, int]]:
+def list_shapes(lab: Lab) -> list[tuple[int, int, int]]:
     """Return M, K, N of the forward (k or v, both, q or o, gate or up, down), then of the backward."""
     dim, hidden, kv = lab.model.dim, lab.model.hidden_dim, lab.model.n_kv_heads * lab.model.head_dim
     tokens = lab.tokens
@@ -35,17 +35,17 @@ def shapes(lab: Lab) -> list[tuple[int, int, int]]:
     return [*forward, (hidden, tokens, dim), (dim, tokens, hidden), (kv, tokens, dim)]
 
 
-def matmuls(lab: Lab) -> Iterator[Row]:
+def time_matmuls(lab: Lab) -> Iterator[Row]:
     """Yield a row for each shape and kernel, then one for each kind of accumulation."""
-    named = [({"size": f"{m} x {k} x {n}"}, partial(_of_shape, lab, m, k, n)) for m, k, n in shapes(lab)]
-    yield from failures_as_rows(named)
-    yield from failures_as_rows(
-        ({"what": f"sums, {'fast' if fast else 'exact'} accumulation"}, partial(_sums, lab, fast))
+    named = [({"size": f"{m} x {k} x {n}"}, partial(_time_shape, lab, m, k, n)) for m, k, n in list_shapes(lab)]
+    yield from catch_failures(named)
+    yield from catch_failures(
+        ({"what": f"sums, {'fast' if fast else 'exact'} accumulation"}, partial(_compare_sums, lab, fast))
         for fast in (True, False)
     )
 
 
-def _of_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
+def _time_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
     a, b = lab.randn(m, k), lab.randn(n, k)
     calls: dict[str, Call] = {"bfloat16": partial(torch.mm, a, b.t())}
     codes = a.to(E4M3), b.to(E4M3).t()
@@ -59,24 +59,24 @@ def _of_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
         tensorwise = partial(multiply, a_dequant_scale=one, b_dequant_scale=one)
         calls[f"tensorwise, {of_sums}"] = tensorwise
         calls[f"rowwise, {of_sums}"] = partial(multiply, a_dequant_scale=scales[0], b_dequant_scale=scales[1])
-        calls[f"tensorwise, {of_sums}, scales afterwards"] = partial(_scaled_after, tensorwise, *scales)
+        calls[f"tensorwise, {of_sums}, scales afterwards"] = partial(_scale_after, tensorwise, *scales)
     of_a, of_rows = (torch.ones(size, -(-k // 128), device=lab.device) for size in (m, n))
     of_squares = torch.ones(-(-k // 128), -(-n // 128), device=lab.device)
     multiply = partial(float8_mm, *codes, out_dtype=torch.bfloat16, a_dequant_scale=of_a, scales_are_powers_of_2=True)
     calls["1 x 128 by 128 x 128"] = partial(multiply, b_dequant_scale=of_squares)
     calls["1 x 128 by 1 x 128"] = partial(multiply, b_dequant_scale=of_rows.t())
     for name, measured in lab.time(calls, rounds=10).items():
-        yield {"what": name, "timing": timing(measured), "tflops": 2e-6 * m * k * n / measured.median_us}
+        yield {"what": name, "timing": make_timing_row(measured), "tflops": 2e-6 * m * k * n / measured.median_us}
 
 
-def _scaled_after(multiply: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+def _scale_after(multiply: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """Apply the scales after the matmul. Powers of two change no mantissa, so only subnormal results can differ."""
     product = multiply()
     assert isinstance(product, Tensor)
     return product.mul_(a_scale).mul_(b_scale)
 
 
-def _sums(lab: Lab, fast: bool) -> Iterator[Row]:
+def _compare_sums(lab: Lab, fast: bool) -> Iterator[Row]:
     """Compare the card's float32 sums of a few rows with the rule's and with exact sums; K is not split."""
     rows, columns, k = (16, 16, 256) if lab.dry else (4096, 4096, 4096)
     a, b = lab.randn(rows, k).abs(), lab.randn(columns, k).abs()
@@ -91,8 +91,12 @@ def _sums(lab: Lab, fast: bool) -> Iterator[Row]:
     exact = left[few].double() @ right[few].double().t()
     card = of_card[few, few]
     same = (card == of_rule).float().mean().item()
-    yield {"equal_to_the_rule": same, "card_db": _db(exact, card), "rule_db": _db(exact, of_rule)}
+    yield {
+        "equal_to_the_rule": same,
+        "card_db": _compute_sqnr_db(exact, card),
+        "rule_db": _compute_sqnr_db(exact, of_rule),
+    }
 
 
-def _db(expected: Tensor, found: Tensor) -> float:
+def _compute_sqnr_db(expected: Tensor, found: Tensor) -> float:
     return float(20 * torch.log10(expected.norm() / (expected - found.double()).norm().clamp(min=1e-300)))

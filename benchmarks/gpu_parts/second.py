@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.gpu_parts.contestants import inputs_of, step_of
-from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.contestants import make_inputs, make_step
+from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 from quaver import convert_to_float8_training, float8_grouped_mm
 from quaver.checkpointing import store_activations_in_float8
 from quaver.lab.bench.modules import BenchedBlock
@@ -26,25 +26,25 @@ from quaver.recipes.config import Float8LinearConfig
 EXPERTS = 8
 
 
-def experts(lab: Lab) -> Iterator[Row]:
+def time_experts(lab: Lab) -> Iterator[Row]:
     """Time forward and backward of grouped matmuls of eight ragged experts, gate and down, one contestant at a time."""
     dim, hidden = lab.model.dim, lab.model.hidden_dim
     multiply: dict[str, Multiply] = {BFLOAT16: lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
     for recipe in ("rowwise", "tensorwise", "blockwise"):
         multiply[f"quaver {recipe}"] = partial(float8_grouped_mm, config=recipe)
-    multiply["torchao rowwise"] = _torchao_grouped
+    multiply["torchao rowwise"] = _multiply_with_torchao
     for k, n in ((dim, hidden), (hidden, dim)):
         size = f"{lab.tokens} x {k} x {n}"
-        steps = {name: grouped_step(lab, k, n, function)[0] for name, function in multiply.items()}
-        yield from failures_as_rows(
-            ({"what": name, "size": size}, partial(_timed, lab, step)) for name, step in steps.items()
+        steps = {name: make_grouped_step(lab, k, n, function)[0] for name, function in multiply.items()}
+        yield from catch_failures(
+            ({"what": name, "size": size}, partial(_time_call, lab, step)) for name, step in steps.items()
         )
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
+def make_grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
     """Return a step of a grouped matmul of ragged experts, and the tensors that get gradients."""
     torch.manual_seed(0)
     a, direction = lab.randn(lab.tokens, k).requires_grad_(), lab.randn(lab.tokens, n)
@@ -59,17 +59,17 @@ def grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, li
     return step, [a, weight]
 
 
-def _torchao_grouped(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
+def _multiply_with_torchao(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
     from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as multiply
 
     return multiply(a, b_t, offs, pad_token_groups_for_grouped_mm=False)  # groups are multiples of 16
 
 
-def _timed(lab: Lab, call: Call) -> Iterator[Row]:
-    yield {"timing": timing(lab.time({"it": call}, rounds=10)["it"])}
+def _time_call(lab: Lab, call: Call) -> Iterator[Row]:
+    yield {"timing": make_timing_row(lab.time({"it": call}, rounds=10)["it"])}
 
 
-def optimizers(lab: Lab) -> Iterator[Row]:
+def time_optimizers(lab: Lab) -> Iterator[Row]:
     """Time an update of a block's parameters by fused AdamW, and by Float8AdamW with and without `compile`."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -78,42 +78,42 @@ def optimizers(lab: Lab) -> Iterator[Row]:
     }
 
     def rows(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Iterator[Row]:
-        step = step_of(lab, BFLOAT16, inputs_of(lab), compiled=False)
+        step = make_step(lab, BFLOAT16, make_inputs(lab), compiled=False)
         step()
-        yield from _timed(lab, make(list(step.subject.parameters())).step)
+        yield from _time_call(lab, make(list(step.subject.parameters())).step)
 
-    yield from failures_as_rows(({"what": name}, partial(rows, make)) for name, make in makers.items())
+    yield from catch_failures(({"what": name}, partial(rows, make)) for name, make in makers.items())
 
 
-def stored(lab: Lab) -> Iterator[Row]:
+def time_stored_activations(lab: Lab) -> Iterator[Row]:
     """Time the block with and without activations stored in float8, eager and compiled."""
     for name in (BFLOAT16, "quaver rowwise"):
         for compiled in (False, True):
             for change in (None, store_activations_in_float8):
                 how = f"{'compiled' if compiled else 'eager'}, {'keeps' if change is None else 'stores'}"
                 rows = partial(
-                    _step_rows, lab, name, compiled=compiled, **({} if change is None else {"change": change})
+                    _time_step, lab, name, compiled=compiled, **({} if change is None else {"change": change})
                 )
-                yield from failures_as_rows([({"what": f"{name}, {how}"}, rows)])
+                yield from catch_failures([({"what": f"{name}, {how}"}, rows)])
 
 
-def _step_rows(lab: Lab, name: str, **options: object) -> Iterator[Row]:
+def _time_step(lab: Lab, name: str, **options: object) -> Iterator[Row]:
     torch.compiler.reset()
-    step = step_of(lab, name, inputs_of(lab), **options)  # type: ignore[arg-type]
+    step = make_step(lab, name, make_inputs(lab), **options)  # type: ignore[arg-type]
     step.settle()
-    yield from _timed(lab, step)
+    yield from _time_call(lab, step)
 
 
-def graphs(lab: Lab) -> Iterator[Row]:
+def time_graphs(lab: Lab) -> Iterator[Row]:
     """Time compiled blocks in the default mode and in mode="reduce-overhead", which replays CUDA graphs."""
     for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise"):
         for mode in (None, "reduce-overhead"):
             options = {"compiled": True, "mode": None if lab.dry else mode}
             about = {"what": f"{name}, {mode or 'default'}"}
-            yield from failures_as_rows([(about, partial(_step_rows, lab, name, **options))])
+            yield from catch_failures([(about, partial(_time_step, lab, name, **options))])
 
 
-def fsdp(lab: Lab) -> Iterator[Row]:
+def time_fsdp(lab: Lab) -> Iterator[Row]:
     """Time blocks that FSDP2 shards over one NCCL rank, with and without the float8 all-gather; then run the sanitizer.
 
     One rank sends nothing, but runs the same copies, casts, events and streams as several ranks, which the sanitizer
@@ -123,12 +123,15 @@ def fsdp(lab: Lab) -> Iterator[Row]:
         options = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
         dist.init_process_group("gloo" if lab.dry else "nccl", **options)
         try:
-            yield from failures_as_rows(
-                ({"what": f"{name}{', float8 all-gather' if gathers else ''}"}, partial(_sharded, lab, name, gathers))
+            yield from catch_failures(
+                (
+                    {"what": f"{name}{', float8 all-gather' if gathers else ''}"},
+                    partial(_time_sharded, lab, name, gathers),
+                )
                 for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise_with_tensorwise_weight")
                 for gathers in ((False, True) if name != BFLOAT16 else (False,))
             )
-            yield from failures_as_rows([({"what": "sanitizer"}, partial(_sanitized, lab))])
+            yield from catch_failures([({"what": "sanitizer"}, partial(_run_sanitized, lab))])
         finally:
             dist.destroy_process_group()
 
@@ -146,7 +149,7 @@ def _shard(lab: Lab, name: str, gathers: bool, blocks: int) -> Call:
     for subject in subjects:
         fully_shard(subject, mesh=mesh, mp_policy=policy)
     fully_shard(subjects, mesh=mesh, mp_policy=policy)
-    hidden, direction = inputs_of(lab)
+    hidden, direction = make_inputs(lab)
 
     def step() -> None:
         hidden.grad = None
@@ -156,13 +159,13 @@ def _shard(lab: Lab, name: str, gathers: bool, blocks: int) -> Call:
     return step
 
 
-def _sharded(lab: Lab, name: str, gathers: bool) -> Iterator[Row]:
+def _time_sharded(lab: Lab, name: str, gathers: bool) -> Iterator[Row]:
     step = _shard(lab, name, gathers, 4)
     step()
-    yield from _timed(lab, step)
+    yield from _time_call(lab, step)
 
 
-def _sanitized(lab: Lab) -> Iterator[Row]:
+def _run_sanitized(lab: Lab) -> Iterator[Row]:
     """A small step under torch.cuda._sanitizer, which raises at the first access that no event orders."""
     step = _shard(Lab(lab.dry), "quaver tensorwise", True, 2)
     if not lab.dry:

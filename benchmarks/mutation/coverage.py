@@ -62,7 +62,7 @@ _WRITES_EVERY = 20.0
 
 
 @contextlib.contextmanager
-def in_this_process(**environment: str) -> Iterator[Callable[..., Any]]:
+def call_in_this_process(**environment: str) -> Iterator[Callable[..., Any]]:
     """In place of `process` of triton_kernels.py, where Triton interprets already."""
     yield lambda function, *args: function(*args)
 
@@ -82,7 +82,7 @@ def run_pytest(words: list[str], *plugins: object) -> int:
     from tests.library.kernels import triton_kernels
 
     if os.environ.get("TRITON_INTERPRET"):
-        triton_kernels.process = in_this_process
+        triton_kernels.process = call_in_this_process
         triton_kernels.patch_the_language_once()
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-m", "", "--timeout", "0"]
     return int(pytest.main([*options, *words], plugins=list(plugins)))
@@ -182,9 +182,9 @@ def trace(card: str, output: str, words: list[str]) -> int:
     """Run the tests of a card, and write their lines."""
     prepare(card)
     if card == LIBRARY:
-        wanted = {str(source.path): source.lines_of_bodies() for source in read_library().values()}
+        wanted = {str(source.path): source.list_body_lines() for source in read_library().values()}
     else:
-        wanted = {str(source.path): source.lines() for source in read_package().values()}
+        wanted = {str(source.path): source.list_lines() for source in read_package().values()}
     tracer = Tracer({file: lines for file, lines in wanted.items() if lines}, Path(output))
     tracer.hear_compilers()
     tracer.start()  # decorators run where modules are imported
@@ -200,7 +200,7 @@ def report(tests: dict[str, dict[str, Any]]) -> float:
                 ran[file].update(lines)
     counted = {True: [0, 0], False: [0, 0]}
     for file, source in read_package().items():
-        lines = source.lines()
+        lines = source.list_lines()
         left = lines - ran[file]
         counted[source.is_lab] = [
             old + len(new) for old, new in zip(counted[source.is_lab], (lines, left), strict=True)

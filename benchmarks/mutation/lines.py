@@ -71,21 +71,21 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
-    def bodies(self) -> list[ast.stmt]:
+    def list_bodies(self) -> list[ast.stmt]:
         """The statements of its functions."""
-        return [statement for function in functions_of(self.tree) for statement in function.body]
+        return [statement for function in iter_functions(self.tree) for statement in function.body]
 
-    def lines(self) -> set[int]:
+    def list_lines(self) -> set[int]:
         """The lines of statements and expressions that only a GPU takes, as a tracer reports them."""
         found = {node.lineno for node in self.gpu if isinstance(node, ast.expr)}
-        return found | _lines_of(self.gpu)
+        return found | _list_lines(self.gpu)
 
-    def lines_of_bodies(self) -> set[int]:
+    def list_body_lines(self) -> set[int]:
         """The lines of `bodies`."""
-        return _lines_of(self.bodies())
+        return _list_lines(self.list_bodies())
 
 
-def _lines_of(nodes: Iterable[ast.AST]) -> set[int]:
+def _list_lines(nodes: Iterable[ast.AST]) -> set[int]:
     inside = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.stmt))
     return {each.lineno for each in inside if not _is_docstring(each)}
 
@@ -103,99 +103,99 @@ class _Reader:
         self.returned: dict[str, list[Known]] = defaultdict(list)
         """What each function returns on a CPU; several have one name."""
 
-    def function(self, node: ast.FunctionDef) -> Known:
+    def read_function(self, node: ast.FunctionDef) -> Known:
         """What the function returns on a CPU, UNKNOWN where it depends."""
         self.returns.append([])
         before = len(self.source.gpu)
-        if not self.block(node.body, {}):
+        if not self.read_block(node.body, {}):
             self.returns[-1].append(Known(None))
-        value = _one_of(self.returns.pop())
+        value = _merge_known(self.returns.pop())
         return Known(value.value, True) if value is not UNKNOWN and len(self.source.gpu) > before else value
 
-    def block(self, statements: list[ast.stmt], known: dict[str, Known]) -> bool:
+    def read_block(self, statements: list[ast.stmt], known: dict[str, Known]) -> bool:
         """Reads statements; whether a CPU never gets behind them."""
         for index, statement in enumerate(statements):
-            if self.statement(statement, known):
+            if self.read_statement(statement, known):
                 if left := statements[index + 1 :]:
                     self.source.gpu.extend(left)
-                    if isinstance(statement, ast.If) and self.value(statement.test, known).of_device:
+                    if isinstance(statement, ast.If) and self.find_value(statement.test, known).of_device:
                         self.source.deciding.append((statement.test, left[0].lineno))
                 return True
         return False
 
-    def statement(self, node: ast.stmt, known: dict[str, Known]) -> bool:
+    def read_statement(self, node: ast.stmt, known: dict[str, Known]) -> bool:
         """Reads one statement; whether a CPU never gets behind it."""
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             known.pop(node.name, None)
             for decorator in node.decorator_list:
-                self.expression(decorator, known)
+                self.read_expression(decorator, known)
             if isinstance(node, ast.ClassDef):
-                self.block(node.body, {})
+                self.read_block(node.body, {})
             else:
-                self.returned[node.name].append(self.function(node))
+                self.returned[node.name].append(self.read_function(node))
             return False
         if isinstance(node, ast.If):
-            return self.condition(node, known)
+            return self.read_condition(node, known)
         if isinstance(node, (ast.For, ast.While)):
             self.forget(node, known)
-            self.expression(node.iter if isinstance(node, ast.For) else node.test, known)
-            self.block(node.body, dict(known))
-            self.block(node.orelse, dict(known))
+            self.read_expression(node.iter if isinstance(node, ast.For) else node.test, known)
+            self.read_block(node.body, dict(known))
+            self.read_block(node.orelse, dict(known))
             return False
         if isinstance(node, (ast.With, ast.Try)):
             for item in getattr(node, "items", []):
-                self.expression(item.context_expr, known)
-            ends = self.block(node.body, known)
+                self.read_expression(item.context_expr, known)
+            ends = self.read_block(node.body, known)
             for handler in getattr(node, "handlers", []):
-                ends = self.block(handler.body, dict(known)) and ends
+                ends = self.read_block(handler.body, dict(known)) and ends
             self.forget(node, known)
-            self.block(getattr(node, "orelse", []) + getattr(node, "finalbody", []), known)
+            self.read_block(getattr(node, "orelse", []) + getattr(node, "finalbody", []), known)
             return ends
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                self.expression(child, known)
+                self.read_expression(child, known)
         if isinstance(node, ast.Return) and self.returns:
-            self.returns[-1].append(Known(None) if node.value is None else self.value(node.value, known))
+            self.returns[-1].append(Known(None) if node.value is None else self.find_value(node.value, known))
         self.forget(node, known)
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            known[node.targets[0].id] = self.value(node.value, known)
+            known[node.targets[0].id] = self.find_value(node.value, known)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            known[node.target.id] = self.value(node.value, known)
+            known[node.target.id] = self.find_value(node.value, known)
         return isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break))
 
-    def condition(self, node: ast.If, known: dict[str, Known]) -> bool:
-        self.expression(node.test, known)
-        test = self.value(node.test, known)
+    def read_condition(self, node: ast.If, known: dict[str, Known]) -> bool:
+        self.read_expression(node.test, known)
+        test = self.find_value(node.test, known)
         if not test.of_device:
             branches = dict(known), dict(known)
-            ends = [self.block(each, of) for each, of in zip((node.body, node.orelse), branches, strict=True)]
+            ends = [self.read_block(each, of) for each, of in zip((node.body, node.orelse), branches, strict=True)]
             self.forget(node, known)
             return all(ends)
         taken, other = (node.body, node.orelse) if test.value else (node.orelse, node.body)
         if other:
             self.source.gpu.extend(other)
             self.source.deciding.append((node.test, other[0].lineno))
-        return self.block(taken, known)
+        return self.read_block(taken, known)
 
-    def expression(self, node: ast.expr, known: dict[str, Known]) -> None:
+    def read_expression(self, node: ast.expr, known: dict[str, Known]) -> None:
         """Finds the operands that a CPU does not evaluate."""
         if isinstance(node, ast.IfExp):
-            self.expression(node.test, known)
-            test = self.value(node.test, known)
+            self.read_expression(node.test, known)
+            test = self.find_value(node.test, known)
             if test.of_device:
                 other = node.orelse if test.value else node.body
                 self.source.gpu.append(other)
                 self.source.deciding.append((node.test, other.lineno))
-                self.expression(node.body if test.value else node.orelse, known)
+                self.read_expression(node.body if test.value else node.orelse, known)
                 return
-            self.expression(node.body, known)
-            self.expression(node.orelse, known)
+            self.read_expression(node.body, known)
+            self.read_expression(node.orelse, known)
             return
         if isinstance(node, ast.BoolOp):
             stops_at = isinstance(node.op, ast.Or)
             for index, operand in enumerate(node.values):
-                self.expression(operand, known)
-                value = self.value(operand, known)
+                self.read_expression(operand, known)
+                value = self.find_value(operand, known)
                 if value.of_device and bool(value.value) is stops_at and index + 1 < len(node.values):
                     left = node.values[index + 1 :]
                     self.source.gpu.extend(left)
@@ -204,21 +204,21 @@ class _Reader:
             return
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
-                self.expression(child, known)
+                self.read_expression(child, known)
 
     def forget(self, node: ast.AST, known: dict[str, Known]) -> None:
         for each in ast.walk(node):
             if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
                 known.pop(each.id, None)
 
-    def value(self, node: ast.expr, known: dict[str, Known]) -> Known:
+    def find_value(self, node: ast.expr, known: dict[str, Known]) -> Known:
         """The value of an expression on a CPU."""
         if isinstance(node, ast.Constant):
             return Known(node.value)
         if isinstance(node, ast.Name):
             return known.get(node.id, UNKNOWN)
         if isinstance(node, ast.NamedExpr):
-            return self.value(node.value, known)
+            return self.find_value(node.value, known)
         if isinstance(node, ast.Attribute):
             if node.attr in ("is_cpu", "is_cuda"):
                 return Known(CPU_SAYS[node.attr], True)
@@ -231,18 +231,21 @@ class _Reader:
                 return Known(CPU_SAYS.get(name, False), True)
             return self.answers.get(name, UNKNOWN)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            operand = self.value(node.operand, known)
+            operand = self.find_value(node.operand, known)
             return operand if operand is UNKNOWN else Known(not operand.value, operand.of_device)
         if isinstance(node, ast.BoolOp):  # `x or True` is true, whatever x is
-            values = [self.value(each, known) for each in node.values]
+            values = [self.find_value(each, known) for each in node.values]
             ends_with = isinstance(node.op, ast.Or)
             ends = [each for each in values if each is not UNKNOWN and bool(each.value) is ends_with]
             return ends[0] if ends else UNKNOWN if UNKNOWN in values else values[-1]
         if isinstance(node, ast.IfExp):
-            test, arms = self.value(node.test, known), [self.value(each, known) for each in (node.body, node.orelse)]
-            return _one_of(arms) if test is UNKNOWN else _of(arms[0 if test.value else 1], test)
+            test, arms = (
+                self.find_value(node.test, known),
+                [self.find_value(each, known) for each in (node.body, node.orelse)],
+            )
+            return _merge_known(arms) if test is UNKNOWN else _add_condition(arms[0 if test.value else 1], test)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            pair = self.value(node.left, known), self.value(node.comparators[0], known)
+            pair = self.find_value(node.left, known), self.find_value(node.comparators[0], known)
             if (
                 pair[1].value != "meta"
                 and UNKNOWN not in pair
@@ -253,11 +256,11 @@ class _Reader:
         return UNKNOWN
 
 
-def _of(known: Known, condition: Known) -> Known:
+def _add_condition(known: Known, condition: Known) -> Known:
     return known if known is UNKNOWN else Known(known.value, known.of_device or condition.of_device)
 
 
-def _one_of(values: list[Known]) -> Known:
+def _merge_known(values: list[Known]) -> Known:
     """The value that all of them have, else UNKNOWN."""
     if UNKNOWN in values or len({(type(each.value), each.value) for each in values}) != 1:
         return UNKNOWN
@@ -277,16 +280,16 @@ def read_package(root: Path = ROOT / "quaver") -> dict[str, Source]:
         for source in sources.values():
             source.gpu, source.deciding = [], []
             reader = _Reader(source, answers)
-            reader.block(source.tree.body, {})
+            reader.read_block(source.tree.body, {})
             for function, values in reader.returned.items():
                 returned[function].extend(values)
-        found = {name: value for name, values in returned.items() if (value := _one_of(values)).of_device}
+        found = {name: value for name, values in returned.items() if (value := _merge_known(values)).of_device}
         if found == answers:
             break
         answers = found
     for name, source in sources.items():
         if any(Path(name).match(pattern) for pattern in MODULES):
-            source.gpu = [statement for function in functions_of(source.tree) for statement in function.body]
+            source.gpu = [statement for function in iter_functions(source.tree) for statement in function.body]
     _add_functions(sources)
     return sources
 
@@ -299,13 +302,13 @@ def read_library(root: Path = ROOT / "quaver") -> dict[str, Source]:
     }
 
 
-def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+def iter_functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     """The outermost functions and methods."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield node
         elif isinstance(node, (ast.ClassDef, ast.If, ast.Try, ast.With)):
-            yield from functions_of(node)
+            yield from iter_functions(node)
 
 
 def _add_functions(sources: dict[str, Source]) -> None:
@@ -313,13 +316,13 @@ def _add_functions(sources: dict[str, Source]) -> None:
     named: dict[tuple[str, str], list[int]] = defaultdict(list)
     for file, source in sources.items():
         for node in ast.walk(source.tree):
-            for name in _names(node):
+            for name in _list_names(node):
                 named[file if name.startswith("_") else "", name].append(id(node))
     while True:
         inside = {id(each) for source in sources.values() for node in source.gpu for each in ast.walk(node)}
         added = False
         for file, source in sources.items():
-            for function in functions_of(source.tree):
+            for function in iter_functions(source.tree):
                 uses = named[file if function.name.startswith("_") else "", function.name]
                 is_gpu = function.name in AS_VALUES or (uses and inside.issuperset(uses))
                 if is_gpu and id(function.body[-1]) not in inside:
@@ -329,7 +332,7 @@ def _add_functions(sources: dict[str, Source]) -> None:
             return
 
 
-def _names(node: ast.AST) -> list[str]:
+def _list_names(node: ast.AST) -> list[str]:
     """The names that a node may call by; a string may be one."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) and node.value.isidentifier() else []

@@ -93,22 +93,22 @@ class Mutant:
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
 
 
-def mutants_of(file: str, source: Source, seed: int, of_all: bool = False) -> Iterator[Mutant]:
+def iter_mutants(file: str, source: Source, seed: int, of_all: bool = False) -> Iterator[Mutant]:
     """Every mutant of the code of a file that only a GPU takes, and of the conditions that lead to it; or `of_all`."""
     seen, count = set(), Counter[str]()
     lines = source.text.splitlines()
     for condition, _ in source.deciding:
         condition.is_condition = True  # type: ignore[attr-defined]
-    roots = source.bodies() if of_all else source.gpu
+    roots = source.list_bodies() if of_all else source.gpu
     for root, line in [*((root, root.lineno) for root in roots), *source.deciding]:  # type: ignore[attr-defined]
-        for node, of_line in _expressions(root, line):
-            for mutated in _changes(node):
+        for node, of_line in _iter_expressions(root, line):
+            for mutated in _iter_changes(node):
                 before, after = ast.unparse(node), "pass" if mutated is None else ast.unparse(mutated)
                 place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, after
                 if before == after or place in seen:
                     continue
                 seen.add(place)
-                parts = _around(source.text, node)
+                parts = _split_around(source.text, node)
                 new = after if isinstance(mutated, (ast.Call, ast.Name, ast.Constant, type(None))) else f"({after})"
                 what = f"{seed} {file} {lines[node.lineno - 1].strip()} {before} {after}"
                 count[what] += 1
@@ -116,7 +116,7 @@ def mutants_of(file: str, source: Source, seed: int, of_all: bool = False) -> It
                 yield Mutant(file, node.lineno, of_line, before, after, parts[0] + new + parts[1], key)
 
 
-def _around(text: str, node: ast.expr) -> tuple[str, str]:
+def _split_around(text: str, node: ast.expr) -> tuple[str, str]:
     lines = text.encode().splitlines(keepends=True)
     first, last = lines[node.lineno - 1], lines[(node.end_lineno or 0) - 1]
     before = b"".join(lines[: node.lineno - 1]) + first[: node.col_offset]
@@ -124,11 +124,11 @@ def _around(text: str, node: ast.expr) -> tuple[str, str]:
     return before.decode(), after.decode()
 
 
-def _expressions(root: ast.AST, line: int) -> Iterator[tuple[Any, int]]:
+def _iter_expressions(root: ast.AST, line: int) -> Iterator[tuple[Any, int]]:
     """The expressions of code that computes, no annotation, decorator or message; and the line of their statement."""
     if isinstance(root, ast.expr):
         yield root, line
-    if isinstance(root, ast.JoinedStr) or (isinstance(root, ast.Call) and _name(root) in TEXTS):
+    if isinstance(root, ast.JoinedStr) or (isinstance(root, ast.Call) and _get_name(root) in TEXTS):
         return
     for field, value in ast.iter_fields(root):
         if field in ("annotation", "returns", "decorator_list"):
@@ -139,14 +139,14 @@ def _expressions(root: ast.AST, line: int) -> Iterator[tuple[Any, int]]:
                     child.is_condition = True  # type: ignore[attr-defined]
                 if isinstance(root, ast.Expr):
                     child.is_statement = True  # type: ignore[attr-defined]
-                yield from _expressions(child, child.lineno if isinstance(child, ast.stmt) else line)
+                yield from _iter_expressions(child, child.lineno if isinstance(child, ast.stmt) else line)
 
 
-def _name(call: ast.Call) -> str:
+def _get_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _changes(node: Any) -> Iterator[ast.expr | None]:
+def _iter_changes(node: Any) -> Iterator[ast.expr | None]:
     """What may stand in the place of an expression; None for nothing."""
     if getattr(node, "is_condition", False):
         yield ast.UnaryOp(ast.Not(), node)
@@ -166,10 +166,10 @@ def _changes(node: Any) -> Iterator[ast.expr | None]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         yield ast.Constant(node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0)
     elif isinstance(node, ast.Call):
-        yield from _calls(node)
+        yield from _iter_call_changes(node)
 
 
-def _calls(node: ast.Call) -> Iterator[ast.expr | None]:
+def _iter_call_changes(node: ast.Call) -> Iterator[ast.expr | None]:
     if getattr(node, "is_statement", False):
         yield None
         return
@@ -213,9 +213,9 @@ class Runner:
             shutil.copy2(path, self.folder / "original")
             path.write_text(mutant.text, encoding="utf-8")
         if card == COMPILED:
-            child = self._process(card, tests, output).pid
+            child = self._start_process(card, tests, output).pid
         elif not (child := os.fork()):
-            self._child(mutant, tests, output)
+            self._run_child(mutant, tests, output)
         try:
             status = _wait(child, seconds)
         finally:
@@ -228,7 +228,7 @@ class Runner:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+.*)", output.read_text(errors="replace"), re.MULTILINE)
         return failed.group(1)[:200] if failed else f"exit code {status}"
 
-    def _process(self, card: str, tests: list[str], output: Path) -> subprocess.Popen[bytes]:
+    def _start_process(self, card: str, tests: list[str], output: Path) -> subprocess.Popen[bytes]:
         """A new process, where Triton is to be imported otherwise."""
         code = f"from benchmarks.mutation.coverage import *; prepare({card!r}); sys.exit(run_pytest(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *tests, "-x", "-q", "-rfE"]
@@ -238,7 +238,7 @@ class Runner:
                 command, cwd=self.folder, env=environment, stdout=to, stderr=to, start_new_session=True
             )
 
-    def _child(self, mutant: Mutant | None, tests: list[str], output: Path) -> None:
+    def _run_child(self, mutant: Mutant | None, tests: list[str], output: Path) -> None:
         code = 70
         try:
             os.setsid()
@@ -292,7 +292,7 @@ def _wait(child: int, seconds: float) -> int | None:
         time.sleep(0.05)
 
 
-def chosen(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
+def choose_tests(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
     """The tests of a mutant by card, as many as fit: the shortest case for each first parameter, then others."""
     of_line = sorted(
         (test["seconds"], card, name)
@@ -315,7 +315,7 @@ def chosen(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> 
 
 def judge(runner: Runner, tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> str:
     """What killed a mutant, "" where nothing did."""
-    for card, names in chosen(tests, mutant, seconds):
+    for card, names in choose_tests(tests, mutant, seconds):
         if killed := runner.run(mutant, card, names, 4 * seconds + 60):
             return f"{card} {killed}".strip()
     return ""
@@ -345,11 +345,11 @@ def main() -> int:
     read = read_library() if args.library else read_package()
     sources = {file: source for file, source in read.items() if args.library or not source.is_lab}
     everything = [
-        each for file, source in sources.items() for each in mutants_of(file, source, args.seed, args.library)
+        each for file, source in sources.items() for each in iter_mutants(file, source, args.seed, args.library)
     ]
     possible = sorted((each for each in everything if (each.file, each.statement) in ran), key=lambda each: each.key)
     if args.library:
-        possible = _in_turn(possible)
+        possible = _sort_by_folder(possible)
     taken = [each for each in possible[: args.count] if args.only is None or each.key in args.only]
     print(f"{len(everything)} mutants, {len(possible)} of lines that tests run; {len(taken)} of them, seed {args.seed}")
     if args.list:
@@ -372,7 +372,7 @@ def main() -> int:
     return int(len(left) > (0.1 if args.library else 0.05) * len(taken))
 
 
-def _in_turn(mutants: list[Mutant]) -> list[Mutant]:
+def _sort_by_folder(mutants: list[Mutant]) -> list[Mutant]:
     """Ordered so that each folder of the library comes once before one comes again."""
     turns = Counter[str]()
     ordered = []

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import ledger, performance, scaling, stored_activations
 from benchmarks.record import ROOT, fill
-from benchmarks.scaling import PICTURES, measure_casts, scenarios
+from benchmarks.scaling import PICTURES, make_scenarios, measure_casts
 from quaver.lab.cli.bench import VERBS
 from tests.ranks import run
 from tests.steps import assert_same
@@ -21,7 +21,7 @@ def code_of(page):
 
 
 def test_the_tables_are_those_of_the_recorded_run():
-    for page, tables in performance.recorded().items():
+    for page, tables in performance.make_recorded_tables().items():
         text = page.read_text(encoding="utf-8")
         assert fill(text, tables) == text, "run python -m benchmarks.performance --update-docs"
     name, table = tables.popitem()
@@ -37,17 +37,17 @@ def test_the_page_of_benchmarks_has_every_benchmark():
 
 def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_its_promise():
     page, results = stored_activations.PAGE.read_text(), json.loads(stored_activations.RECORD.read_text())
-    assert fill(page, stored_activations.tables(results)) == page
+    assert fill(page, stored_activations.make_tables(results)) == page
     saved = {row["compiled"]: row["kept"]["saved"] for row in results["rows"] if row["recipe"] == "bfloat16"}
     stored = [row["stored"]["saved"] / saved[row["compiled"]] for row in results["rows"] if row["recipe"] == "rowwise"]
     assert max(stored) <= 0.55
     for row in results["rows"]:  # with checkpoints the other table counted the same blocks
-        assert stored_activations.of_memory_table(row["recipe"], row["compiled"])["none"] == row["kept"]["saved"]
+        assert stored_activations.read_memory_table(row["recipe"], row["compiled"])["none"] == row["kept"]["saved"]
 
 
 def test_the_table_of_a_blocks_cost_is_that_of_the_recorded_counts():
     page, results = ledger.PAGE.read_text(), json.loads(ledger.RECORD.read_text())
-    assert fill(page, ledger.tables(results)) == page, "run python -m benchmarks.ledger --update-docs"
+    assert fill(page, ledger.make_tables(results)) == page, "run python -m benchmarks.ledger --update-docs"
     for row, counted in zip(results["table"], results["ledgers"], strict=True):
         assert row["precision"] == counted["name"].removeprefix("quaver ")
         assert float(row["sum GB"]) == round(counted["overhead_bytes"] / 1e9, 1)
@@ -62,7 +62,7 @@ def test_a_file_of_measurements_is_whole_and_names_its_machine(name):
     about = result["environment"]
     assert about["threads"] == 1
     assert re.fullmatch(r"[0-9a-f]{7,}\+?", about["commit"])
-    assert about["command"] == " ".join(["quaver", *performance.words(name)])
+    assert about["command"] == " ".join(["quaver", *performance.make_command(name)])
     assert performance.COMMANDS[name].split()[0] in VERBS
 
 
@@ -101,7 +101,7 @@ def test_every_picture_is_there_and_shown():
     [("growth", "delayed, max"), ("spike_1e6", "delayed, most_recent"), ("drift_down", "static")],
 )
 def test_series_are_those_of_the_recorded_run(scenario, contestant):
-    planned = scenarios()[scenario]
+    planned = make_scenarios()[scenario]
     measured = measure_casts(planned.deviations, planned.contestants[contestant])
     recorded = json.loads(scaling.RECORD.read_text())["scenarios"][scenario][contestant]
     assert measured["sqnr_db"] == pytest.approx(recorded["sqnr_db"], abs=0.05)

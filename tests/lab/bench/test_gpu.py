@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_parts import __main__ as gpu_parts
 from benchmarks.gpu_parts import categories, gradients
-from benchmarks.gpu_parts.lab import failures_as_rows
+from benchmarks.gpu_parts.lab import catch_failures
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.flags import split_flags
 
@@ -48,18 +48,18 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
 
 
 def test_every_group_but_the_second_fits_in_ten_minutes_with_a_minute_to_spare(tmp_path):
-    groups = gpu.parts(tmp_path)
+    groups = gpu.make_parts(tmp_path)
     for group in (groups["quiet"], groups["tests"], *([part] for part in groups["second"])):
         assert sum(part.seconds for part in group) <= 9 * 60
     names = [part.name for group in groups.values() for part in group]
     assert len(set(names)) == len(names)
     own = {part.words[2] for group in groups.values() for part in group if part.words[1] == "benchmarks.gpu_parts"}
     assert own == set(gpu_parts.PARTS)
-    dry = gpu.parts(tmp_path, dry=True)
+    dry = gpu.make_parts(tmp_path, dry=True)
     assert {part.name for group in dry.values() for part in group} == own
 
 
-EVERY_PART = [part for group in gpu.parts(gpu.ROOT).values() for part in group]
+EVERY_PART = [part for group in gpu.make_parts(gpu.ROOT).values() for part in group]
 
 
 @pytest.mark.parametrize("part", EVERY_PART, ids=lambda part: part.name)
@@ -89,7 +89,7 @@ def test_wrong_gradients_stop_the_timings_and_nothing_else(tmp_path, monkeypatch
         return {"gradients": "exit code 3", "kernels": "exit code 3"}.get(words[2], "")
 
     monkeypatch.setattr(gpu, "run", run)
-    groups = gpu.parts(tmp_path)
+    groups = gpu.make_parts(tmp_path)
     outcomes = gpu.run_all([*groups["quiet"], *groups["tests"]], tmp_path)
     assert ran == ["doctor", "rates", "gradients", "-q"]
     assert outcomes["blocks"]["failure"] == "not run: gradients are wrong"
@@ -146,7 +146,7 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
 
     def run_and_interrupt(lab):
         good = ({"what": "good"}, lambda: iter([{"value": 2.0}]))
-        yield from failures_as_rows([({"what": "bad"}, yield_and_fail), good])
+        yield from catch_failures([({"what": "bad"}, yield_and_fail), good])
         raise KeyboardInterrupt
 
     monkeypatch.setitem(gpu_parts.PARTS, "rates", run_and_interrupt)
@@ -164,11 +164,11 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
 
 def test_gradients_that_a_kernel_spoils_are_wrong():
     good = [torch.randn(64, 64), torch.randn(8)]
-    assert gradients.lowest_db(good, [gradient * (1 + 1e-3) for gradient in good]) == pytest.approx(60, abs=0.1)
-    assert gradients.lowest_db(good, [good[0].t(), good[1]]) < gradients.MIN_DB
-    assert gradients.lowest_db(good, [torch.zeros(64, 64), good[1]]) == pytest.approx(0)
+    assert gradients.compute_lowest_db(good, [gradient * (1 + 1e-3) for gradient in good]) == pytest.approx(60, abs=0.1)
+    assert gradients.compute_lowest_db(good, [good[0].t(), good[1]]) < gradients.MIN_DB
+    assert gradients.compute_lowest_db(good, [torch.zeros(64, 64), good[1]]) == pytest.approx(0)
     for bad in ([good[0], good[1] * float("nan")], good[:1], []):
-        assert not gradients.lowest_db(good, bad) >= gradients.MIN_DB
+        assert not gradients.compute_lowest_db(good, bad) >= gradients.MIN_DB
 
 
 ELEMENTWISE = "void at::native::elementwise_kernel<128, 4, at::native"
@@ -195,21 +195,21 @@ ELEMENTWISE = "void at::native::elementwise_kernel<128, 4, at::native"
     ],
 )
 def test_kernels_have_categories(kernel, category):
-    assert categories.category_of(kernel) == category
+    assert categories.find_category(kernel) == category
 
 
 def test_a_ledger_stands_beside_the_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(categories, "LEDGER", tmp_path / "ledger.json")
     kernels = [{"name": "triton_red_fused_1", "us": 1500.0, "count": 3}, {"name": "triton_2", "us": 500.0, "count": 1}]
-    assert categories.by_category(kernels, "quaver rowwise") == {"fused by Inductor": {"ms": 2.0, "launches": 4}}
+    assert categories.sum_by_category(kernels, "quaver rowwise") == {"fused by Inductor": {"ms": 2.0, "launches": 4}}
     counted = {"casts": {"launches": 2, "kernels": ["triton_0", "triton_red_fused_1"]}}
     ledger = {"name": "quaver rowwise", "milliseconds": {"casts": 1.25}, "categories": counted}
     categories.LEDGER.write_text(json.dumps({"ledgers": [ledger]}))
-    assert categories.by_category(kernels, "quaver rowwise") == {
+    assert categories.sum_by_category(kernels, "quaver rowwise") == {
         "casts": {"ms": 1.5, "launches": 3, "predicted_ms": 1.25, "predicted_launches": 2},
         "fused by Inductor": {"ms": 0.5, "launches": 1},
     }
-    assert "casts" not in categories.by_category(kernels, "quaver delayed")
+    assert "casts" not in categories.sum_by_category(kernels, "quaver delayed")
 
 
 def test_the_recorded_ledger_names_the_kernels_of_each_category():

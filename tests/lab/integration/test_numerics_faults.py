@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.numerics_faults import tables, verdict, watched
+from benchmarks.numerics_faults import judge, make_tables, run_watched
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY
 from tests.thinned import first
 
@@ -21,14 +21,14 @@ SAMPLES = {
 def test_a_seeded_fault_is_named_first(name, samples):
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     fault = replace(fault, at=5, steps=7, every=1)
-    result = verdict(fault, watched(fault))
+    result = judge(fault, run_watched(fault))
     assert result["before"] == []
     assert (result["found"], result["first"], result["samples"]) == (True, True, samples)
 
 
 @pytest.mark.nightly  # the steps before a fault are healthy, too
 def test_a_healthy_run_raises_none():
-    assert watched(replace(HEALTHY[0], steps=7, every=1)).events == []
+    assert run_watched(replace(HEALTHY[0], steps=7, every=1)).events == []
 
 
 def test_tables_list_missed_faults_and_false_alarms():
@@ -39,7 +39,7 @@ def test_tables_list_missed_faults_and_false_alarms():
         {"fault": "another", "found": False, "samples": None, "alarms": [alarm], "expected": ["dead"]},
     ]
     healthy = [{"run": "recipe rowwise", "alarms": []}, {"run": "experts", "alarms": [alarm, alarm]}]
-    table = tables({"faults": faults, "healthy": healthy})["faults"]
+    table = make_tables({"faults": faults, "healthy": healthy})["faults"]
     assert "\n**missed** | shuffled labels; another\n`dead` | an idle expert (3)\n" in table
     assert "1 of 3 faults were named; 1 of 2 healthy runs raised no alarm:\n\n- experts: " in table
     assert "\n\n- experts: `dead` of layers.3.mlp grad" in table

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory import PAGE, PROMISED, RECORD, case_of, cases, exceptions, measure_row, name_of, ratios, tables
+from benchmarks.memory import (
+    PAGE,
+    PROMISED,
+    RECORD,
+    compute_ratios,
+    find_exceptions,
+    list_cases,
+    make_name,
+    make_tables,
+    measure_row,
+    parse_case,
+)
 from benchmarks.memory_modules import Case, Size, predict
 from benchmarks.record import fill
 from quaver.lab.recorder.allocator import measure_usage
@@ -30,7 +41,7 @@ def measure_rows(module: str, checkpointing: str, recipes, compiled=False) -> li
 def assert_no_more_than_bfloat16(rows: list[dict]) -> None:
     """Assert that no peak is above bfloat16's; scales may add 8% to the saved bytes of the smallest modules."""
     for row in rows:
-        ratio = ratios(row, rows)
+        ratio = compute_ratios(row, rows)
         assert ratio["peak"] <= 1, row
         assert ratio["saved"] <= 1.08, row
 
@@ -54,11 +65,11 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing, recipes):
     if module == "attention" and checkpointing != "none":
         for row in rows:
             full = 1.03 if row["precision"] in ("blockwise", "mxfp8") else 1.02  # float32 scales of blocks
-            assert ratios(row, rows)["peak"] <= {"full": full, "op": 1.15}[checkpointing], row["precision"]
+            assert compute_ratios(row, rows)["peak"] <= {"full": full, "op": 1.15}[checkpointing], row["precision"]
         return
     assert_no_more_than_bfloat16(rows)
     if (module, checkpointing) == ("1 block", "none"):
-        saved = {row["precision"]: ratios(row, rows)["saved"] for row in rows}
+        saved = {row["precision"]: compute_ratios(row, rows)["saved"] for row in rows}
         assert max(saved["tensorwise"], saved["rowwise"]) <= 0.75
 
 
@@ -66,7 +77,7 @@ def test_float8_takes_no_more_than_bfloat16(module, checkpointing, recipes):
 def test_compiled_float8_takes_no_more_than_bfloat16():
     rows = measure_rows("ffn", "none", ("rowwise",), compiled=True)
     assert_no_more_than_bfloat16(rows)
-    assert ratios(rows[1], rows)["saved"] < 0.9
+    assert compute_ratios(rows[1], rows)["saved"] < 0.9
 
 
 # A recipe with one cast of each weight and one with two; at night all.
@@ -105,17 +116,17 @@ def recorded() -> dict:
 
 
 def test_the_committed_table_has_every_row(recorded):
-    assert [case_of(row) for row in recorded["rows"]] == cases([])
+    assert [parse_case(row) for row in recorded["rows"]] == list_cases([])
     assert len(recorded["rows"]) == 576
-    assert fill(PAGE.read_text(), tables(recorded)) == PAGE.read_text()
+    assert fill(PAGE.read_text(), make_tables(recorded)) == PAGE.read_text()
 
 
 def test_the_committed_table_shows_the_promises_of_the_page(recorded):
     """Blocks and models keep the promise; attention and a feed-forward by themselves do not, which the page says."""
     rows = recorded["rows"]
-    above = exceptions(rows)
+    above = find_exceptions(rows)
     assert {row["module"] for row in above} <= {"attention", "ffn"}
     assert not [row for row in above if row["module"] == "ffn" and not (row["compiled"] and row["ranks"] == 2)]
-    assert all(name_of(row) in PAGE.read_text() for row in above)
-    models = [ratios(row, rows)["peak"] for row in rows if row["module"].endswith("0 blocks")]
+    assert all(make_name(row) in PAGE.read_text() for row in above)
+    models = [compute_ratios(row, rows)["peak"] for row in rows if row["module"].endswith("0 blocks")]
     assert max(models) <= PROMISED

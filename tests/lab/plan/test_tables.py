@@ -23,7 +23,7 @@ QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches
 @pytest.mark.parametrize(("part", "results"), [*zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True)])
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
-    assert fill(page, part.tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
+    assert fill(page, part.make_tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
     assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
 
 
@@ -55,7 +55,7 @@ def test_recorded_memory_of_a_published_run_is_the_trainers():
     (recorded,) = (row for row in MEMORY["rows"] if row["name"] == name)
     config, row = plan_memory.make_run_config(ROWS[name]), ROWS[name]
     assert recorded["trainer"] == plan_memory.predict_peak_bytes(config, row.gpus)
-    with plan_memory.as_published(row):
+    with plan_memory.use_published_loss(row):
         assert recorded["as_published"] == plan_memory.predict_peak_bytes(config, row.gpus)
 
 
