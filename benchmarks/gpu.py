@@ -36,16 +36,13 @@ DRY_SECONDS = 600
 
 @dataclass(frozen=True)
 class Part:
-    """One command of Python modules and arguments, and the seconds it is given.
-
-    Attributes:
-        output: the file to which it writes its result as JSON; None for a part that prints it.
-    """
+    """One command of Python modules and arguments, and the seconds it is given."""
 
     name: str
     words: list[str]
     seconds: int
     output: Path | None = None
+    """The file to which it writes its result as JSON; None for a part that prints it."""
 
 
 def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:

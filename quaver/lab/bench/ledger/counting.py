@@ -31,19 +31,16 @@ COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"
 
 @dataclass(frozen=True)
 class Work:
-    """The module to compile: its shapes, dtypes, and part of the block.
-
-    Attributes:
-        model: the block's shapes; with experts, its feed-forward is a mixture.
-        autocast: keep parameters and the residual stream in float32, and multiply in bfloat16; else all is bfloat16.
-        part: "block", or "linear" for its first feed-forward linear only.
-    """
+    """The module to compile: its shapes, dtypes, and part of the block."""
 
     model: Model
+    """The block's shapes; with experts, its feed-forward is a mixture."""
     sequences: int
     seq_len: int
     autocast: bool = False
+    """Keep parameters and the residual stream in float32, and multiply in bfloat16; else all is bfloat16."""
     part: str = "block"
+    """One of `PARTS`: "block", or "linear" for its first feed-forward linear only."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,23 +40,20 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Properties of the machine code of one compiled kernel.
-
-    Attributes:
-        config: block sizes and warps.
-        spilled_bytes: local memory of a thread.
-        instructions: the instructions of a thread by name. Each counts once, also in a loop.
-        loaded_bytes: bytes that a thread loads from global memory. Each load counts once.
-        issued: instructions that all warps of a launch issue. In a loop they count once per iteration.
-    """
+    """Properties of the machine code of one compiled kernel."""
 
     config: dict[str, int]
+    """Block sizes and warps."""
     registers: int
     spilled_bytes: int
+    """Local memory of a thread."""
     instructions: Counter[str]
+    """The instructions of a thread by name. Each counts once, also in a loop."""
     loops: tuple[Loop, ...]
     loaded_bytes: int
+    """Bytes that a thread loads from global memory. Each load counts once."""
     issued: int
+    """Instructions that all warps of a launch issue. In a loop they count once per iteration."""
 
     @property
     def float64_instructions(self) -> int:

@@ -44,15 +44,7 @@ _REDUCTIONS = frozenset({"amax", "max", "abs"})
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """The work of one launch, or of an operator with the kernels that it launches.
-
-    Attributes:
-        again_bytes: bytes of repeated reads, which `read_bytes` includes.
-        cached_bytes: bytes that a cache serves again, which `read_bytes` does not include.
-        strided_elements: elements of codes that aten's strided copy of bytes moves.
-        float64_operations: the number of values that are computed in float64.
-        issued: instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py).
-    """
+    """The work of one launch, or of an operator with the kernels that it launches."""
 
     category: str
     is_backward: bool
@@ -63,12 +55,17 @@ class LedgerEntry:
     read_bytes: int
     written_bytes: int
     again_bytes: int
+    """Bytes of repeated reads, which `read_bytes` includes."""
     cached_bytes: int
+    """Bytes that a cache serves again, which `read_bytes` does not include."""
     flops: int
     strided_elements: int
+    """Elements of codes that aten's strided copy of bytes moves."""
     float64_operations: int
+    """The number of values that are computed in float64."""
     launch: Launch
     issued: int = 0
+    """Instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py)."""
 
     @property
     def moved_bytes(self) -> int:

@@ -59,24 +59,20 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One scheduled node: one of Inductor's fused kernels, or an operator.
-
-    Attributes:
-        operator: the name of the operator; empty for a fused kernel.
-        kernels: the Triton kernels of the node, rarely more than one; none for an operator.
-        fuses: the operators of the model that the node computes.
-        place: the source line and the module of the first buffer that it writes.
-        conversions: the operator in the graph that converts to the codes of each buffer of codes.
-        is_reduction: whether it reduces anything.
-    """
+    """One scheduled node: one of Inductor's fused kernels, or an operator."""
 
     operator: str
+    """The name of the operator; empty for a fused kernel."""
     kernels: tuple[TritonKernel, ...]
+    """The Triton kernels of the node, rarely more than one; none for an operator."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     fuses: tuple[str, ...]
+    """The operators of the model that the node computes."""
     place: str
+    """The source line and the module of the first buffer that it writes."""
     conversions: Mapping[str, str]
+    """The operator in the graph that converts to the codes of each buffer of codes."""
     is_reduction: bool
 
 
