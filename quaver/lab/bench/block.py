@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quaver.lab.bench.harness import time_alternating
 from quaver.lab.bench.modules import OptimizerStep, make_steps
-from quaver.lab.bench.options import BenchOptions, Modes, Recipes
+from quaver.lab.bench.options import BenchOptions, Modes, Recipes, Size
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model
 from quaver.lab.recorder.allocator import measure_usage
@@ -41,7 +41,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
 
     model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = setting("debug", "The model of the block.")
     divisor: AtLeast1 = setting(1, "Divide widths and heads by this.")
-    tokens: AtLeast1 = setting(2048, "Tokens in one step.")
+    tokens: Size = setting(2048, "Tokens in one step.")
     seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default one sequence of --tokens.")
     rounds: AtLeast1 = 10
 

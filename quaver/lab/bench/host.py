@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.lab.bench.harness import time_alternating
 from quaver.lab.bench.linear import LinearOptions
+from quaver.lab.bench.options import Size
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import Shape
-from quaver.lab.settings.fields import AtLeast1, setting
+from quaver.lab.settings.fields import setting
 from quaver.runtime.devices import is_cuda_device, synchronize
 from quaver.torch_private.profiler import DeviceType
 
@@ -33,7 +34,7 @@ from quaver.torch_private.profiler import DeviceType
 class HostBenchmark(LinearOptions):
     """Host time, operations and kernels of the forward and backward of a tiny linear."""
 
-    size: AtLeast1 = setting(16, "M, K and N of the linear.")
+    size: Size = setting(16, "M, K and N of the linear.")
 
     case_fields = ("mode",)
     tables = (

@@ -16,7 +16,7 @@ import torch
 from annotated_types import Ge, Le
 
 from quaver.lab.bench.results import Result, Row
-from quaver.lab.bench.shapes import Shape, parse_shapes
+from quaver.lab.bench.shapes import MAX_SIZE, Shape, parse_shapes
 from quaver.lab.output_file import Output, check_outputs
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
@@ -34,6 +34,8 @@ MODES = ("eager", "compiled")
 
 MAX_COMPILED_VARIANTS = 64
 """Limit on torch.compile's variants of one forward. Every recipe is a variant, and torch's default limit is 8."""
+
+Size = Annotated[int, Ge(1), Le(MAX_SIZE)]
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
@@ -151,7 +153,7 @@ class Shapes(Settings):
     shapes: str = setting(
         "1024", "Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."
     )
-    tokens: AtLeast1 = setting(2048, "M of a model's linears.")
+    tokens: Size = setting(2048, "M of a model's linears.")
     divisor: AtLeast1 = setting(1, "Divide K and N of a model's linears by this.")
 
     are_matrices: ClassVar[bool] = False

@@ -14,7 +14,7 @@ MODELS = {
 }
 """Llama 3, as published."""
 
-_MAX_SIZE = 10**9
+MAX_SIZE = 10**9
 """The largest M, K or N: the bytes of a matrix then fit an int64."""
 
 MODEL_NAMES = ("debug", *MODELS)
@@ -78,13 +78,13 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
         else:
             models = ", ".join(MODELS)
             raise InputError(
-                f"{kind} {word!r}: expected a size such as 1024, {form}, up to {_MAX_SIZE}, or one of {models}"
+                f"{kind} {word!r}: expected a size such as 1024, {form}, up to {MAX_SIZE}, or one of {models}"
             )
     return list(dict.fromkeys(parsed))  # inputs of one width are one shape
 
 
 def _is_size(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(_MAX_SIZE)) and 1 <= int(text) <= _MAX_SIZE
+    return text.isdecimal() and len(text) <= len(str(MAX_SIZE)) and 1 <= int(text) <= MAX_SIZE
 
 
 def _list_linears(name: str) -> dict[str, tuple[int, int]]:

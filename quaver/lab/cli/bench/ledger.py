@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from rich.table import Table
 
 from quaver.lab.bench.ledger.counting import (
@@ -37,7 +38,7 @@ from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
+from quaver.lab.settings.fields import OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import BFLOAT16, RECIPES
 from quaver.lab.terminal.console import print_views
@@ -62,8 +63,12 @@ class LedgerOptions(Settings):
         "none", "Also count another library, for the recipes that it supports."
     )
     part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
-    sequences: AtLeast1 | None = setting(None, "Sequences; by default 2, or the local_batch_size of a TOML file.")
-    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default 8192, or the seq_len of a TOML file.")
+    sequences: Annotated[int, Ge(1), Le(10**6)] | None = setting(
+        None, "Sequences; by default 2, or the local_batch_size of a TOML file."
+    )
+    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
+        None, "Tokens of a sequence; by default 8192, or the seq_len of a TOML file."
+    )
     autocast: bool = setting(False, "Parameters and residual stream in float32 under autocast, not all in bfloat16.")
     kernels: bool = setting(False, "Print and save every kernel, with its source line and what it fuses.")
     machine_code: bool = setting(
@@ -113,6 +118,7 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.make_work(), Path(options.output)
+        check_outputs(Output(output))  # refuses a folder, whose name may be empty
         picture = output.with_suffix(".png")
         check_outputs(Output(output), Output(picture, kind="PNG picture"))
         spec = require_device_spec(options.device, "--gpu")
