@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 
 from quaver.export.folders import NO_ROOM, NotWrittenError
@@ -50,38 +51,31 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the lines that torch 2.13's profiler prints
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
-    if argv[:1] == ["--version"]:
-        print(f"quaver {version('quaver')}")
-        return 0
-    usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
     try:
-        verb = find_verb(VERBS, argv, kind="command", usage=usage)
-        if isinstance(verb, int):
-            return verb
-        with show_progress("starting"):
-            module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
-        return module.run(argv[1:])
+        code = _run_verb(argv)
+        sys.stdout.flush()  # else a closed pipe or a full disk is found when the interpreter exits
+        return code
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in TRAIN_EXTRA:
             raise
         print_error(f"quaver {argv[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
         return EXIT_BAD_INPUT
-    except SystemExit as stopped:  # a verb's --help
-        if stopped.code:
-            raise
-        return 0
     except (MemoryError, RuntimeError) as error:
         details = _describe_full_memory(error)
         if details is None:
             raise
         print_error(f"this machine lacks the memory{details}; make the model or the batch smaller")
         return EXIT_BAD_INPUT
+    except SystemExit as stopped:
+        if stopped.code == EXIT_NOT_WRITTEN:  # perhaps a --help that stdout did not take
+            _discard_stdout()
+        raise
     except KeyboardInterrupt:
         print("quaver: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 141
     except NotWrittenError as error:
         print_error(error)
@@ -90,7 +84,36 @@ def main(argv: list[str] | None = None) -> int:
         if error.errno not in NO_ROOM:
             raise
         print_error(f"cannot write the result: {error.strerror}")
+        _discard_stdout()
         return EXIT_NOT_WRITTEN
+
+
+def _run_verb(argv: list[str]) -> int:
+    if argv[:1] == ["--version"]:
+        print(f"quaver {version('quaver')}")
+        return 0
+    usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
+    verb = find_verb(VERBS, argv, kind="command", usage=usage)
+    if isinstance(verb, int):
+        return verb
+    with show_progress("starting"):
+        module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
+    try:
+        return int(module.run(argv[1:]))
+    except SystemExit as stopped:  # a verb's --help
+        if stopped.code:
+            raise
+        return 0
+
+
+def _discard_stdout() -> None:
+    """Flush standard output if it can be, and let the rest go nowhere: the interpreter flushes it again at its exit."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):  # no file descriptor
+        os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _describe_full_memory(error: MemoryError | RuntimeError) -> str | None:

@@ -67,13 +67,20 @@ def print_line(text: str) -> None:
     make_stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
+class _Console(Console):
+    """A console that lets `quaver` end with the exit code of a closed pipe; Rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that Rich handles where it calls this
+
+
 def print_views(views: Iterable[str | Table]) -> None:
     """Print lines unwrapped, and tables in the width of the terminal or 80 columns, whichever is more.
 
     A table whose numbers need more is wider: no number is cut.
     """
     width = max(80, Console().width)
-    console = Console(width=width, color_system=choose_color_system(), highlight=False, markup=False, emoji=False)
+    console = _Console(width=width, color_system=choose_color_system(), highlight=False, markup=False, emoji=False)
     for view in views:
         if isinstance(view, Table):
             console.width = fit_table(view, width)

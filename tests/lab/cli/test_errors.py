@@ -1,5 +1,7 @@
 """Tests that bad input is one line and that a ValueError of a bug is a traceback."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +75,17 @@ def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, mon
     monkeypatch.setattr("quaver.export.save.iter_float8_weights", fail)
     with pytest.raises(ValueError, match="^not enough values to unpack$"):
         main(["export", "run", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("words", ["--version", "doctor --help", "doctor --gpu h100", "doctor --gpu h100 --json"])
+def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    for target, expected in ((writer, 141), ("/dev/full", 4)):
+        with open(target, "w") as file:
+            monkeypatch.setattr(sys, "stdout", file)
+            try:
+                code = main(words.split())
+            except SystemExit as stopped:
+                code = stopped.code
+            assert code == expected
