@@ -37,6 +37,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.float8 import make_file_name
+from quaver.optim.base import STATE_VERSION
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError
 
@@ -89,6 +90,7 @@ class Checkpointer:
             "models": list(state),
             "world_size": self.ranks.world_size,
             "progress": asdict(progress),
+            "optimizer_state_version": STATE_VERSION,
             **self.description,
         }
         is_async = self.config.async_mode != "disabled"

@@ -27,6 +27,7 @@ from quaver.lab.runs.manifest import CHOOSE, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.lab.settings.training import OPTIMIZERS
+from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError
 
 FORMAT = 1
@@ -87,10 +88,11 @@ class _CheckpointRecord(TypedDict):
     """The fields of checkpoint.json that are read; the file has more."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
-    format: Literal[1]
+    format: Literal[FORMAT]  # type: ignore[valid-type]
     models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w[\w+-]*$")]], MinLen(1)]
     world_size: AtLeast1
     progress: RunProgress
+    optimizer_state_version: NotRequired[Literal[STATE_VERSION]]  # type: ignore[valid-type]
     config: _CheckpointConfig
     conversion_report: NotRequired[_CheckpointReport | None]
     data: NotRequired[_CheckpointData]

@@ -56,10 +56,13 @@ class SavedModel(Protocol):
 
 
 def collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Return the parameters, the states of `optimizer` or else the model's own, and the persistent scales."""
+    """Return the parameters, the states of `optimizer` or else the model's own, and the persistent scales.
+
+    The options of the optimizer, such as its weight decay, are left out: they are settings, which a resume may change.
+    """
     state: dict[str, Any] = {
         "model": get_model_state_dict(trained.model),
-        "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
+        "optimizer": {"state": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer)["state"]},
     }
     if trained.scaling:
         state["float8"] = trained.scaling.state_dict()
@@ -76,7 +79,8 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
-    set_optimizer_state_dict(trained.model, optimizer, state["optimizer"])
+    own_groups = get_optimizer_state_dict(trained.model, optimizer)["param_groups"]
+    set_optimizer_state_dict(trained.model, optimizer, {**state["optimizer"], "param_groups": own_groups})
     if optimizer is not trained.optimizer:
         try:
             load_states_of(trained.optimizer, optimizer)

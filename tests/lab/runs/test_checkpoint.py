@@ -170,6 +170,14 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     assert [digests[name] for name in names] == [expected[name] for name in names]
 
 
+def test_a_resume_takes_the_options_of_the_optimizer_from_its_config(config, saved):
+    options = {"weight_decay": 0.3, "beta1": 0.5, "eps": 1e-6}
+    for model in prepare_run(changed(set_steps(config, 8, resume="must"), optimizer=options)).models:
+        matrices, _ = model.optimizer.param_groups
+        assert (matrices["weight_decay"], matrices["betas"], matrices["eps"]) == (0.3, (0.5, 0.95), 1e-6)
+        assert model.optimizer.state
+
+
 def test_states_of_another_algorithm_are_refused(config, saved):
     with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
         prepare_run(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
