@@ -20,6 +20,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import TrainConfig
 from quaver.optim import load_states_of
+from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.devices import is_cuda_device
 
 _MAX_HISTORY_LEN = 1 << 16
@@ -75,7 +76,7 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
     if saved != trained.config.optimizer.name:
         optimizer = trained.make_optimizer(saved)
     state, reader = collect_state(trained, optimizer), CheckpointReader(path)
-    if trained.scaling and not fit_histories(state["float8"], read_metadata(reader)):
+    if trained.scaling and not fit_histories(state["float8"], read_metadata(reader), path):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
@@ -87,12 +88,12 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
         except ValueError as error:
             raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
     if "float8" in state:
-        trained.scaling.load_state_dict(state["float8"])
+        set_scales(trained.scaling, state["float8"], path)
     trained.precompute_scales()
 
 
-def fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
-    """Replace histories by empty ones of the saved lengths, and return whether `metadata` has scales at all.
+def fit_histories(scales: dict[str, Tensor], metadata: Metadata, path: Path) -> bool:
+    """Replace histories by empty ones of the saved lengths, and return whether `metadata`, of `path`, has scales.
 
     `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
 
@@ -104,12 +105,28 @@ def fit_histories(scales: dict[str, Tensor], metadata: Metadata) -> bool:
         entry = saved.get(f"float8.{name}")
         if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             if len(entry.size) != tensor.dim() or entry.size.numel() > _MAX_HISTORY_LEN:
+                expected = f"at most {_MAX_HISTORY_LEN:,} amaxes" if tensor.dim() else "one number"
                 raise CheckpointError(
-                    f"expected {name} of {list(tensor.shape)} in the checkpoint, or a history of at most "
-                    f"{_MAX_HISTORY_LEN:,} amaxes, got {list(entry.size)}; choose another checkpoint"
+                    f"cannot load {str(path)!r}: {name} must be {expected}, got a tensor of {list(entry.size)}; "
+                    "choose another checkpoint"
                 )
             scales[name] = tensor.new_zeros(entry.size)
     return bool(saved)
+
+
+def set_scales(scaling: Float8ScalingState, scales: dict[str, Tensor], path: Path) -> None:
+    """Give the linears `scales`, which were read from `path`.
+
+    A collective. Raises CheckpointError on every rank if a scale is inf or NaN, or an amax is NaN, on any rank.
+    """
+
+    def load() -> None:
+        try:
+            scaling.load_state_dict(scales)
+        except ValueError as error:
+            raise CheckpointError(f"cannot load {str(path)!r}: {error}") from error
+
+    run_on_every_rank(load)
 
 
 def collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ DCP pickles `.metadata` and every value that is not a tensor, and unpickles both
 call any function. `CheckpointReader` unpickles `.metadata` to plain values, and to records in place of DCP's classes:
 no class is imported, nothing is called, and no opcode is run that DCP does not write. So a stranger's checkpoint cannot
 run code, allocate more than a small multiple of its size, or crash the interpreter. Names, sizes and paths are checked
-before DCP gets them. `CheckpointPlanner` loads the other values with weights_only=True, as DCP does with tensors.
+before DCP gets them. `CheckpointPlanner` loads tensors alone, which DCP reads with weights_only=True.
 
 DCP has no setting for this in torch 2.13. A public reader with one would replace this file.
 """
@@ -108,14 +108,11 @@ class CheckpointReader(FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors with weights_only=True."""
+    """Loads tensors. DCP would unpickle any other value, and put it in the place of a tensor of that name."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load the bytes with weights_only=True, and pass on what torch writes for the resulting value."""
-        safe = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), safe)
-        safe.seek(0)
-        super().load_bytes(read_item, safe)
+        """Raise ValueError: a value that is not a tensor."""
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class _Name(str):
@@ -198,6 +195,10 @@ def _convert_metadata(pickled: Any) -> Metadata:
         at = MetadataIndex(_check_text(index["fqn"]), None if offset is None else _convert_shape(offset))
         begin, length = _convert_shape((place["offset"], place["length"]))
         places[at] = StorageInfo(_check_text(place["relative_path"]), begin, length)
+    for name, tensor in tensors.items():
+        offsets = [chunk.offsets for chunk in tensor.chunks] if isinstance(tensor, TensorStorageMetadata) else [None]
+        if not all(MetadataIndex(name, offset) in places for offset in offsets):
+            raise ValueError(f"a part of {name} has no place in a file")
     return Metadata(tensors, storage_data=places)
 
 

@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+)
 
 from quaver.lab.runs.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
 from quaver.lab.runs.dcp import find_innermost_cause, load_state
@@ -128,8 +133,8 @@ def test_a_hostile_value_is_one_line_and_is_not_run(tmp_path):
     (value,) = (place for index, place in place.items() if index.fqn == "value")
     (tmp_path / value.relative_path).write_bytes(b"\0" * value.offset + content.getvalue())
     edit_metadata(tmp_path, lambda m: setattr(find_place(m, "value"), "length", len(content.getvalue())), only="value")
-    with pytest.raises(CheckpointError, match="cannot load .*; choose another checkpoint") as error:
-        load_state({"value": 1}, CheckpointReader(tmp_path))
+    with pytest.raises(CheckpointError, match="cannot load .*: value is not a tensor; choose") as error:
+        load_state({"value": torch.ones(1)}, CheckpointReader(tmp_path))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
 
@@ -181,7 +186,8 @@ EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no dtype": ("dtype", lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", 3)),
     "no tensors": ("", lambda m: setattr(m, "state_dict_metadata", None)),
     "no places": ("", lambda m: setattr(m, "storage_data", None)),
-    "a place for nothing": ("", lambda m: m.storage_data.clear()),
+    "a place for nothing": ("a part of a has no place", lambda m: m.storage_data.clear()),
+    "text for a tensor": ("a part of a has", lambda m: m.state_dict_metadata.update(a=BytesStorageMetadata())),
 }
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
@@ -60,6 +62,8 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 STEP, FIRST = "checkpoint/step-00000002", "checkpoint/step-00000001"
 SHARD, OTHER, RECORD = f"{STEP}/delayed/__0_0.distcp", f"{STEP}/delayed/.metadata", f"{STEP}/checkpoint.json"
+SCALE = "model.layers.0.self_attn.q_proj.input.quant_scale"
+MOMENT = "optimizer.state.model.norm.weight.exp_avg"
 RECIPE = "--float8.recipe_name=rowwise --float8.delayed_history_len=16"
 
 
@@ -80,6 +84,21 @@ def edit_record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
         record = json.loads((run / RECORD).read_text())
         change(record)
         (run / RECORD).write_text(json.dumps(record))
+        write_manifest(run / STEP, {})
+
+    return edit
+
+
+def set_entry(name: str, value: object) -> Callable[[Path], None]:
+    """Return a function that replaces an entry of a checkpoint's model, as its author could."""
+
+    def edit(run: Path) -> None:
+        folder = run / STEP / "delayed"
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+        state: dict[str, Any] = {key: torch.empty(entry.size) for key, entry in metadata.items()}
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+        shutil.rmtree(folder)
+        torch.distributed.checkpoint.save(state | {name: value}, checkpoint_id=folder)
         write_manifest(run / STEP, {})
 
     return edit
@@ -118,6 +137,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no progress": (edit_record(lambda r: r.pop("progress")), MORE, "progress is missing"),
     "another step": (edit_record(lambda r: r["progress"].update(step=1)), MORE, "progress.step 1, expected 2"),
     "code in metadata": (write_code, MORE, f"/{STEP}/delayed': .metadata is damaged"),
+    "text for a weight": (set_entry("model.model.norm.weight", "x"), MORE, "model.model.norm.weight is not a tensor"),
+    "text for a moment": (set_entry(MOMENT, "x"), MORE, f"{MOMENT} is not a tensor"),
+    "text for a scale": (set_entry(f"float8.{SCALE}", "x"), MORE, f"float8.{SCALE} is not a tensor"),
+    "text for a generator": (set_entry("rng.cpu_0", "x"), MORE, "rng.cpu_0 is not a tensor"),
+    "inf as a scale": (set_entry(f"float8.{SCALE}", torch.tensor(torch.inf)), MORE, f"{SCALE}: expected a finite"),
     "metrics": (write_garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
     "a FIFO": (lambda run: make_fifo(run / "metrics.jsonl"), MORE, "'{run}/metrics.jsonl' is not a file"),
     "metrics as folder": (NOWHERE, "--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),

@@ -16,6 +16,7 @@ from torch import nn
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
 from quaver.lab.runs.dcp import load_state, read_metadata
+from quaver.lab.runs.model_state import set_scales
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.settings.fields import Settings
@@ -111,7 +112,7 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
     state = {name: tensor for name, tensor in scaling.state_dict().items() if f"float8.{name}" in saved}
     if state:
         load_state({"float8": state}, reader)
-        scaling.load_state_dict(state)
+        set_scales(scaling, state, Path(reader.path))
 
 
 def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
