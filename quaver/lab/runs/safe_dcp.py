@@ -3,8 +3,8 @@
 DCP pickles `.metadata` and every value that is not a tensor, and unpickles both without restriction, so that a file can
 call any function. `CheckpointReader` unpickles `.metadata` to plain values, and to records in place of DCP's classes:
 no class is imported, nothing is called, and no opcode is run that DCP does not write. So a stranger's checkpoint cannot
-run code, allocate more than a small multiple of its size, or crash the interpreter. Names, sizes and paths are checked
-before DCP gets them. `CheckpointPlanner` loads tensors alone, which DCP reads with weights_only=True.
+run code, crash the interpreter, or allocate more than about 100 bytes for each byte of `.metadata`. Names, sizes and
+paths are checked before DCP gets them. `CheckpointPlanner` loads tensors alone, which DCP reads with weights_only=True.
 
 DCP has no setting for this in torch 2.13. A public reader with one would replace this file.
 """
@@ -39,9 +39,15 @@ from quaver.torch_private.checkpoint import StorageInfo
 
 METADATA = ".metadata"
 
-_MAX_CUT_DIMS = 8
+_MAX_CUT_DIMS = 4
 """The most dims along which chunks cut a tensor: a chunk has 2 to that power corners. DCP cuts one for each axis of a
 mesh."""
+
+_MAX_DIMS = 16
+"""The most dims of a tensor."""
+
+_MIN_CHUNK_BYTES = 8
+"""Fewer bytes than a pickled chunk has. Tensors with more chunks name one list of chunks many times."""
 
 _DCP = "torch.distributed.checkpoint."
 _KNOWN = {
@@ -82,7 +88,8 @@ class CheckpointReader(FileSystemReader):
         if path.is_symlink() or not path.is_file():
             raise FileNotFoundError(f"there is no file {METADATA}")
         try:
-            metadata = _convert_metadata(_Unpickler(io.BytesIO(path.read_bytes())).load())
+            content = path.read_bytes()
+            metadata = _convert_metadata(_Unpickler(io.BytesIO(content)).load(), len(content) // _MIN_CHUNK_BYTES)
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
@@ -179,9 +186,12 @@ class _Unpickler(pickle._Unpickler):
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
 
-def _convert_metadata(pickled: Any) -> Metadata:
+def _convert_metadata(pickled: Any, max_chunks: int) -> Metadata:
     """Convert the interpreted pickle to DCP's metadata. Raises any exception if the structure is different."""
     state = _get_state(pickled, "Metadata")
+    entries = [entry.state for entry in state["state_dict_metadata"].values()]
+    if sum(len(entry["chunks"]) for entry in entries if "chunks" in entry) > max_chunks:
+        raise ValueError("its tensors share their parts")
     tensors = {
         _check_text(name): _convert_storage(_check_text(name), value)
         for name, value in state["state_dict_metadata"].items()
@@ -259,6 +269,7 @@ def _check_text(value: Any) -> str:
 
 
 def _convert_shape(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
-        raise ValueError("a size or an offset is not a non-negative integer")
+    is_shape = isinstance(value, tuple) and len(value) <= _MAX_DIMS
+    if not is_shape or not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise ValueError(f"a size or an offset is not of at most {_MAX_DIMS} non-negative integers")
     return torch.Size(value)

@@ -181,6 +181,8 @@ EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "two holes and two overlaps": ("the parts of a", lambda m: replace_chunks(m, (0, 2), (1, 2))),
     "a part outside": ("the parts of a", lambda m: setattr(first_chunk(m), "offsets", torch.Size([1, 0]))),
     "no parts": ("the parts of a", lambda m: m.state_dict_metadata["a"].chunks.clear()),
+    "a part many times": ("share", lambda m: m.state_dict_metadata["a"].chunks.extend([first_chunk(m)] * 1000)),
+    "a size of many dims": ("at most 16", lambda m: setattr(m.state_dict_metadata["a"], "size", (1,) * 1000)),
     "another rank": ("", lambda m: setattr(first_chunk(m), "sizes", torch.Size([20]))),
     "a size of 2**70": ("negative", lambda m: setattr(m.state_dict_metadata["a"], "size", (2**70, 5))),
     "no dtype": ("dtype", lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", 3)),
