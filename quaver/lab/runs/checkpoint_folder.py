@@ -63,10 +63,15 @@ class _CheckpointOptimizer(TypedDict):
 
 class _CheckpointConfig(TypedDict):
     model: dict[str, Any]
-    training: NotRequired[_CheckpointTraining]  # a converted model has none
+    training: NotRequired[_CheckpointTraining]  # a converted model has the model section alone
     optimizer: NotRequired[_CheckpointOptimizer]
     float8: NotRequired[dict[str, Any]]
     parallelism: NotRequired[dict[str, Any]]
+
+
+class _CheckpointData(TypedDict):
+    eos_id: NotNegative
+    sha256: str
 
 
 class _CheckpointLayer(TypedDict):
@@ -76,12 +81,7 @@ class _CheckpointLayer(TypedDict):
 
 
 class _CheckpointReport(TypedDict):
-    layers: list[_CheckpointLayer]
-
-
-class _CheckpointData(TypedDict):
-    eos_id: NotNegative
-    sha256: str
+    layers: Annotated[list[_CheckpointLayer], MinLen(1)]
 
 
 class _CheckpointRecord(TypedDict):
@@ -94,8 +94,8 @@ class _CheckpointRecord(TypedDict):
     progress: RunProgress
     optimizer_state_version: NotRequired[Literal[STATE_VERSION]]  # type: ignore[valid-type]
     config: _CheckpointConfig
-    conversion_report: NotRequired[_CheckpointReport | None]
     data: NotRequired[_CheckpointData]
+    conversion_report: NotRequired[_CheckpointReport | None]
     huggingface: NotRequired[dict[str, Any]]
 
 
@@ -221,6 +221,9 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         )
     checked = read_json(path, _RECORD, CHOOSE)
     record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}
-    if "huggingface" not in record and not ("data" in record and "training" in record["config"]):
-        raise InputError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
+    if "huggingface" not in record:
+        names = {f"config.{section}" for section in record["config"]} | set(record)
+        for name in ("data", "config.training", "config.float8", "config.parallelism"):
+            if name not in names:
+                raise InputError(f"{str(path)!r} is damaged: {name} is missing; {CHOOSE}")
     return record

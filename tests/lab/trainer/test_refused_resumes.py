@@ -1,4 +1,4 @@
-"""Tests that a run folder has one writer, and that a refused resume is one line and leaves every byte."""
+"""Tests that a run has one writer, and that a refused resume or export is one line; a resume leaves every byte."""
 
 import hashlib
 import json
@@ -182,7 +182,14 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "states of another version": (lambda r: r.update(optimizer_state_version=2), "optimizer_state_version: "),
     "no config": (lambda r: r.pop("config"), "config is missing"),
     "a list as config": (lambda r: r.update(config=[]), "config: "),
-    "no data": (lambda r: r.pop("data"), "data or config.training is missing"),
+    "no data": (lambda r: r.pop("data"), "data is missing"),
+    "no section of a run": (lambda r: r["config"].pop("parallelism"), "config.parallelism is missing"),
+    "a list as a section": (lambda r: r["config"].update(float8=["x"]), "config.float8: "),
+    "a list as a report": (lambda r: r.update(conversion_report=[]), "conversion_report: "),
+    "no layers": (lambda r: r.update(conversion_report={"layers": []}), "conversion_report.layers: "),
+    "half a layer": (lambda r: r["conversion_report"]["layers"][0].pop("converted"), "layers.0.converted is missing"),
+    "text for yes": (lambda r: r["conversion_report"]["layers"][0].update(converted="yes"), "layers.0.converted: "),
+    "a number for a reason": (lambda r: r["conversion_report"]["layers"][0].update(reason=1), "layers.0.reason: "),
 }
 
 
@@ -195,6 +202,44 @@ def test_a_record_that_cannot_be_is_refused_in_one_line(case, saved_run, tmp_pat
     with pytest.raises(ValueError, match=message) as error:
         read_record(tmp_path)
     assert "\n" not in str(error.value)
+
+
+EXPORTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a setting of another type": (
+        edit_record(lambda r: r["config"]["float8"].update(emulate=1)),
+        "float8.emulate must",
+    ),
+    "a setting of no run": (edit_record(lambda r: r["config"]["float8"].update(x=1)), "does not know: x"),
+    "another history": (edit_record(lambda r: r["config"]["float8"].update(delayed_history_len=5)), "Size mismatch"),
+    "no report": (edit_record(lambda r: r.pop("conversion_report")), "conversion_report is missing"),
+    "one layer": (
+        edit_record(lambda r: r["conversion_report"].update(layers=r["conversion_report"]["layers"][:1])),
+        "lis",
+    ),
+    "no recipe of a layer": (
+        edit_record(lambda r: r["config"]["float8"].update(layer_recipes=["x=rowwise"])),
+        "'x' is",
+    ),
+    "no such parallelism": (
+        edit_record(lambda r: r["config"]["parallelism"].update(tensor_parallel_degree=0)),
+        "must be",
+    ),
+    "inf as a scale": (set_entry(f"float8.{SCALE}", torch.tensor(torch.inf)), f"{SCALE}: expected a finite"),
+    "no scale": (
+        set_entry(f"float8.{SCALE}", torch.tensor(-1.0)),
+        "scale of the input of model.layers.0.self_attn.q_p",
+    ),
+    "text for a scale": (set_entry(f"float8.{SCALE}", "x"), f"float8.{SCALE} is not a tensor"),
+    "scales for a scale": (set_entry(f"float8.{SCALE}", torch.ones(2)), f"for float8.{SCALE}"),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_an_export_of_a_damaged_checkpoint_is_refused_in_one_line(case, run, refused):
+    spoil, message = EXPORTS[case]
+    spoil(run)
+    assert message in refused("export", run, run.parent / "exported")
+    assert not (run.parent / "exported").exists()
 
 
 def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, refused):

@@ -11,10 +11,10 @@ what any number of ranks wrote.
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 import torch
@@ -39,7 +39,8 @@ from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.run_folder import CONFIG_TOML
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
-from quaver.lab.settings.config_file import build_config, load_config
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
 from quaver.lab.trainer.huggingface.weights import (
@@ -52,8 +53,10 @@ from quaver.lab.trainer.huggingface.weights import (
     make_stored_state,
     write_weights,
 )
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import join_names
+
+S = TypeVar("S", bound=Settings)
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The supported dtypes of imported weights, by their names in a safetensors file."""
@@ -67,6 +70,7 @@ class CheckedModel:
     """One model of a checkpoint, after `open_checkpoint` has checked it."""
 
     weights: Path
+    """The model's folder in the checkpoint."""
     model: Model
     record: dict[str, Any]
 
@@ -182,13 +186,7 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     names, name = record["models"], make_file_name(name) if name else name
     if name is not None and name not in names:
         raise InputError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
-    settings = record.get("config", {}).get("model", {})
-    unknown = sorted(settings.keys() - asdict(Model()).keys())
-    if unknown:
-        raise InputError(
-            f"{str(checkpoint)!r} has model settings that this version does not know: {join_names(unknown)}"
-        )
-    checked = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
+    checked = CheckedModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
     stored = read_metadata(CheckpointReader(checked.weights)).state_dict_metadata
     shapes = {
         name.removeprefix("model."): list(tensor.size)
@@ -197,6 +195,21 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     }
     _check_shapes(shapes, make_stored_state(checked.model), checked.weights)
     return checked
+
+
+def make_section(kind: type[S], record: dict[str, Any], checkpoint: Path) -> S:
+    """Return a section of the settings of a checkpoint, or its defaults for a converted one, which has no run.
+
+    Raises InputError if this version does not know a setting, or refuses its value.
+    """
+    settings = record["config"].get(kind.section, {})
+    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
+    if unknown:
+        raise InputError(
+            f"{str(checkpoint)!r} has {kind.section} settings that this version does not know: {join_names(unknown)}"
+        )
+    with blame_input(f"{str(checkpoint / RECORD)!r} is damaged: config."):
+        return kind(**settings)
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -5,30 +5,27 @@ from __future__ import annotations
 import typing
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
+from quaver.lab.runs.checkpoint_folder import RECORD
 from quaver.lab.runs.dcp import load_state, read_metadata
+from quaver.lab.runs.manifest import CHOOSE
 from quaver.lab.runs.model_state import set_scales
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
-from quaver.lab.settings.fields import Settings
 from quaver.lab.trainer.float8 import convert_chosen
 from quaver.lab.trainer.huggingface.config import make_hf_config
-from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, open_checkpoint
+from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, make_section, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import join_names
-
-S = TypeVar("S", bound=Settings)
 
 
 def make_run_source(
@@ -43,19 +40,20 @@ def make_run_source(
         OSError, InputError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
     checked = open_checkpoint(checkpoint, name)
-    config, converted = _get_section(checked, Float8), _list_decisions(checked)
-    if recipe is None and not converted:
+    config = make_section(Float8, checked.record, checkpoint)
+    decisions = _list_decisions(checked, config)
+    if recipe is None and not decisions:
         raise InputError(
             f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
             "for example --recipe rowwise"
         )
-    if converted and tuple(filter_fqns) != DEFAULT_FILTER:
+    if decisions and tuple(filter_fqns) != DEFAULT_FILTER:
         raise InputError(
             f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
             f"got {list(filter_fqns)}"
         )
     model = make_meta_llama(checked.model)
-    decide = partial(_decide_as_run, converted) if converted else make_name_filter(filter_fqns)
+    decide = partial(_decide_as_run, decisions) if decisions else make_name_filter(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
         _load_scales(model, CheckpointReader(checked.weights))
@@ -79,30 +77,22 @@ def make_run_source(
     )
 
 
-def _get_section(checked: CheckedModel, kind: type[S]) -> S:
-    """Return a section of the run's settings, or its defaults for a converted checkpoint, which has no run."""
-    settings = checked.record["config"].get(kind.section, {})
-    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
-    if unknown:
-        raise InputError(
-            f"this version does not know the {kind.section} settings of the checkpoint: {join_names(unknown)}"
-        )
-    return kind(**settings)
-
-
-def _list_decisions(checked: CheckedModel) -> dict[str, FilterDecision]:
+def _list_decisions(checked: CheckedModel, config: Float8) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
-    report = checked.record.get("conversion_report")
-    if not report or checked.weights.name in ("bfloat16", "float32", "float16"):
+    is_of_run = "huggingface" not in checked.record
+    if not is_of_run or not config.enable_float8_linear or checked.weights.name in ("bfloat16", "float32", "float16"):
         return {}
+    report = checked.record.get("conversion_report")
+    if report is None:
+        raise InputError(f"{str(checked.weights.parent / RECORD)!r} is damaged: conversion_report is missing; {CHOOSE}")
     return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
 
 
-def _decide_as_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
-    decision = converted.get(name, converted.get(f"{name}.down_proj"))  # experts are listed by weight
-    if decision is None:
-        raise InputError(f"the conversion report of the checkpoint lacks the layer {name}; choose another checkpoint")
-    return decision
+def _decide_as_run(decisions: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
+    listed = name if name in decisions else f"{name}.down_proj"  # experts are listed by weight
+    if listed not in decisions:
+        raise InputError(f"the conversion_report of the checkpoint does not list {name}; {CHOOSE}")
+    return decisions[listed]
 
 
 def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
@@ -120,8 +110,9 @@ def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype 
 
     See [Note: precision under FSDP2] in parallelize.py.
     """
-    tensor_parallel = _get_section(checked, Parallelism).tensor_parallel_degree
+    checkpoint = checked.weights.parent
+    tensor_parallel = make_section(Parallelism, checked.record, checkpoint).tensor_parallel_degree
     if checked.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, _get_section(checked, Training).mixed_precision_param)
+    dtype: torch.dtype = getattr(torch, make_section(Training, checked.record, checkpoint).mixed_precision_param)
     return dtype
