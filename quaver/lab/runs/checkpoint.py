@@ -39,7 +39,7 @@ from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.float8 import make_file_name
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, describe_error
 
 
 class Checkpointer:
@@ -172,13 +172,11 @@ class Checkpointer:
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
         except Exception as error:
             if self.ranks.is_first:
-                with suppress(OSError):  # the next save removes it
+                with suppress(OSError, InputError):  # the next save removes it
                     folder.remove_partials()
-            good = folder.list_steps()
-            last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier one"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
-                f"{find_innermost_cause(error)}; {last}"
+                f"{find_innermost_cause(error)}; {_describe_newest(folder)}"
             ) from error
         self._resumed_step = None
         try:
@@ -246,6 +244,15 @@ def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[st
 
     run_on_every_rank(read)
     return record
+
+
+def _describe_newest(folder: CheckpointFolder) -> str:
+    """Return which checkpoint a failed save left intact. Does not raise, so that the error of the save is reported."""
+    try:
+        steps = folder.list_steps()
+    except (OSError, InputError) as error:
+        return f"the earlier ones cannot be listed: {describe_error(error)}"
+    return f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier one"
 
 
 def _read_back(checkpoint: Path, names: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import get_peak_flops
+from quaver.runtime.errors import InputError
 from tests.lab.conftest import make_resumable, make_tiny, write_text
 from tests.lab.trainer.runs import changed, read_numbers, read_steps, run_to_end
 from tests.steps import assert_same
@@ -399,6 +400,21 @@ def test_a_folder_that_cannot_be_written(config):
     with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written.*there is no earlier one"):
         train(run)
     assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "checkpoint failed"
+
+
+@pytest.mark.parametrize("cause", [OSError(116, "Stale file handle"), InputError("Stale file handle")])
+def test_a_save_to_a_folder_that_cannot_be_listed_reports_why_it_failed(tiny_config, monkeypatch, cause):
+    def fail(folder: CheckpointFolder) -> None:
+        raise type(cause)(*cause.args)
+
+    run = prepare_run(make_resumable(tiny_config))
+    monkeypatch.setattr(CheckpointFolder, "list_steps", fail)
+    with pytest.raises(
+        CheckpointError, match=r"of step 2 could not be written to .*: Stale .*; the earlier ones cannot"
+    ):
+        train(run)
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert summary["status"] == "checkpoint failed"
 
 
 def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
