@@ -9,7 +9,6 @@ from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from quaver.lab.settings.fields import (
@@ -73,9 +72,9 @@ def split_flags(cls: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `cls` in `argv`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; another word
-    after it is a wrong value, unless it may be an argument or names a file. A list is every word up to the next flag,
-    split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag the last value
-    counts; lists are joined. Raises InputError if a flag has no value, or an argument is missing.
+    after it is a wrong value, unless it may be an argument or has the dot or slash of a path. A list is every word up
+    to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag
+    the last value counts; lists are joined. Raises InputError if a flag has no value, or an argument is missing.
     """
     parser = _Parser(cls)
     values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
@@ -131,10 +130,10 @@ class _Parser(ArgumentParser):
             yield flag + equals + text
 
     def _is_value(self, word: str) -> bool:
-        """Return whether `word` after a boolean flag is its value, right or wrong, and neither a flag nor a file."""
+        """Return whether `word` after a boolean flag is its value, right or wrong, and neither a flag nor a path."""
         if self._has_arguments or not word:
             return word.lower() in ("true", "false")
-        return not word.startswith("-") and not set(word) & set("./\\") and not Path(word).exists()
+        return not word.startswith("-") and not set(word) & set("./\\")
 
     def _add(self, add: Callable[..., object], cls: type, section: str) -> None:
         texts = get_help(cls)

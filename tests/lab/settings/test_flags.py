@@ -117,6 +117,12 @@ def test_words_of_another_command_are_left_in_order():
     assert flags == {"training": {"compile": True}, "float8": {"filter_fqns": ["x", "y"]}}
 
 
+def test_the_files_of_the_working_folder_do_not_change_what_words_mean(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yes").touch()
+    assert parse_arguments(["--compare", "yes"]) == (None, {"job": {"compare": "yes"}})
+
+
 def test_an_attached_list_does_not_take_the_words_after_it():
     path, flags = parse_arguments(["--validation.freq=2", "--float8.filter_fqns=2,x", "a.toml"])
     assert str(path) == "a.toml"
