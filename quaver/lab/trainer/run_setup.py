@@ -59,10 +59,13 @@ class RunSetup:
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts about the run that each checkpoint repeats, ready for JSON."""
+        """Return the facts about the run that each checkpoint repeats, ready for JSON; on the first rank.
+
+        The other ranks, which write no record, do not ask git for the provenance.
+        """
         return {
             "config": asdict(self.config),
-            "provenance": collect_provenance(self.device),
+            "provenance": collect_provenance(self.device) if self.ranks.is_first else None,
             "conversion_report": self.models.report.to_dict() if self.models.report else None,
             "data": self.data.origin,
         }

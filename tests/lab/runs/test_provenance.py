@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from quaver.lab.runs import provenance
 from quaver.lab.runs.provenance import collect_provenance, describe_measurement, find_git_revision
+from quaver.lab.runs.ranks import Ranks
+from quaver.lab.trainer.run_setup import set_up_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,6 +24,12 @@ def test_provenance_names_the_commit_of_the_source():
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         assert about["git"]["commit"] == head.stdout.strip()
+
+
+def test_the_first_rank_of_a_run_asks_for_the_provenance(tiny_config):
+    setup = set_up_run(tiny_config, Ranks())
+    assert setup.describe()["provenance"]["command"] == sys.argv
+    assert replace(setup, ranks=Ranks(1, 1, 2)).describe()["provenance"] is None
 
 
 def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
