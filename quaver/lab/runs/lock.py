@@ -13,11 +13,12 @@ import os
 import platform
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import TypeAdapter
 
 from quaver.lab.settings.json_file import read_json
@@ -28,7 +29,7 @@ LOCK, HOLDER = ".writer.lock", ".writer.json"
 
 
 class RunLock:
-    """The right of this process to write a run folder, from `acquire` to `release` or to its end.
+    """The right of this process to write a run folder, from `acquire` to `release`, or as long as the object lives.
 
     With several ranks the first one holds it for all of them.
     """
@@ -36,6 +37,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = FileLock(folder / LOCK, thread_local=False)
+        self._finalizer: weakref.finalize[..., RunLock] | None = None
 
     def acquire(self) -> None:
         """Take the lock. If its last holder was killed, a line on stderr names that process.
@@ -59,16 +61,12 @@ class RunLock:
         except OSError:
             self._lock.release()
             raise
+        self._finalizer = weakref.finalize(self, _release, self._lock, self._folder / HOLDER)
 
     def release(self) -> None:
         """Release the lock if this process holds it."""
-        if self._lock.is_locked:
-            with suppress(OSError):  # the folder may be gone, or no longer writable
-                (self._folder / HOLDER).unlink()
-            self._lock.release()
-
-    def __del__(self) -> None:
-        self.release()
+        if self._finalizer is not None:
+            self._finalizer()
 
     def _make_held_error(self) -> BlockingIOError:
         return BlockingIOError(
@@ -83,6 +81,12 @@ class RunLock:
             return read_json(path, TypeAdapter(dict[str, Any]), "remove the file") if path.exists() else None
         except (OSError, InputError):
             return {}
+
+
+def _release(lock: BaseFileLock, holder: Path) -> None:
+    with suppress(OSError):  # the folder may be gone, or no longer writable
+        holder.unlink()
+    lock.release()
 
 
 def _describe(holder: dict[str, Any] | None) -> str:
