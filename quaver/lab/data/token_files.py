@@ -123,7 +123,7 @@ class _Description(TypedDict):
     """The content of entry.json."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
-    format: Literal[1]  # FORMAT
+    format: Literal[FORMAT]  # type: ignore[valid-type]
     dtype: Literal["|u1", "<u2", "<u4"]
     """A dtype of `choose_token_dtype`, and no other: numpy follows the bytes of an object array as addresses."""
     tokenizer: str
