@@ -111,9 +111,9 @@ def get_record_path(kind: str) -> Path:
 def read_curve(run: Path) -> dict[str, Any]:
     """Return the losses that a run recorded; with experts also the final share of tokens of each, [layers, E]."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    validations = [record for record in records if "validation_loss" in record]
+    validations = [record for record in records if record["kind"] == "validation"]
     return {
-        "train": [record["loss"] for record in records if "loss" in record],
+        "train": [record["loss"] for record in records if record["kind"] == "step"],
         "validation_steps": [record["step"] for record in validations],
         "validation": [record["validation_loss"] for record in validations],
         **{name: load for name, load in validations[-1].items() if name == "expert_load"},

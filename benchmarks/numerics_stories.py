@@ -157,7 +157,9 @@ def measure_story(story: Story, with_remedy: Path, without: Path) -> dict[str, A
     figures, losses = [], []
     for folder, steps in ((with_remedy, (30, 40, STEPS)), (without, (STEPS,))):
         record = Record.read(folder)
-        by_step = {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
+        by_step = {
+            line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"
+        }
         for step in steps:
             figures.append(_find_statistic(record, story, step))
             is_scaled = step > 30 and not (folder == with_remedy and step > REMEDY_AFTER)

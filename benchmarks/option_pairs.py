@@ -230,7 +230,7 @@ class Runs:
     def _read_numbers(self, name: str, key: str) -> list[float]:
         """Return the values of `key` of the first model in the metrics; of validation_loss only the last."""
         records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
-        values = [line[key] for line in records if key in line and line["run"] == records[0]["run"]]
+        values = [line[key] for line in records if key in line and line["model"] == records[0]["model"]]
         return values[-1:] if key == "validation_loss" else values
 
 

@@ -134,7 +134,7 @@ class Runs:
 
     def read_numbers(self, name: str) -> list[tuple[object, ...]]:
         records = read_metrics(self.get_path(name) / "metrics.jsonl")
-        return [(line["step"], line["loss"], line["grad_norm"]) for line in records if "loss" in line]
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in records if line["kind"] == "step"]
 
 
 def _read_content(path: Path) -> bytes:

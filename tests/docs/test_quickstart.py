@@ -107,7 +107,7 @@ def test_the_files_that_the_page_names_exist(clone):
 def read_losses(clone, run):
     """Return the step and the loss of each record of a run that has a loss."""
     records = read_metrics(clone / "runs" / run / "metrics.jsonl")
-    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]
 
 
 def test_the_resumed_run_is_whole(clone):

@@ -15,6 +15,7 @@ from quaver.lab.report.palette import SPECIAL, make_palette
 from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves, thin
 from quaver.lab.report.statistics import STATISTICS
+from quaver.lab.runs.json_lines import RecordKind
 
 _PARTS = Parts(
     files("quaver.lab.report") / "page",
@@ -77,11 +78,10 @@ def _make_curves(full_curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 def _list_events(run: RunData) -> list[tuple[int, str]]:
     """Return the skipped steps, the step whose non-finite numbers ended the run, and the spikes of the loss."""
-    texts = {"skipped": "skipped: {}", "nonfinite": "not finite: {}"}
+    texts = {RecordKind.SKIPPED_STEP: "skipped", RecordKind.NONFINITE_STEP: "not finite"}
     events = [
-        (record["step"], text.format(record[key]))
-        for key, text in texts.items()
+        (record["step"], f"{texts[record['kind']]}: {record.get('reason', '')}")
         for record in run.records
-        if key in record
+        if record.get("kind") in texts
     ]
     return events + [(record["step"], "loss spike") for record in run.records if record.get("loss_spike")]

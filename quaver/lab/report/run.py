@@ -100,7 +100,7 @@ class RunData:
     @property
     def models(self) -> list[str]:
         """The names of the models in metrics.jsonl, the float8 model first."""
-        return list(dict.fromkeys(str(record["run"]) for record in self.records if "run" in record))
+        return list(dict.fromkeys(str(record["model"]) for record in self.records if "model" in record))
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:

@@ -28,7 +28,7 @@ def collect_curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
     for record in records:
         value = record.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            steps, values = by_model.setdefault(str(record.get("run", "")), ([], []))
+            steps, values = by_model.setdefault(str(record.get("model", "")), ([], []))
             steps.append(record["step"])
             values.append(float(value))
     return [Curve(model, steps, values) for model, (steps, values) in by_model.items()]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -80,12 +81,24 @@ def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
         yield has_later
 
 
+class RecordKind(StrEnum):
+    """The `kind` of a line of metrics.jsonl: the numbers of a model's step or validation, or why a step has none."""
+
+    STEP = "step"
+    SKIPPED_STEP = "skipped_step"
+    NONFINITE_STEP = "nonfinite_step"
+    """The step that ended the run."""
+    VALIDATION = "validation"
+
+
 class _Line(TypedDict):
-    """The fields that every record of a step or a validation has; records have more."""
+    """The fields of a line that are read; lines have more, and only metrics.jsonl has a `RecordKind`."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     step: NotNegative
-    run: NotRequired[str]
+    kind: NotRequired[str]
+    model: NotRequired[str]
+    reason: NotRequired[str]
     loss: NotRequired[float]
     validation_loss: NotRequired[float]
     tokens_per_s: NotRequired[float]

@@ -56,9 +56,9 @@ class Display:
             tflops, used = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
             self._print_line_of_step(record, "  ".join((loss, norm, describe_memory(record), speed, tflops, used)))
 
-    def print_skipped_step(self, step: int, run: str, why: str) -> None:
+    def print_skipped_step(self, step: int, model: str, reason: str) -> None:
         """Report a step that was skipped."""
-        self._print_line_of_step({"step": step, "run": run}, f"skipped: {why}")
+        self._print_line_of_step({"step": step, "model": model}, f"skipped: {reason}")
 
     def print_validation(self, record: dict[str, Any]) -> None:
         """Show the record of one validation."""
@@ -66,13 +66,13 @@ class Display:
         self._print_line_of_step(record, f"validation loss {record['validation_loss']:.4f}{hp}")
 
     def _print_line_of_step(self, record: dict[str, Any], text: str) -> None:
-        self.print_line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
+        self.print_line(f"step {record['step']:5d}  {record['model']:<18}  {text}")
 
 
 def print_results(summary: dict[str, Any]) -> None:
     """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
     console = make_stdout_console()
-    runs, comparison = summary["runs"], summary.get("comparison")
+    models, comparison = summary["models"], summary.get("comparison")
     rows = [
         ("validation loss (nats)", "validation_loss", "{:.4f}", "loss_gap", "{:+.2%}"),
         ("tokens/s", "tokens_per_s", "{:,.0f}", "tokens_per_s_ratio", "{:.2f}x"),
@@ -84,17 +84,17 @@ def print_results(summary: dict[str, Any]) -> None:
         rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}", "", ""))
         rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}", "", ""))
     rows.append(("peak memory (bytes)", "peak_memory_bytes", "{:,}", "peak_memory_ratio", "{:.2f}x"))
-    columns = [*runs, *(["compared"] if comparison else [])]
+    columns = [*models, *(["compared"] if comparison else [])]
     cells = []
     for label, key, style, ratio, ratio_style in rows:
-        cells.append([label, *(_format_cell(run[key], style) for run in runs.values())])
+        cells.append([label, *(_format_cell(model[key], style) for model in models.values())])
         if comparison:
             cells[-1].append(_format_cell(comparison[ratio], ratio_style) if ratio else "")
     title = f"{summary['status']} after {summary['steps']} steps"
     table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
     console.width = fit_table(table, console.width)
     console.print(table)
-    sources = {run["peak_memory_source"] for run in runs.values()}
+    sources = {model["peak_memory_source"] for model in models.values()}
     console.print(f"peak memory: {'; '.join(sorted(sources))}", soft_wrap=True, highlight=False, markup=False)
 
 

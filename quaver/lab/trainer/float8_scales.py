@@ -1,6 +1,6 @@
 """The persistent scales of a run: one JSON object per recorded step in float8_scales.jsonl.
 
-    {"step": 7, "run": "delayed",
+    {"step": 7, "model": "delayed",
      "quant_scale":     {"model.layers.0.mlp.down_proj.input": 301.2, ...},   the scale of the step's casts
      "amax":            {...},   the amax of the step over all ranks
      "used_over_ideal": {...},   quant_scale / the scale that maps amax to the format's largest number
@@ -20,7 +20,7 @@ from typing import Any
 from quaver import TensorScaling
 
 
-def make_scales_record(step: int, run: str, report: Iterable[TensorScaling]) -> dict[str, Any]:
+def make_scales_record(step: int, model: str, report: Iterable[TensorScaling]) -> dict[str, Any]:
     """Return the record of a step from its `Float8ScalingState.report`."""
     cast = [tensor for tensor in report if _was_cast(tensor)]
     columns = {
@@ -33,7 +33,7 @@ def make_scales_record(step: int, run: str, report: Iterable[TensorScaling]) -> 
     }
     return {
         "step": step,
-        "run": run,
+        "model": model,
         **columns,
         "saturated": {tensor.name: tensor.saturated for tensor in cast if tensor.saturated},
         "dynamic": [tensor.name for tensor in cast if tensor.is_dynamic],

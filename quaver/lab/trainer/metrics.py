@@ -106,7 +106,7 @@ Logger = _TensorBoard | _Wandb
 def list_scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return every number of `record` except the step, keyed by `<model>/<name>`."""
     return {
-        f"{record['run']}/{name}": value
+        f"{record['model']}/{name}": value
         for name, value in record.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from quaver.conversion.report import conversion_report
 from quaver.lab.runs.errors import OutputFailures
-from quaver.lab.runs.json_lines import JsonLines
+from quaver.lab.runs.json_lines import JsonLines, RecordKind
 from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
@@ -50,7 +50,7 @@ class Outputs:
         progress = self.run.progress
         if result.nonfinite:
             progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
-            self.write({"step": step, "run": model.name, "skipped": result.nonfinite})
+            self.write_nonfinite(RecordKind.SKIPPED_STEP, model, step, result.nonfinite)
             self.display.print_skipped_step(step, model.name, result.nonfinite)
             return
         metrics = self.run.config.metrics
@@ -65,10 +65,19 @@ class Outputs:
             with self.failures.catch():
                 self.scales.write(make_scales_record(step, model.name, scaling))
 
+    def write_nonfinite(self, kind: RecordKind, model: TrainedModel, step: int, reason: str) -> None:
+        """Write that a step of `model` was skipped, or ended the run, because of a value that was not finite."""
+        self.write({"kind": kind, "step": step, "model": model.name, "reason": reason})
+
     def record_validation(self, model: TrainedModel, result: ValidationResult) -> None:
         """Write and show a validation of `model` after the last step."""
-        record = {"step": self.run.progress.step, "run": model.name, "validation_loss": result.loss}
-        record["precision"] = model.precision
+        record: dict[str, Any] = {
+            "kind": RecordKind.VALIDATION,
+            "step": self.run.progress.step,
+            "model": model.name,
+            "precision": model.precision,
+            "validation_loss": result.loss,
+        }
         if model.expert_load is not None:
             record["expert_load"] = model.expert_load.tolist()
         if result.loss_hp is not None:
@@ -121,8 +130,9 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
     if model.precision != model.name:  # float8.high_precision_schedule
         flops = model.count_flops_per_token()
     return {
+        "kind": RecordKind.STEP,
         "step": step,
-        "run": model.name,
+        "model": model.name,
         "precision": model.precision,
         "loss": result.loss,
         "grad_norm": result.grad_norm,

@@ -17,7 +17,7 @@ COLORS = ("#d1495b", "#30638e")
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
     """Write a PNG with the losses of every model, the gap between two models, and tokens/s."""
     records = read_metrics(metrics)
-    names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
+    names = list(dict.fromkeys(record["model"] for record in records if "model" in record))
     panels = 3 if len(names) == 2 else 2
     with open_figure(image, (4.6 * panels, 3.8), title=title) as figure:
         axes = list(figure.subplots(1, panels))
@@ -69,7 +69,7 @@ def _finish(axis: Any) -> None:
 
 
 def _list_points(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
+    points = [(record["step"], record[key]) for record in records if record.get("model") == name and key in record]
     return [step for step, _ in points], [value for _, value in points]
 
 

@@ -23,7 +23,7 @@ def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, 
         "ranks": run.dims.world_size,
         "mesh": run.dims.mesh,
         "notes": [*run.notes, *dict.fromkeys(note for model in run.models for note in model.notes)],
-        "runs": models,
+        "models": models,
         "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
         "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
         "float32_peak_flops_per_s": run.peak.float32_flops_per_s,
@@ -54,9 +54,9 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
     }
 
 
-def _compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
+def _compare(model: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
     def ratio(key: str) -> float | None:
-        return run[key] / baseline[key] if run[key] is not None and baseline[key] else None
+        return model[key] / baseline[key] if model[key] is not None and baseline[key] else None
 
     loss_ratio = ratio("validation_loss")
     return {

@@ -12,6 +12,7 @@ import torch
 from quaver.lab.data import Batch
 from quaver.lab.runs.dcp import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
+from quaver.lab.runs.json_lines import RecordKind
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
@@ -115,7 +116,7 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
             try:
                 result = model.train_step(step, batches, measure_memory=measure_memory)
             except NonFiniteError as error:
-                outputs.write({"step": step, "run": model.name, "nonfinite": str(error)})
+                outputs.write_nonfinite(RecordKind.NONFINITE_STEP, model, step, str(error))
                 error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
         outputs.record_step(model, step, result)

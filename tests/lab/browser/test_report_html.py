@@ -206,7 +206,7 @@ def test_curves_show_a_step_by_keyboard_and_choose_it_by_click(browser, reports,
     plot = browser.one("#loss-plot")
     browser.run("arguments[0].focus()", plot)
     browser.press(Keys.HOME, Keys.ARROW_RIGHT)
-    steps = [record for record in runs[0].records if record["run"] == "tensorwise" and "loss" in record]
+    steps = [record for record in runs[0].records if record["model"] == "tensorwise" and record["kind"] == "step"]
     assert plot.get_attribute("aria-valuetext").startswith(f"step 2: tensorwise {steps[1]['loss']:.4g}, bfloat16 ")
     browser.press(Keys.END)
     assert plot.get_attribute("aria-valuenow") == "400"

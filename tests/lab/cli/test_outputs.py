@@ -58,7 +58,7 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refuse
     run.mkdir()
     config.write_text("[model]\nn_layers = 2\n")
     (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "run": "a", "loss": 1.0}\n')
+    (run / "metrics.jsonl").write_text('{"step": 1, "model": "a", "loss": 1.0}\n')
     (run / "curves.png").write_bytes(b"\x89PNG\r\n")
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     option = "--" + words.format(tmp="", config="", run="").rpartition(" --")[2].split()[0]

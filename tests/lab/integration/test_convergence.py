@@ -26,7 +26,7 @@ def train_and_validate(folder: Path, name: str, float8: Float8) -> float:
         validation=Validation(freq=200, steps=32),
         metrics=Metrics(log_freq=50),
     )
-    return train(prepare_run(config))["runs"][name]["validation_loss"]
+    return train(prepare_run(config))["models"][name]["validation_loss"]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("rowwise-compare-")
     summary = json.loads((folder / "summary.json").read_text())
-    assert list(summary["runs"]) == ["rowwise", "bfloat16"]
+    assert list(summary["models"]) == ["rowwise", "bfloat16"]
     assert set(summary["comparison"]) == {"loss_gap", "tokens_per_s_ratio", "peak_memory_ratio"}
     for part in ("step     4", "validation loss", "peak memory", "compared", str(Path("runs") / folder.name)):
         assert part in process.stdout
@@ -74,12 +74,12 @@ def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, b
     assert main(["train", *TINY, *run_words, *flags, "--job.name", "c", "--training.compile"]) == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one to train, one to validate
     eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
-    loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
-    assert eager["runs"][recipe]["compiled_graphs"] is None
-    assert compiled["runs"][recipe]["compiled_graphs"] >= 1
+    loss, expected = (summary["models"][recipe]["validation_loss"] for summary in (compiled, eager))
+    assert eager["models"][recipe]["compiled_graphs"] is None
+    assert compiled["models"][recipe]["compiled_graphs"] >= 1
     assert not compiled["notes"]
     assert loss == pytest.approx(expected, rel=tolerance)
-    peaks = [summary["runs"][recipe]["peak_memory_bytes"] for summary in (eager, compiled)]
+    peaks = [summary["models"][recipe]["peak_memory_bytes"] for summary in (eager, compiled)]
     assert 0.5 < peaks[1] / peaks[0] < 1.5
 
 

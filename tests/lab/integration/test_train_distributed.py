@@ -195,8 +195,8 @@ def references(folder: Path) -> Path:
 def read_numbers(run: Path, key: str, model: str | None = None) -> list[float]:
     """Return the values of a metric for a model, by default for the run's first."""
     records = read_metrics(run / "metrics.jsonl")
-    name = model or records[0]["run"]
-    return [record[key] for record in records if key in record and record["run"] == name]
+    name = model or records[0]["model"]
+    return [record[key] for record in records if key in record and record["model"] == name]
 
 
 def check_numbers(run: Path, one: Path, tolerance: float, model: str | None = None) -> None:
@@ -259,7 +259,7 @@ def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, reference
 def read_summary(run: Path) -> tuple[dict, dict]:
     """Return the summary of a run, and the part of its one model."""
     summary = json.loads((run / "summary.json").read_text())
-    (model,) = summary["runs"].values()
+    (model,) = summary["models"].values()
     return summary, model
 
 

@@ -103,7 +103,14 @@ def make_metrics(steps, models=("tensorwise",), *, seed=0):
     for step in range(1, steps + 1):
         for model in models:
             loss = 2 + 3.5 * math.exp(-step / (steps / 5)) + numbers.normal(0, 0.03)
-            record = {"step": step, "run": model, "precision": model, "loss": loss, "loss_spike": False}
+            record = {
+                "kind": "step",
+                "step": step,
+                "model": model,
+                "precision": model,
+                "loss": loss,
+                "loss_spike": False,
+            }
             yield record | {
                 "grad_norm": 1 + 4 * math.exp(-step / 20) + abs(numbers.normal(0, 0.2)),
                 "tokens_per_s": 50_000 + numbers.normal(0, 1000),
@@ -111,7 +118,7 @@ def make_metrics(steps, models=("tensorwise",), *, seed=0):
                 "memory_active_share": 0.1,
             }
             if step % max(1, steps // 4) == 0:
-                yield {"step": step, "run": model, "validation_loss": loss + 0.1}
+                yield {"kind": "validation", "step": step, "model": model, "validation_loss": loss + 0.1}
 
 
 def make_conversion(layers):

@@ -134,7 +134,7 @@ def test_bad_words_are_refused_in_one_line(run, tmp_path, refused, words, expect
 
 
 def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
-    write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "run": "a", "loss": 1.0}])
+    write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "model": "a", "loss": 1.0}])
     printed = run_quaver("report", tmp_path / "a")
     assert "a: no statistics of float8 matmuls; --numerics.every 100 records them" in printed
     assert (tmp_path / "a" / "report.html").is_file()

@@ -134,10 +134,18 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     assert np.array_equal(small.merge(codes[:50]), codes[:50].T)
 
 
+def test_the_page_names_the_steps_that_have_no_numbers(tmp_path):
+    kinds = ("skipped_step", "nonfinite_step")
+    records = [{"kind": kind, "step": step, "model": "a", "reason": "inf"} for step, kind in enumerate(kinds)]
+    write_report(tmp_path / "page.html", [RunData("a", tmp_path, records=records)])
+    (run,) = read_data(tmp_path / "page.html")["runs"]
+    assert run["events"] == [[0, "skipped: inf"], [1, "not finite: inf"]]
+
+
 def test_curves_keep_their_extremes_and_no_value_that_is_not_finite():
-    records = [{"step": at, "run": "a", "loss": 1.0 + (at == 777) - (at == 4321)} for at in range(10_000)]
+    records = [{"step": at, "model": "a", "loss": 1.0 + (at == 777) - (at == 4321)} for at in range(10_000)]
     records[5]["loss"] = float("nan")
-    (curve,) = collect_curves([*records, {"step": 3, "run": "a", "skipped": "nan"}], "loss")
+    (curve,) = collect_curves([*records, {"step": 3, "model": "a", "reason": "nan"}], "loss")
     assert 5 not in curve.steps
     kept = thin(curve)
     assert len(kept.steps) <= 1502

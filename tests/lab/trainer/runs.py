@@ -41,8 +41,8 @@ def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, Parall
 
 def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:
     """Return the records of training steps; with `name` those of one model."""
-    records = (record for record in read_metrics(metrics) if "loss" in record)
-    return [record for record in records if name in (None, record["run"])]
+    records = (record for record in read_metrics(metrics) if record["kind"] == "step")
+    return [record for record in records if name in (None, record["model"])]
 
 
 def read_losses(metrics: Path, name: str | None = None) -> list[float]:
@@ -51,5 +51,5 @@ def read_losses(metrics: Path, name: str | None = None) -> list[float]:
 
 def read_numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Return losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
-    keys = ("step", "run", "loss", "grad_norm", "validation_loss")
+    keys = ("step", "model", "loss", "grad_norm", "validation_loss")
     return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))

@@ -29,7 +29,7 @@ def set_float8(config: TrainConfig, name: str = "run", **settings: Any) -> Train
 
 
 def read_records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run.folder.metrics) if record["run"] == recipe]
+    return [record for record in read_metrics(run.folder.metrics) if record["model"] == recipe]
 
 
 def read_conversion(run: TrainingRun) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     assert last != plain_last
     precisions = [(record["step"], record["precision"]) for record in read_steps(run.folder.metrics, "tensorwise")]
     assert precisions == [*((step, "tensorwise") for step in (1, 2, 3)), (4, "bfloat16")]
-    validations = [record for record in read_records(run) if "validation_loss" in record]
+    validations = [record for record in read_records(run) if record["kind"] == "validation"]
     assert [record["precision"] for record in validations] == ["tensorwise", "bfloat16"]
     assert {record["precision"] for record in read_records(run, "bfloat16")} == {"bfloat16"}
     assert [len(model.step_seconds) for model in run.models] == [3, 4]  # bfloat16 steps do not count as tensorwise
@@ -103,7 +103,7 @@ def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_flo
 def test_both_validation_losses_are_kept(tiny_float8_config):
     config = replace(tiny_float8_config, validation=Validation(freq=2, steps=2, high_precision_too=True))
     run = run_to_end(set_float8(config))
-    summary = json.loads((run.folder.path / "summary.json").read_text())["runs"]["tensorwise"]
+    summary = json.loads((run.folder.path / "summary.json").read_text())["models"]["tensorwise"]
     last = read_records(run)[-1]
     assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
     assert last["validation_loss_hp"] == summary["validation_loss_hp"]

@@ -45,7 +45,7 @@ def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
     lines = read_metrics(run.folder.float8_scales)
-    assert [(line["step"], line["run"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
+    assert [(line["step"], line["model"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
     losses = read_losses(run.folder.metrics)
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 0.5
@@ -100,9 +100,9 @@ def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, mon
     batches = {"local_batch_size": 2, "global_batch_size": 4}
     run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
     assert synced == [run.models[0].model] * 4
-    assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}  # not the baseline
+    assert {line["model"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}  # not the baseline
     for record in read_metrics(run.folder.metrics):
-        assert ("float8_saturated" in record) == (record["run"] == "delayed" and "loss" in record)
+        assert ("float8_saturated" in record) == (record["model"] == "delayed" and record["kind"] == "step")
     assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
 
 
@@ -171,7 +171,7 @@ def test_a_record_has_only_numbers_that_json_has():
     ]
     assert json.loads(json.dumps(make_scales_record(7, "delayed", report), allow_nan=False)) == {
         "step": 7,
-        "run": "delayed",
+        "model": "delayed",
         "quant_scale": {"a": 2.0, "zeros": 4.0, "inf": 8.0, "nan": 8.0, "full": 0.333333333},
         "amax": {"a": 100.0, "zeros": 0.0, "cold zeros": 0.0, "full": 1344.0},
         "used_over_ideal": {"a": 0.446428571, "full": 1.0},

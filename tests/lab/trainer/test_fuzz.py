@@ -91,7 +91,11 @@ def test_any_toml_is_read_or_refused_in_one_line(examples, tmp_path):
 
 @EXAMPLES
 def test_any_metrics_are_rewound_or_refused_in_one_line(examples, tmp_path):
-    lines = draw_dict("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | draw_nested("[")
+    lines = (
+        draw_dict("kind", "step", "model", "loss").map(json.dumps).map(str.encode)
+        | st.binary(max_size=20)
+        | draw_nested("[")
+    )
 
     def read(path: Path) -> None:
         with rewind_metrics([path], 3):

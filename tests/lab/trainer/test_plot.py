@@ -30,8 +30,8 @@ def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict
 
 
 def make_records(name: str, steps: int) -> list[dict]:
-    train = [{"run": name, "step": s, "loss": 5 / s, "tokens_per_s": 100.0} for s in range(1, steps + 1)]
-    return train + [{"run": name, "step": s, "validation_loss": 5 / s} for s in range(5, steps + 1, 5)]
+    train = [{"model": name, "step": s, "loss": 5 / s, "tokens_per_s": 100.0} for s in range(1, steps + 1)]
+    return train + [{"model": name, "step": s, "validation_loss": 5 / s} for s in range(5, steps + 1, 5)]
 
 
 @pytest.mark.parametrize("runs", [{"tensorwise": 30, "bfloat16": 29}, {"bfloat16": 1}, {}], ids=str)

@@ -80,9 +80,10 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     assert train(run)["status"] == "finished"
     assert_same(states[2], states[3])  # at the begin of steps 3 and 4
     assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
-    records = [record for record in read_metrics(run.folder.metrics) if "validation_loss" not in record]
-    assert [(record["step"], "loss" in record) for record in records] == [(1, True), (2, True), (3, False), (4, True)]
-    assert "output of model.embed_tokens" in records[2]["skipped"]
+    records = [record for record in read_metrics(run.folder.metrics) if record["kind"] != "validation"]
+    kinds = [(record["step"], record["kind"]) for record in records]
+    assert kinds == [(1, "step"), (2, "step"), (3, "skipped_step"), (4, "step")]
+    assert "output of model.embed_tokens" in records[2]["reason"]
     assert run.progress.skipped_steps == {"delayed": 1}
     assert run.progress.consumed_sequences == 4 * config.training.step_batch_size
     assert "skipped: " in capsys.readouterr().out
@@ -118,8 +119,8 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     folder = run.folder.path
     assert (list_checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
     last = read_metrics(run.folder.metrics)[-1]
-    assert (last["step"], last["run"]) == (bad_step, run.models[0].name)
-    assert "model.embed_tokens" in last["nonfinite"]
+    assert (last["kind"], last["step"], last["model"]) == ("nonfinite_step", bad_step, run.models[0].name)
+    assert "model.embed_tokens" in last["reason"]
 
 
 def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):

@@ -21,8 +21,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def read_all_losses(run: TrainingRun, name: str) -> list[float]:
     """Return the losses of training and of validation."""
-    records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
-    return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
+    records = [record for record in read_metrics(run.folder.metrics) if record["model"] == name]
+    return [record["loss" if record["kind"] == "step" else "validation_loss"] for record in records]
 
 
 def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys):
@@ -36,11 +36,11 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
 
     records = read_metrics(run.folder.metrics)
-    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
-    assert [record["step"] for record in records if "validation_loss" in record] == [2, 4]
+    assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if record["kind"] == "validation"] == [2, 4]
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 4)
-    result = summary["runs"]["bfloat16"]
+    result = summary["models"]["bfloat16"]
     assert result["validation_loss"] == records[-1]["validation_loss"]
     assert result["peak_memory_source"] == "tensors of one step, exact"
     parameters = sum(p.numel() * 4 for p in run.models[0].model.parameters())
@@ -72,7 +72,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert_same(float8_weights, weights)
     assert all(weights[name].data_ptr() != weight.data_ptr() for name, weight in float8_weights.items())
     summary = train(run)
-    turns = [(record["step"], record["run"][0]) for record in read_steps(run.folder.metrics)]
+    turns = [(record["step"], record["model"][0]) for record in read_steps(run.folder.metrics)]
     assert turns == [(1, "t"), (1, "b"), (2, "b"), (2, "t"), (3, "t"), (3, "b"), (4, "b"), (4, "t")]
     float8, baseline = (read_all_losses(run, model.name) for model in run.models)
     assert float8 != baseline
@@ -83,7 +83,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert read_all_losses(run_to_end(alone), "bfloat16") == baseline  # exactly the run without float8
 
     comparison = summary["comparison"]
-    tensorwise, bfloat16 = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
+    tensorwise, bfloat16 = summary["models"]["tensorwise"], summary["models"]["bfloat16"]
     assert comparison["loss_gap"] == pytest.approx(tensorwise["validation_loss"] / bfloat16["validation_loss"] - 1)
     speedup = bfloat16["median_step_seconds"] / tensorwise["median_step_seconds"]
     assert comparison["tokens_per_s_ratio"] == pytest.approx(speedup)

@@ -29,7 +29,11 @@ def train_and_resume(folder, *words):
         assert main(["train", f"--resume={folder / 'a'}", "--training.steps=3"]) == 0
         assert main(["train", *words, "--job.name=b", "--training.steps=3"]) == 0
     numbers = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(folder / name / "metrics.jsonl") if "loss" in r]
+        [
+            (r["step"], r["loss"], r["grad_norm"])
+            for r in read_metrics(folder / name / "metrics.jsonl")
+            if r["kind"] == "step"
+        ]
         for name in "ab"
     ]
     return numbers, dict(card.calls)
