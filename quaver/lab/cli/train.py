@@ -21,6 +21,7 @@ from quaver.lab.cli.run_config import print_turned_off
 from quaver.lab.runs.errors import CheckpointError, OutputError
 from quaver.lab.runs.ranks import Ranks, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
+from quaver.lab.runs.status import RunStatus
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.terminal.console import print_views
@@ -114,4 +115,4 @@ def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, 
         if isinstance(error, NonFiniteError):
             return EXIT_NONFINITE
         return EXIT_NOT_WRITTEN if isinstance(error, OutputError) else exit_code
-    return {"interrupted": EXIT_INTERRUPTED, "alarm": EXIT_ALARM}.get(summary["status"], 0)
+    return {RunStatus.INTERRUPTED: EXIT_INTERRUPTED, RunStatus.ALARM: EXIT_ALARM}.get(summary["status"], 0)

@@ -36,7 +36,7 @@ def describe_health(run: RunData) -> str:
 
 def has_failed(run: RunData) -> bool:
     """Return whether an error ended the run."""
-    return run.end is not None and run.end["status"] not in ("finished", "interrupted", "alarm")
+    return run.end is not None and run.end["status"].is_error
 
 
 def describe_end(run: RunData) -> str:

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.status import RunStatus
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
@@ -56,10 +57,10 @@ class Start(TypedDict):
 
 
 class End(TypedDict):
-    """The end of a run in summary.json: `RunEnd.status` and `error`, after `steps` steps."""
+    """The end of a run in summary.json, after `steps` steps."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
-    status: str
+    status: RunStatus
     error: str | None
     steps: int
 

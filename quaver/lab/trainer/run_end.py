@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures, convert_to_output_error
+from quaver.lab.runs.status import RunStatus
 from quaver.lab.terminal.console import print_line
 from quaver.lab.trainer.display import print_results
 from quaver.lab.trainer.nonfinite import NonFiniteError
@@ -19,20 +20,23 @@ class RunEnd:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self.status = "failed"
+        self.status = RunStatus.FAILED
         self.error: str | None = None
         self.summary: dict[str, Any] = {}
 
     def note_last_step(self, alarm: str) -> None:
         """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
         is_done = self._run.progress.step >= self._run.config.training.steps
-        self.status = "finished" if is_done else "alarm" if alarm else "interrupted"
+        self.status = RunStatus.FINISHED if is_done else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
         self.error = alarm or None
 
     def note_error(self, error: Exception) -> None:
         """Set the status of a run that `error` ended."""
-        statuses: dict[type, str] = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}
-        self.status = statuses.get(type(error), "failed")
+        statuses: dict[type, RunStatus] = {
+            NonFiniteError: RunStatus.NONFINITE,
+            CheckpointError: RunStatus.CHECKPOINT_FAILED,
+        }
+        self.status = statuses.get(type(error), RunStatus.FAILED)
         is_one_line = isinstance(error, (NonFiniteError, CheckpointError, OutputError))
         text = next(iter(str(error).splitlines()), "")
         self.error = str(error) if is_one_line else f"{type(error).__name__}: {text}"
@@ -49,7 +53,7 @@ class RunEnd:
     def write(self) -> None:
         """Write the summary and the curves, on the first rank, unless there was nothing to do. Raises OutputError."""
         run = self._run
-        did_something = run.progress.step > run.began_at_step or self.status != "finished"
+        did_something = run.progress.step > run.began_at_step or self.status != RunStatus.FINISHED
         if run.ranks.is_first and did_something:
             run.folder.write_json("summary.json", self.summary)
             with convert_to_output_error(run.folder.curves), replace_file(run.folder.curves) as image:
@@ -60,13 +64,13 @@ class RunEnd:
         run = self._run
         if not run.ranks.is_first:
             return
-        if run.progress.step == run.began_at_step and self.status == "finished":
+        if run.progress.step == run.began_at_step and self.status == RunStatus.FINISHED:
             steps = f"training.steps = {run.config.training.steps}"
             print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
         else:
             print_results(self.summary)
         print_line(f"run folder: {run.folder.path}")
-        if self.status in ("interrupted", "alarm") and run.checkpoints.folder.list_steps():
+        if self.status in (RunStatus.INTERRUPTED, RunStatus.ALARM) and run.checkpoints.folder.list_steps():
             print_line(f"resume with: quaver train --resume {run.folder.path}")
 
 
@@ -83,7 +87,7 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
     try:
         yield end
     except KeyboardInterrupt:
-        end.status, waits = "interrupted", False
+        end.status, waits = RunStatus.INTERRUPTED, False
         if not run.ranks.is_alone:
             raise
     except Exception as error:

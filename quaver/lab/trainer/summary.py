@@ -3,13 +3,14 @@
 from typing import Any
 
 from quaver.lab.runs.provenance import describe_environment
+from quaver.lab.runs.status import RunStatus
 from quaver.lab.trainer.flops import compute_utilization
 from quaver.lab.trainer.metrics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 
 
-def summarize(run: TrainingRun, *, status: str, error: str | None) -> dict[str, Any]:
+def summarize(run: TrainingRun, *, status: RunStatus, error: str | None) -> dict[str, Any]:
     """Return the summary of a run that ended with `status`, ready for JSON.
 
     Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
