@@ -10,7 +10,8 @@ Experts are recognized by the attributes that transformers gives them (`use_expe
     post_expert_norm                   after them, with `has_post_expert_norm`
     forward(hidden_states, top_k_index, top_k_weights)    [T, D], [T, k], [T, k] -> [T, D]
 
-An index of E or more refers to an expert of another rank (`_is_expert_parallel`) and contributes nothing on this rank.
+An index of E or more refers to an expert of another rank (`_is_expert_parallel`) and contributes nothing on this rank,
+as does a negative index (DeepEP's -1).
 Llama 4's experts have only the weights. Their input is [E * T, D]: T tokens of the first expert, then T of the second,
 and so on.
 
@@ -63,7 +64,8 @@ class RoutedExperts(nn.Module):
 
         Args:
             hidden_states: [T, D]; if called without `routing` [E * T, D], T tokens of each expert.
-            routing: top_k_index [T, k], the experts of each token, and top_k_weights [T, k].
+            routing: top_k_index [T, k], the experts of each token, and top_k_weights [T, k]. An index outside
+                [0, E) selects no expert, and its weight is ignored.
         Returns:
             [T, D] (or [E * T, D]) in hidden_states' dtype.
         """
@@ -82,8 +84,8 @@ class RoutedExperts(nn.Module):
             ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
             return self._run_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
-        pair_experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         count = self.num_experts if self.dispatcher is None else self.dispatcher.experts
+        pair_experts, order = torch.sort(top_k_index.masked_fill(top_k_index < 0, count).reshape(-1), stable=True)
         numbers = torch.arange(count, device=order.device)
         ends = torch.searchsorted(pair_experts, numbers, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]

@@ -86,20 +86,20 @@ def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
         experts(torch.randn(7, 64))
 
 
+@pytest.mark.parametrize("absent", [4, -1])
 @pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts], ids=lambda cls: cls.__name__)
-def test_experts_of_other_ranks_add_nothing(cls):
-    """transformers' expert parallelism gives them the index E and the weight 0; here with NaN in their tokens."""
+def test_experts_of_other_ranks_add_nothing(cls, absent):
+    """transformers' expert parallelism gives them the index E, and DeepEP -1."""
     experts = convert_to_float8_training(build_experts(cls), config="rowwise")
     experts._is_expert_parallel = True
     hidden, index, weights = route_tokens()
     elsewhere = torch.rand(index.shape) < 0.4
-    index[elsewhere], weights[elsewhere] = 4, 0
-    index[7], weights[7] = 4, 0
+    index[elsewhere] = index[7] = absent
     out, grad_hidden, *_ = results_of(experts, hidden, index, weights)
     assert out.isfinite().all()
     assert not out[7].any()
     assert not grad_hidden[7].any()
-    here = index[:, 0] < 4
+    here = index[:, 0] != absent
     hidden, index, weights = hidden[here], index[here], weights[here]
     first_alone = results_of(experts, hidden, index[:, :1], weights[:, :1])
     second_without_weight = results_of(experts, hidden, index, weights.index_fill(1, torch.tensor(1), 0))
