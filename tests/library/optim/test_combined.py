@@ -135,6 +135,9 @@ def test_what_does_not_fit_is_refused():
         CombinedOptimizer(Float8AdamW(parameters), Float8AdamW(parameters[:1]))
     with pytest.raises(ValueError, match="with 2 param groups, got 1"):
         optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
+    for state_dict in (7, {}):
+        with pytest.raises(ValueError, match="of CombinedOptimizer with 'state' and 'param_groups', got"):
+            optimizer.load_state_dict(state_dict)
     with pytest.raises(ValueError, match="states of Muon cannot become those of AdamW"):
         load_states_of(torch.optim.AdamW(parameters), optimizer)
     with pytest.raises(ValueError, match=r"no state of a parameter \[16, 512\]"):
