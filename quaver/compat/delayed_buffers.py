@@ -36,7 +36,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     Returns:
         A new dict for `model.load_state_dict`, without these buffers.
     Raises:
-        ValueError: a history is empty or no vector, or its scale is not one number.
+        ValueError: a history is empty or no vector, or its scale is not a tensor of one number.
     """
     rest = {key: value for key, value in state_dict.items() if not _BUFFER_NAME.fullmatch(key)}
     if len(rest) == len(state_dict):
@@ -51,7 +51,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     return rest
 
 
-def _convert_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the buffers as entries of `Float8ScalingState.load_state_dict`."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in list_named_slots(model):
@@ -61,10 +61,11 @@ def _convert_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[st
             history = buffers.get(f"{prefix}fp8_amax_history_{old}")
             scale = buffers.get(f"{prefix}fp8_scale_{old}")
             if history is not None and scale is not None:
-                if history.dim() != 1 or not history.numel() or scale.numel() != 1:
+                are_tensors = isinstance(history, Tensor) and isinstance(scale, Tensor)
+                if not are_tensors or history.dim() != 1 or not history.numel() or scale.numel() != 1:
+                    both = f"{list(history.shape)} with {list(scale.shape)}" if are_tensors else f"{history}, {scale}"
                     raise ValueError(
-                        f"{prefix}fp8_amax_history_{old}: expected a vector of amaxes with one scale, got "
-                        f"{list(history.shape)} with {list(scale.shape)}"
+                        f"{prefix}fp8_amax_history_{old}: expected a vector of amaxes with one scale, got {both}"
                     )
                 history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
                 quant_scale = compute_scale(

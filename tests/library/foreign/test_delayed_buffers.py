@@ -73,9 +73,10 @@ def test_a_checkpoint_without_buffers_changes_no_scale():
     assert_same(before, copy_scales(module))
 
 
-def test_buffers_of_another_shape_are_refused():
-    old = make_old_checkpoint(make_linear(), AMAXES) | {"fp8_amax_history_input": torch.zeros(0)}
-    with pytest.raises(ValueError, match=r"fp8_amax_history_input: expected a vector of amaxes .*, got \[0\] with"):
+@pytest.mark.parametrize(("history", "message"), [(torch.zeros(0), r"\[0\] with"), ([7.0], r"\[7.0\], tensor")])
+def test_buffers_of_another_shape_are_refused(history, message):
+    old = make_old_checkpoint(make_linear(), AMAXES) | {"fp8_amax_history_input": history}
+    with pytest.raises(ValueError, match=f"fp8_amax_history_input: expected a vector of amaxes .*, got {message}"):
         load_delayed_buffers(make_linear(), old)
 
 
