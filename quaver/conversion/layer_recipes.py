@@ -26,6 +26,7 @@ from quaver.conversion.convert import (
 )
 from quaver.experts.module import is_experts
 from quaver.recipes.config import Float8LinearConfig, resolve_config
+from quaver.recipes.field_checks import check_field
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError
@@ -44,8 +45,8 @@ class LayerRecipes:
         recipe: the recipe of layers that are not in `layers`.
         layers: the recipe, or `HIGH_PRECISION`, by the fully qualified name of a linear or a module of experts.
     Raises:
-        ValueError: a recipe is unknown; or one in `layers` has delayed or static scales and is not `recipe`, because a
-            model has one state for these scales.
+        ValueError: a recipe is unknown; one in `layers` has delayed or static scales and is not `recipe`, because a
+            model has one state for these scales; or `layers` is no such mapping.
     """
 
     recipe: str = "tensorwise"
@@ -53,6 +54,10 @@ class LayerRecipes:
 
     def __post_init__(self) -> None:
         canonicalize_recipe(self.recipe)  # raises ValueError listing the choices
+        is_mapping = isinstance(self.layers, Mapping) and all(
+            isinstance(recipe, str) for recipe in self.layers.values()
+        )
+        check_field(is_mapping, "layers", "a mapping from layer names to names of recipes", self.layers)
         for name, recipe in self.layers.items():
             if recipe == HIGH_PRECISION:
                 continue

@@ -59,6 +59,12 @@ def test_bad_entries_are_refused(entries, message):
         LayerRecipes.parse("tensorwise", entries)
 
 
+@pytest.mark.parametrize("layers", [None, ["0=rowwise"], {"0": None}])
+def test_layers_of_another_type_are_refused(layers):
+    with pytest.raises(ValueError, match="layers: expected a mapping from layer names to names of recipes, got "):
+        LayerRecipes("tensorwise", layers)
+
+
 @pytest.mark.parametrize("name", ["7", "0"])
 def test_a_name_that_is_no_layer_is_refused_before_any_is_converted(name):
     plain = nn.Sequential(nn.Sequential(*build_model()), nn.Linear(32, 32))
