@@ -35,7 +35,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
 
     Call it between steps, outside of `cast_weights_once`, with equal arguments on every rank; they do not compare them.
     Modules whose matmuls do not change are left alone. Persistent scales stay: a tensor that is not cast records no
-    amax. A model without float8 modules gives a UserWarning if matmuls are named.
+    amax. A model without float8 modules gives a UserWarning, unless `matmuls` is empty.
 
     Args:
         model: a converted model, wrapped or not; eager or compiled; under tensor, expert and data parallelism. With
@@ -49,7 +49,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     common = () if callable(matmuls) else _check_names(matmuls)
     configs: dict[Float8Module, Float8LinearConfig] = {}
     float8 = dict(iter_float8_modules(model))
-    if common and not float8:
+    if (callable(matmuls) or common) and not float8:
         warn_user("set_high_precision_matmuls changed nothing: the model has no float8 linear or experts; convert it")
     for name, module in float8.items():
         names = _check_names(matmuls(name)) if callable(matmuls) else common

@@ -136,8 +136,9 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
     assert_same(results_of(model, input), results_of(plain, input))
     set_high_precision_matmuls(model, [])
     assert model[0].up.config is recipe
-    with pytest.warns(UserWarning, match="set_high_precision_matmuls changed nothing"):
-        set_high_precision_matmuls(plain, ["output"])
+    for matmuls in (["output"], lambda name: ["output"]):
+        with pytest.warns(UserWarning, match="set_high_precision_matmuls changed nothing"):
+            set_high_precision_matmuls(plain, matmuls)
     with pytest.raises(ValueError, match="high_precision_matmuls: expected names of output, grad_input, grad_weight"):
         set_high_precision_matmuls(model, ["forward"])
     frozen = freeze_to_float8(make_model().requires_grad_(False))
