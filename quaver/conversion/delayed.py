@@ -26,7 +26,7 @@ from quaver.linear.scale_state import (
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def sync_float8_amax_and_scale_history(
 ) -> None:
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
-    It may run before or after `optimizer.step()`. If it is never called, a RuntimeWarning says so after 1,000
+    It may run before or after `optimizer.step()`. If it is never called, a RuntimeWarning says so after 1,000 eager
     forwards ([Note: a forgotten sync] in linear/scale_state.py). It does nothing for models without delayed scaling.
     `torch.compile(fullgraph=True)` traces it, with bit-identical results.
 
@@ -97,9 +97,14 @@ def sync_float8_amax_and_scale_history(
         group: the ranks with equal scales: all that train this model; with pipeline parallelism, the ranks of one
             stage. None for all ranks of the default process group.
     Raises:
+        ValueError: `fp8_layers` has a module that is no Float8Linear.
         RuntimeError: on every rank, if ranks have different tensors or configs.
     """
-    states = _list_states(model.modules() if fp8_layers is None else fp8_layers)
+    layers = list(model.modules() if fp8_layers is None else fp8_layers)
+    foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, Float8Linear)]
+    if foreign and fp8_layers is not None:
+        raise ValueError(f"fp8_layers: expected Float8Linears, got {join_names(foreign)}")
+    states = _list_states(layers)
     group = group or _get_world()
     if group is not None and not torch.compiler.is_compiling():
         _check_states_agree(model, states, group)

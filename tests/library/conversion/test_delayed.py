@@ -420,5 +420,7 @@ def test_a_linear_without_a_state_says_what_to_do():
 def test_a_model_without_persistent_scales_is_left_alone():
     model = convert_to_float8_training(nn.Linear(8, 8))
     sync_float8_amax_and_scale_history(model)
+    with pytest.raises(ValueError, match="fp8_layers: expected Float8Linears, got Linear"):
+        sync_float8_amax_and_scale_history(model, fp8_layers=[nn.Linear(8, 8)])
     assert len(float8_scaling_state(model)) == 0
     assert float8_scaling_state(model).state_dict() == {}
