@@ -8,7 +8,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,14 +64,14 @@ def save_float8(
         about: the origin, for the record of the bundle: "source", "step".
         files: more files to copy, such as the tokenizer's.
         high_precision_model: a function that returns the unsharded high-precision model, to measure how its logits
-            change; None to measure nothing.
+            change; None to measure nothing. It is called before the first file is written.
         measure_tokens: the number of random tokens on which to measure.
     Returns:
         The weights that were written, with the cost of the format.
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         ValueError, NotImplementedError: as `iter_float8_weights`; JSON cannot hold `config` or `about`; ComfyUI would
-            rename tensors and lose their scales.
+            rename tensors and lose their scales; the high-precision model does not take tokens alone.
     """
     tensors = iter_float8_weights(
         model,
@@ -91,12 +90,14 @@ def save_float8(
         options = {"config": config, "files": files, "high_precision_model": high_precision_model}
         plan.format.check_target(path, plan.names, **options)
         record = {"format": format, "recipe": plan.recipe, **(about or {})}
+        encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
         if plan.format.is_file:
             return _create_file(path, model, tensors, record)
-        measure = partial(_measure_logits, high_precision_model, measure_tokens)
         full_config = _get_config(model) if config is None else config
-        make_config = partial(_encode_quantized_config, full_config, model, tensors, dtype)
-        return _create_bundle(path, model, tensors, record, make_config, max_shard_bytes, files, measure)
+        config_json = _encode_quantized_config(full_config, model, tensors, dtype)
+        # A model whose logits cannot be measured is refused before anything is written.
+        logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model(), measure_tokens)
+        return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, files, logits)
 
     held = itertools.chain(model.parameters(), (weights or {}).values())
     _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, open_target)
@@ -134,7 +135,6 @@ def _write(
 def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
-    encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
     _log_warnings(tensors.plan)
     with new_folder(path, file=SINGLE_FILE) as staging:
         writer = SafetensorsWriter(staging, None)
@@ -151,27 +151,26 @@ def _create_bundle(
     model: nn.Module,
     tensors: Float8Weights,
     record: dict[str, Any],
-    make_config: Callable[[], str],
+    config_json: str,
     max_shard_bytes: int,
     files: Sequence[Path],
-    measure: Callable[[Path], dict[str, Any] | None],
+    logits: _LogitsMeasurement | None,
 ) -> Iterator[SafetensorsWriter]:
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
-    encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
-    plan, config = tensors.plan, make_config()
+    plan = tensors.plan
     _log_warnings(plan)
     with new_folder(path) as staging:
         writer = SafetensorsWriter(staging, max_shard_bytes)
         yield writer
         writer.close()
-        (staging / CONFIG_JSON).write_text(config, encoding="utf-8")
+        (staging / CONFIG_JSON).write_text(config_json, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.to_json_file(staging / GENERATION_CONFIG_FILE)
         for file in files:  # may replace the generation config
             shutil.copyfile(file, staging / file.name)
         record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
-        record |= {"logits": measure(staging)}
+        record |= {"logits": None if logits is None else logits.compare(staging)}
         write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
@@ -228,33 +227,42 @@ def _get_config(model: nn.Module) -> dict[str, Any]:
     return config
 
 
+class _LogitsMeasurement:
+    """Measures how the logits of a model on random tokens change with the dequantized weights of a folder."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        """Compute the logits of the high-precision `model` on `count` tokens.
+
+        Raises:
+            InputError: the model does not take tokens alone.
+        """
+        self._model = model.eval()
+        vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
+        self._tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))
+        try:
+            self._before = _compute_logits(model, self._tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"
+            ) from error
+
+    @torch.no_grad()
+    def compare(self, folder: Path) -> dict[str, Any]:
+        """Load the weights of `folder` into the model, and compare its logits with those before."""
+        state = self._model.state_dict()
+        for name, tensor in load_float8(folder, dtype=torch.float32, model=self._model).items():
+            if tensor.numel():  # where quaver train has no shared experts, transformers has empty ones
+                state[name].copy_(tensor)
+        before, after = self._before, _compute_logits(self._model, self._tokens)
+        return {
+            "tokens": self._tokens.numel(),
+            **replace_inf({"sqnr_db": compute_sqnr_db(before, after)}),
+            "max_difference": (before - after).abs().max().item(),
+            "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
+        }
+
+
 @torch.no_grad()
-def _measure_logits(make_model: Callable[[], nn.Module] | None, count: int, folder: Path) -> dict[str, Any] | None:
-    """Measure how the logits on `count` random tokens change with the dequantized weights in `folder`."""
-    if make_model is None:
-        return None
-    model = make_model().eval()
-    vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
-    tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))
-    try:
-        before = _compute_logits(model, tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"
-        ) from error
-    state = model.state_dict()
-    for name, tensor in load_float8(folder, dtype=torch.float32, model=model).items():
-        if tensor.numel():  # where quaver train has no shared experts, transformers has empty ones
-            state[name].copy_(tensor)
-    after = _compute_logits(model, tokens)
-    return {
-        "tokens": count,
-        **replace_inf({"sqnr_db": compute_sqnr_db(before, after)}),
-        "max_difference": (before - after).abs().max().item(),
-        "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
-    }
-
-
 def _compute_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     output = model(tokens)
     logits: Tensor = getattr(output, "logits", output)

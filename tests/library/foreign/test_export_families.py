@@ -12,7 +12,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
-from quaver.export.files import StoredTensors
+from quaver.export.files import SafetensorsWriter, StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.foreign.checkpoints import export_folder, from_transformers
 from tests.library.foreign.llama import convert, not_the_head
@@ -187,7 +187,8 @@ def test_models_of_other_classes_are_exported_but_for_tied_heads(build, tmp_path
     loaded.load_state_dict(dict(load_float8(tmp_path / "out", model=loaded, dtype=torch.float32)))
 
 
-def test_logits_of_a_model_that_takes_no_tokens_alone_are_not_measured(tmp_path):
+def test_a_model_that_takes_no_tokens_alone_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(SafetensorsWriter, "add", None)
     transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)).save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="the logits cannot be measured: ViTForImageClassification does not take tok"):
         export_folder(tmp_path / "plain", tmp_path / "out", "rowwise", measure_tokens=4)
