@@ -23,7 +23,7 @@ CPU_SAYS = {"is_cpu": True, "is_cuda": False, "is_cuda_device": False, "has_cuda
 """What functions of devices.py answer where there is no GPU."""
 MODULES = ("kernels/triton_*.py", "kernels/native_blocks.py", "experts/gpu_gemm.py")
 """Whose functions run on a GPU alone."""
-AS_VALUES = ("_native_works",)
+AS_VALUES = ("_run_trial_as_constant",)
 """Functions that are handed to one that calls them on a GPU alone."""
 NOT_READ = "runtime/devices.py", "torch_private/"
 """Files that ask no question about a tensor: the answers, and names of torch."""

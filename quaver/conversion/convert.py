@@ -23,7 +23,7 @@ from quaver.experts.module import (
     is_experts,
     is_transposed,
 )
-from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
 from quaver.linear.class_change import StandIn, get_class_parts
@@ -146,7 +146,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """
     modules = list(module.modules())
     has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in modules)
-    for name, weight in weights_under(module):
+    for name, weight in iter_model_weights(module):
         _check_can_restore(weight, name, has_ddp)
     for name, child in module.named_modules():
         if isinstance(child, Float8Module):
@@ -334,7 +334,7 @@ def _convert_layers(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -
     for name, experts in chosen.experts:
         if not isinstance(experts, Float8Experts):
             undo.callback(restore_class, change_to_float8(experts, Float8Experts, config))
-        weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(experts)]
+        weights += [(f"{name}.{weight.name}", weight) for weight in iter_module_weights(experts)]
     stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
     plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
     for _, linear in stateless:

@@ -26,7 +26,7 @@ from quaver.experts.module import (
     is_experts,
     is_transposed,
 )
-from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.kernels.operands import expect
 from quaver.linear.class_change import change_class
 from quaver.linear.float8_module import change_to_float8
@@ -100,7 +100,7 @@ def freeze_to_float8(
         include_subclasses=include_subclasses,
     )
     for child in chosen.values():
-        for weight in weights_of_module(child):
+        for weight in iter_module_weights(child):
             freeze_weight(weight, config)
     return module
 
@@ -113,7 +113,7 @@ def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
 
 def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
     """Return whether a linear, or experts, cannot be converted or are already frozen with this config."""
-    if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
+    if isinstance(module, FrozenModule) and all(weight.config == config for weight in iter_module_weights(module)):
         return True
     if isinstance(module, nn.Linear):
         return bool(find_conversion_obstacle(module, include_subclasses=include_subclasses))

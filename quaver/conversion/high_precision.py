@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quaver.experts.module_weight import weights_of_module
+from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
@@ -100,7 +100,7 @@ def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
 def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -> None:
     if config.casts.weight == module.float8_config.casts.weight:
         return
-    for weight in weights_of_module(module):
+    for weight in iter_module_weights(module):
         if isinstance(weight.local, Float8Tensor) and not is_all_gather_weight(weight):
             raise ValueError(
                 f"high_precision_matmuls: the weight of {name} is stored in float8, so output and grad_input cannot "

@@ -14,7 +14,7 @@ from quaver.conversion.active_experts import ActiveExperts
 from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
-from quaver.experts.module_weight import weights_of_module
+from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.backends import list_matmul_casts
 from quaver.linear.class_change import get_class_parts
@@ -279,7 +279,7 @@ def _describe_frozen(weight: Tensor) -> str:
 
 def explain_unfinished(module: Float8Module) -> Iterator[str]:
     """Yield the reasons why a float8 linear, or experts, do not run as their config says."""
-    weights = weights_of_module(module)
+    weights = iter_module_weights(module)
     if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):
         yield "gathered in high precision until convert_to_float8_training has prepared its weight"
     if isinstance(module, Float8Linear) and module.config.has_persistent_scales and module.scaling is None:

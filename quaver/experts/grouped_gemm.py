@@ -40,7 +40,7 @@ from quaver.linear.backends import (
     describe_hardware_failure,
     find_cast_kind,
     is_expected_product,
-    multiplies_natively,
+    run_trial,
 )
 from quaver.linear.gemm import mm
 from quaver.linear.native_mm import ScaleKind
@@ -124,12 +124,12 @@ def describe_grouped_backends(
 
 
 def _has_native(device: torch.device, *, emulate: bool) -> bool:
-    return choose_backend(device, ScaleKind.GROUPS, emulate=emulate, works=_native_works) is GemmBackend.NATIVE
+    return choose_backend(device, ScaleKind.GROUPS, emulate=emulate, works=_run_trial_as_constant) is GemmBackend.NATIVE
 
 
 @assume_constant_result
-def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    return multiplies_natively(device_index, kind, try_native_grouped_mm)
+def _run_trial_as_constant(device_index: int, kind: ScaleKind) -> bool:
+    return run_trial(device_index, kind, try_native_grouped_mm)
 
 
 def _multiply_groups(

@@ -74,7 +74,7 @@ class ModuleWeight(NamedTuple):
         return self.module.prepared_weights.get(self.name)
 
 
-def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
+def iter_module_weights(module: nn.Module) -> Iterator[ModuleWeight]:
     """Yield the weights of a Float8Linear, unless its weight was deleted, or of a Float8Experts."""
     if isinstance(module, Float8Linear):
         if getattr(module, "weight", None) is not None:
@@ -83,8 +83,8 @@ def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
         yield from (ModuleWeight(module, name) for name in get_expert_weights(module))
 
 
-def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
+def iter_model_weights(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
     """Yield the weights of all float8 modules of `model`, named by their linear, or by experts and weight."""
     for name, module in model.named_modules():
-        for weight in weights_of_module(module):
+        for weight in iter_module_weights(module):
             yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight

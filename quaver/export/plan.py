@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.experts.grouped_mm_method import Float8GroupedMM
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
 from quaver.export.formats import CHECKPOINT_FORMATS, find_format_class, make_weight_format
 from quaver.export.formats.base import WeightFormat
@@ -230,7 +230,7 @@ def find_float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
     """Return the weights of float8 modules, by their names without wrappers."""
     return {
         strip_wrappers(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight
-        for name, weight in weights_under(model)
+        for name, weight in iter_model_weights(model)
     }
 
 

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.scaled_shard import ScaledShard
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
@@ -85,7 +85,7 @@ def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
 def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
     """Return `module.gathering`, which is created for a copy of a module."""
     if module.gathering is None:
-        module.gathering = AllGatherState(Siblings([("", weight) for weight in weights_of_module(module)]))
+        module.gathering = AllGatherState(Siblings([("", weight) for weight in iter_module_weights(module)]))
     return typing.cast(AllGatherState, module.gathering)
 
 
@@ -194,7 +194,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
     """
-    configs = [weight.config for _, weight in weights_under(module)]
+    configs = [weight.config for _, weight in iter_model_weights(module)]
     if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
         log_once(
             logger,
@@ -208,7 +208,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 def precompute_scales(module: nn.Module) -> None:
     """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
-    named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
+    named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sharded(weight)]
     _check_siblings_agree(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():

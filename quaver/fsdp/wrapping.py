@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight, hide_fsdp_hooks
 from quaver.fsdp.scaled_shard import ShardState
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings
@@ -27,7 +27,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
     hide_fsdp_hooks()
     siblings = Siblings(named)
     for module in dict.fromkeys(weight.module for _, weight in named):
-        for weight in weights_of_module(module):
+        for weight in iter_module_weights(module):
             _wrap(weight)
             if weight.scaling is not None:
                 weight.scaling.let_host_decide()
@@ -44,7 +44,7 @@ def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
     Raises:
         RuntimeError: `fully_shard` has sharded the weight.
     """
-    for weight in weights_of_module(module):
+    for weight in iter_module_weights(module):
         parameter: Tensor = weight.parameter
         if isinstance(parameter, FrozenFloat8Weight):
             setattr(module, weight.name, nn.Parameter(parameter.to_high_precision(), requires_grad=False))
@@ -73,14 +73,14 @@ def _wrap(weight: ModuleWeight) -> None:
 
 def _wrap_after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Wrap the plain tensors that `load_state_dict(assign=True)` assigned."""
-    for weight in weights_of_module(module):
+    for weight in iter_module_weights(module):
         if not isinstance(weight.parameter, Float8Tensor):
             _wrap(weight)
 
 
 def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     """Replace the weights in a state dict by plain tensors that share their memory."""
-    for weight in weights_of_module(module):
+    for weight in iter_module_weights(module):
         value = state_dict.get(prefix + weight.name)
         if isinstance(value, nn.Parameter):  # keep_vars=True returns the parameters themselves
             continue

@@ -56,7 +56,7 @@ def choose_backend(
         kind: None if no hardware supports the scales.
         works: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
     """
-    works = works or _native_works
+    works = works or _run_trial_as_constant
     if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
@@ -109,12 +109,15 @@ def describe_backends(
 
 
 @assume_constant_result
-def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    return multiplies_natively(device_index, kind)
+def _run_trial_as_constant(device_index: int, kind: ScaleKind) -> bool:
+    return run_trial(device_index, kind)
 
 
-def multiplies_natively(device_index: int, kind: ScaleKind, trial: NativeTrial | None = None) -> bool:
-    """Return whether the device multiplies natively, and report a failure once."""
+def run_trial(device_index: int, kind: ScaleKind, trial: NativeTrial | None = None) -> bool:
+    """Try whether the device multiplies natively, report a failure as a slow path, and return the result.
+
+    The trial runs once for each device and kind; see `find_native_failure`.
+    """
     failure = find_native_failure(device_index, kind, trial)
     if failure is not None:
         report_slow_path(

@@ -37,7 +37,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import EXTRAS_WIDTH, describe_extras, describe_sums
@@ -146,14 +146,14 @@ class Monitor:
         self._is_open = True
         error = self._start(model, sink, history_len)
         try:
-            if self._on_any_rank(error is not None):
+            if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
             if self._ranks > 1:
                 options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
             self._plan_next()
-            self._ends = StepEnds(model, self._on_any_rank)
+            self._ends = StepEnds(model, self._any_over_ranks)
             if not steps_by_hand:
                 self._in_hook.append(self)
                 self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
@@ -164,7 +164,7 @@ class Monitor:
     @staticmethod
     def find(model: nn.Module) -> Monitor | None:
         """Return the open monitor of a weight of `model`, or None."""
-        probes = (probe for _, weight in weights_under(model) for probe in (weight.module.probes or {}).values())
+        probes = (probe for _, weight in iter_model_weights(model) for probe in (weight.module.probes or {}).values())
         return next((probe.monitor for probe in probes if isinstance(probe, Probe)), None)
 
     def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> BaseException | None:
@@ -172,7 +172,7 @@ class Monitor:
         try:
             self._check_options(history_len)
             self.samples = deque(maxlen=history_len)
-            weights = {strip_wrappers(name): weight for name, weight in weights_under(model)}
+            weights = {strip_wrappers(name): weight for name, weight in iter_model_weights(model)}
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
             if any(_is_watched(weight) for weight in weights.values()):
@@ -255,7 +255,7 @@ class Monitor:
         Call it if no PyTorch optimizer steps outside a backward, as in a skipped step. It is a collective: every rank
         calls it, even without a batch. It does nothing after the monitor has closed.
         """
-        if self._is_open and (self._hook is None or self._on_any_rank(self._sampling.ran)):
+        if self._is_open and (self._hook is None or self._any_over_ranks(self._sampling.ran)):
             self._ends.record_end()
             self._end(1)
 
@@ -279,7 +279,7 @@ class Monitor:
         if self._is_open:
             self._plan_next()
 
-    def _on_any_rank(self, condition: bool) -> bool:
+    def _any_over_ranks(self, condition: bool) -> bool:
         """Return whether `condition` holds on any rank. A collective."""
         return bool(self._max_over_ranks(int(condition)))
 

@@ -116,7 +116,7 @@ class Probe:
     ) -> None:
         if not self._observes():
             return
-        hp = _unless_float8(hp)
+        hp = _drop_float8(hp)
         is_forward = name == "input" or (name == "weight" and operands.row is not None)
         casts = {"row": operands.row, "column": operands.column}
         if getattr(self.weight.config.casts, name).shares_codes:
@@ -155,7 +155,7 @@ class Probe:
         groups: Groups = _ONE_MATRIX,
     ) -> None:
         if self._observes():
-            hps = _unless_float8(input), _to_matmul_shape(_unless_float8(weight), groups)
+            hps = _drop_float8(input), _to_matmul_shape(_drop_float8(weight), groups)
             number, ends, experts = self.number, groups.ends, groups.experts
             observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), number, output, *hps, bias, ends, experts)
 
@@ -186,7 +186,7 @@ class Probe:
         return torch.compiler.is_compiling() or record_use(self._key) is not None
 
 
-def _unless_float8(tensor: Tensor | None) -> Tensor | None:
+def _drop_float8(tensor: Tensor | None) -> Tensor | None:
     return None if isinstance(tensor, Float8Tensor) else tensor
 
 

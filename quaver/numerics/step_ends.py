@@ -30,11 +30,11 @@ class StepEnds:
     """Counts the training steps of `model` that end with an optimizer's step.
 
     Args:
-        on_any_rank: returns whether a condition holds on any rank; a collective.
+        any_over_ranks: returns whether a condition holds on any rank; a collective.
     """
 
-    def __init__(self, model: nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
-        self._model, self._on_any_rank = model, on_any_rank
+    def __init__(self, model: nn.Module, any_over_ranks: Callable[[bool], bool]) -> None:
+        self._model, self._any_over_ranks = model, any_over_ranks
         self._has_own = False
         """Whether an optimizer of the model's own parameters has stepped."""
         self._awaited: WeakSet[Optimizer] = WeakSet()
@@ -51,12 +51,12 @@ class StepEnds:
     def count_ends(self, optimizer: Optimizer, sampling: Sampling) -> int:
         """Return how many training steps end with this step of an optimizer: 0, 1, or 2 if an end was missed."""
         if not self._holds(optimizer):
-            if self._has_own or not self._on_any_rank(sampling.ran_backward):
+            if self._has_own or not self._any_over_ranks(sampling.ran_backward):
                 return 0
             self.record_end()
             return 1
         self._has_own = True
-        if self._has_ended and not self._on_any_rank(sampling.ran):
+        if self._has_ended and not self._any_over_ranks(sampling.ran):
             return 0
         self._has_ended = False
         ended = self._count_own(optimizer)
@@ -85,7 +85,7 @@ class StepEnds:
         """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""
         held = set().union(*(_list_parameter_ids(optimizer) for optimizer in self._stepped))
         rest = [p for p in self._model.parameters() if p.requires_grad and id(p) not in held]
-        return bool(rest) and not self._on_any_rank(any(p.grad is not None for p in rest))
+        return bool(rest) and not self._any_over_ranks(any(p.grad is not None for p in rest))
 
 
 def _list_parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.module_weight import ModuleWeight, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.scaled_shard import ShardState
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
@@ -124,7 +124,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
         RuntimeError: the scope is already open for one of the modules; or a weight was changed, replaced or given
             another config inside it, which raises at the next eager use, at the next all-gather, or at the exit.
     """
-    weights = [weight for _, weight in weights_under(model)]
+    weights = [weight for _, weight in iter_model_weights(model)]
     whole = [weight for weight in weights if _can_prepare(weight)]
     gathered = [(get_all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
     holders_now = {weight.prepared.holder for weight in whole if weight.prepared is not None}

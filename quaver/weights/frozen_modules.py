@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -27,7 +27,7 @@ class FrozenModule(nn.Module):
 
     def _iter_frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
         """Yield each weight with its local tensor."""
-        for weight in weights_of_module(self):
+        for weight in iter_module_weights(self):
             if isinstance(weight.local, FrozenFloat8Weight):
                 yield weight, weight.local
 

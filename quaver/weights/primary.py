@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
+from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.weight_form import is_parameter
@@ -258,7 +258,7 @@ def use_float8_primary_weights(
             "model: expected one outside of DistributedDataParallel, got one inside; wrap it after this call"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained = [(name, weight) for name, weight in weights_under(model) if id(weight.parameter) in held]
+    trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in held]
     if not trained:
         raise ValueError(
             "expected an optimizer that holds weights of float8 linears or experts of this model, got none; convert "
@@ -308,7 +308,7 @@ def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dt
 def _put_masters_in_state_dict(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
-    for module_weight in weights_of_module(module):
+    for module_weight in iter_module_weights(module):
         name = prefix + module_weight.name
         weight = state_dict.get(name)
         if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # with keep_vars it is a parameter

@@ -22,7 +22,7 @@ from quaver import (
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm import get_quantized_operands
 from quaver.experts.groups import select_group
-from quaver.experts.module_weight import weights_of_module
+from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp import gathered
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
@@ -148,7 +148,7 @@ def assert_same_operands(model, whole):
     """Assert that the gathered codes and scales of experts are those of whole weights."""
     for block, expected_block in zip(model, whole, strict=True):
         block.unshard()
-        for weight in weights_of_module(expected_block.experts):
+        for weight in iter_module_weights(expected_block.experts):
             unsharded = getattr(block.experts, weight.name)
             assert isinstance(unsharded, Float8Tensor)
             operands = get_quantized_operands(unsharded, expected_block.experts.is_transposed)

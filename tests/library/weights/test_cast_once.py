@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
 from quaver.checkpointing.policy import make_selective_contexts
 from quaver.experts import grouped_mm
-from quaver.experts.module_weight import weights_under
+from quaver.experts.module_weight import iter_model_weights
 from quaver.linear import quantize
 from tests.mixture import DIM, make_mixture
 from tests.reference import RECIPES
@@ -170,7 +170,7 @@ def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(make, chang
         pytest.fail("the use went through")
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
         change(model, 2)
-    assert all(weight.prepared is None for _, weight in weights_under(model))
+    assert all(weight.prepared is None for _, weight in iter_model_weights(model))
 
 
 def test_compiled_code_finds_a_change_at_the_exit():
@@ -184,7 +184,7 @@ def test_compiled_code_finds_a_change_at_the_exit():
 @pytest.mark.parametrize("make", [build_model, build_mixture])
 def test_cast_weights_once_leaves_nothing_behind(make):
     model = make("tensorwise")
-    weights = [weight for _, weight in weights_under(model)]
+    weights = [weight for _, weight in iter_model_weights(model)]
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
         raise ZeroDivisionError
     assert all(weight.prepared is None for weight in weights)
@@ -193,7 +193,7 @@ def test_cast_weights_once_leaves_nothing_behind(make):
         with pytest.raises(RuntimeError, match="already open"), cast_weights_once(weights[0].module):
             pass
         assert all(weight.prepared is not None for weight in weights)
-    assert all(weight.prepared is None for _, weight in weights_under(twin))
+    assert all(weight.prepared is None for _, weight in iter_model_weights(twin))
     assert twin(torch.ones(1, DIM)).equal(model(torch.ones(1, DIM)))
 
 

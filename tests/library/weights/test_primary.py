@@ -23,7 +23,7 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import weights_under
+from quaver.experts.module_weight import iter_model_weights
 from quaver.optim import CombinedOptimizer, Float8AdamW
 from quaver.weights.primary import round_stochastically
 from quaver.weights.primary_weight import Float8PrimaryWeight
@@ -67,7 +67,7 @@ def assert_same_weights(model, other):
 
 def assert_codes_follow(model):
     """Assert that the next forward reads the codes of the masters."""
-    for _, weight in weights_under(model):
+    for _, weight in iter_model_weights(model):
         primary = weight.parameter
         fresh = Float8PrimaryWeight.from_master(primary.wrapped, weight.config, primary.transposed)
         for operand, expected in zip(primary.get_stored_operands(), fresh.get_stored_operands(), strict=True):
@@ -110,7 +110,7 @@ def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optim
     assert len(set(losses)) == len(losses)
     assert_same_weights(model, reference)
     assert_codes_follow(model)
-    for _, weight in weights_under(model):
+    for _, weight in iter_model_weights(model):
         assert isinstance(weight.parameter, Float8PrimaryWeight)
         stored = {operand.data.data_ptr() for operand in weight.parameter.get_stored_operands()}
         assert len(stored) == (2 if recipe in ("rowwise", "rowwise_with_gw_hp") else 1)
@@ -301,7 +301,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 def test_codes_follow_a_write(recipe, make, write):
     model, optimizer = build_pair(recipe, make=make)
-    name, weight = next((name, weight.parameter) for name, weight in weights_under(model))
+    name, weight = next((name, weight.parameter) for name, weight in iter_model_weights(model))
     before = weight.detach().clone()
     with torch.no_grad():
         WRITES[write](weight, model, name if make is not build_linears else f"{name}.weight")
@@ -334,7 +334,7 @@ def test_copies_are_independent_and_train_on_with_their_optimizer(make):
     for twin, its_optimizer in pairs:
         assert train(twin, its_optimizer, range(2, 4)) == expected
         assert_same_weights(twin, model)
-    for (_, untrained), (_, weight) in zip(weights_under(alone), weights_under(model), strict=True):
+    for (_, untrained), (_, weight) in zip(iter_model_weights(alone), iter_model_weights(model), strict=True):
         assert isinstance(untrained.parameter, Float8PrimaryWeight)
         assert not torch.equal(untrained.parameter, weight.parameter)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
