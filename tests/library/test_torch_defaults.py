@@ -137,5 +137,5 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
         monkeypatch.setattr(backends, "native_mm", multiply)
         assert backends.try_native_mm(torch.device("cpu"), kind) is None
         assert set(scale_dtypes) == {torch.float32}
-        monkeypatch.setattr(backends, "native_mm", lambda *args: multiply(*args) * 1.1)
+        monkeypatch.setattr(backends, "native_mm", lambda *args, **options: multiply(*args, **options) * 1.1)
         assert "wrong result" in backends.try_native_mm(torch.device("cpu"), kind)
