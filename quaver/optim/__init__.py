@@ -1,7 +1,7 @@
 """Optimizers whose states are stored in float8."""
 
 from quaver.optim.adamw import Float8AdamW
-from quaver.optim.combined import CombinedOptimizer, load_states_of
+from quaver.optim.combined import CombinedOptimizer, copy_states
 from quaver.optim.groups import FLOAT32_MOMENTS, find_embedding_weights, make_param_groups
 from quaver.optim.muon import Float8Muon
 
@@ -11,6 +11,6 @@ __all__ = [
     "Float8AdamW",
     "Float8Muon",
     "find_embedding_weights",
-    "load_states_of",
+    "copy_states",
     "make_param_groups",
 ]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import make_grid
-from quaver.optim.buckets import Update, run_cut_updates, run_updates
+from quaver.optim.buckets import ShardUpdate, run_cut_updates, run_updates
 from quaver.optim.options import check_shared_options, check_storages, is_number_below
 from quaver.optim.state import get_blocks, get_row_scales, has_cut_blocks
-from quaver.optim.update import Scalars
+from quaver.optim.update import AdamWScalars
 from quaver.torch_private.dtensor import get_local_tensor
 
 
@@ -100,8 +100,8 @@ class Float8AdamW(Float8Optimizer):
             _check_moment_storages(group)
 
     def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
-        uncut: dict[int, list[Update]] = defaultdict(list)
-        cut: dict[int, list[tuple[Tensor, Update, list[Tensor | None]]]] = defaultdict(list)
+        uncut: dict[int, list[ShardUpdate]] = defaultdict(list)
+        cut: dict[int, list[tuple[Tensor, ShardUpdate, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         for parameter, step, key in steps:
             update = self._make_update(parameter, group, key, copies)
@@ -110,15 +110,15 @@ class Float8AdamW(Float8Optimizer):
             elif update.grad.numel():
                 uncut[step].append(update)
         for step, updates in uncut.items():
-            run_updates(updates, Scalars.from_group(group, step), self._get_counter, compile=self.compile)
+            run_updates(updates, AdamWScalars.from_group(group, step), self._get_counter, compile=self.compile)
         for step, shared in cut.items():
-            run_cut_updates(shared, Scalars.from_group(group, step), self._get_counter)
+            run_cut_updates(shared, AdamWScalars.from_group(group, step), self._get_counter)
         for target, source in copies:
             target.copy_(source)
 
     def _make_update(
         self, parameter: Tensor, group: dict[str, Any], key: int, copies: list[tuple[Tensor, Tensor]]
-    ) -> Update:
+    ) -> ShardUpdate:
         """Make the update of one parameter. Appends to `copies` the (target, source) pairs to copy after the kernel."""
         grad = get_local_gradient(parameter)
         grid = make_grid(parameter)
@@ -129,7 +129,7 @@ class Float8AdamW(Float8Optimizer):
         target = get_local_tensor(parameter).detach()
         if blocks.param.dtype != target.dtype or not target.is_contiguous():
             copies.append((target, blocks.param))
-        return Update(blocks, grad, grid, key)
+        return ShardUpdate(blocks, grad, grid, key)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "compile": self.compile}

@@ -24,7 +24,7 @@ from quaver.kernels.adamw import BLOCK
 from quaver.optim.blocks import BlockGrid, RowSpan, from_blocks, number_blocks, to_blocks
 from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import make_block_keys
-from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
+from quaver.optim.update import AdamWScalars, ParameterBlocks, compute_amaxes, update_blocks
 
 MAX_BUCKET_ELEMENTS = 1 << 22
 """The most elements of a bucket."""
@@ -36,7 +36,7 @@ MIN_BUCKETS = 4
 """A step has at least this many buckets, so that the step of a small model is not its memory peak."""
 
 
-class Update(NamedTuple):
+class ShardUpdate(NamedTuple):
     """The tensors that the step of a parameter's shard reads and writes.
 
     All are plain and contiguous, except that `tensors[0]` may be a subclass that must see the write.
@@ -50,7 +50,11 @@ class Update(NamedTuple):
 
 
 def run_updates(
-    updates: Sequence[Update], scalars: Scalars, get_counter: Callable[[torch.device], Tensor], *, compile: bool
+    updates: Sequence[ShardUpdate],
+    scalars: AdamWScalars,
+    get_counter: Callable[[torch.device], Tensor],
+    *,
+    compile: bool,
 ) -> None:
     """Make a step of parameters with the same `scalars`.
 
@@ -94,16 +98,16 @@ def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[R
     return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
-def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowSpan]]]:
+def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUpdate, RowSpan]]]:
     """Yield buckets of spans with the same device and dtypes, of at most `MAX_BUCKET_ELEMENTS` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
     capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, BLOCK))
-    by_kind: dict[Any, list[tuple[Update, RowSpan]]] = defaultdict(list)
+    by_kind: dict[Any, list[tuple[ShardUpdate, RowSpan]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
         by_kind[kind] += [(update, span) for span in split_rows(update.grid, update.key, capacity)]
     for spans in by_kind.values():
-        bucket: list[tuple[Update, RowSpan]] = []
+        bucket: list[tuple[ShardUpdate, RowSpan]] = []
         blocks = 0
         for update, span in spans:
             if bucket and blocks + span.blocks > capacity // BLOCK:
@@ -114,7 +118,7 @@ def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowS
         yield bucket
 
 
-def _gather(bucket: list[tuple[Update, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
     spans = [span for _, span in bucket]
     grad = torch.cat([to_blocks(select_rows(update.grad, span), span.grid) for update, span in bucket])
@@ -133,7 +137,7 @@ def _gather(bucket: list[tuple[Update, RowSpan]]) -> tuple[ParameterBlocks, Tens
     return ParameterBlocks(**old), grad, rows_by_name
 
 
-def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
+def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
     old, grad, rows_by_name = _gather(bucket)
     spans = [span for _, span in bucket]
     updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
@@ -145,8 +149,8 @@ def _update_bucket(bucket: list[tuple[Update, RowSpan]], scalars: Tensor, update
 
 
 def run_cut_updates(
-    updates: Sequence[tuple[Tensor, Update, Sequence[Tensor | None]]],
-    scalars: Scalars,
+    updates: Sequence[tuple[Tensor, ShardUpdate, Sequence[Tensor | None]]],
+    scalars: AdamWScalars,
     get_counter: Callable[[torch.device], Tensor],
 ) -> None:
     """Make a step of parameters whose blocks several ranks share. A collective; see cut_blocks.py.
@@ -171,7 +175,7 @@ def run_cut_updates(
         store_scales(block_amaxes, scales, block_amaxes.amaxes.isfinite().all(0))
 
 
-def _split_shard(update: Update) -> list[RowSpan]:
+def _split_shard(update: ShardUpdate) -> list[RowSpan]:
     return split_rows(update.grid, update.key) if update.grad.numel() else []
 
 

@@ -2,7 +2,7 @@
 
     optimizer = CombinedOptimizer(Float8Muon(hidden, lr=3e-4), Float8AdamW(others, lr=3e-4))
 
-`load_states_of` converts states between torch's optimizers and the optimizers with float8 states.
+`copy_states` converts states between torch's optimizers and the optimizers with float8 states.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def list_optimizers(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
-def load_states_of(target: Optimizer, source: Optimizer) -> None:
+def copy_states(target: Optimizer, source: Optimizer) -> None:
     """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
 
     Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments are converted

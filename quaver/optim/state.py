@@ -49,7 +49,7 @@ STORAGES = ("float8", "bfloat16", "float32")
 MIN_FLOAT8_ELEMENTS = 4096
 """Parameters with fewer elements have moments in float32, as in bitsandbytes."""
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_STORAGE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class MomentKeys(NamedTuple):
@@ -92,7 +92,7 @@ def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
     for moment in [name for name in _FLOAT8_KEYS if name in group]:
         storage = choose_storage(parameter, group[moment])
         name = _FLOAT8_KEYS[moment] if storage == "float8" else MomentKeys(moment, None)
-        tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
+        tensors[name.values] = shape, _STORAGE_DTYPES.get(storage, torch.uint8)
         if name.scale:
             tensors[name.scale] = get_scale_shape(shape), torch.float32
         moments[moment] = name

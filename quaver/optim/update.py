@@ -31,7 +31,7 @@ from quaver.optim.rounding import (
 from quaver.recipes.scaling import runs_eagerly_on_cpu
 
 
-class Scalars(NamedTuple):
+class AdamWScalars(NamedTuple):
     """The scalars of one AdamW step, as float32 (8,); the same for all parameters of a group."""
 
     decay: float
@@ -44,7 +44,7 @@ class Scalars(NamedTuple):
     eps: float
 
     @classmethod
-    def from_group(cls, group: dict[str, Any], step: int) -> Scalars:
+    def from_group(cls, group: dict[str, Any], step: int) -> AdamWScalars:
         """Compute the scalars of a param group for step number `step`, from 1."""
         lr: float = float(group["lr"])
         beta1, beta2 = typing.cast(tuple[float, float], group["betas"])
@@ -101,7 +101,7 @@ def update_blocks(
         blocks: parameters in float32, or in bfloat16 with stochastic rounding, and their moments.
         grad: [B, 256], float32, bfloat16 or float16.
         keys: int32 [B], from `make_block_keys`.
-        scalars: `Scalars`, float32 (8,), on any device.
+        scalars: `AdamWScalars`, float32 (8,), on any device.
         amaxes: the results of `compute_amaxes`, reduced over all ranks that share the blocks.
     Returns:
         The new blocks in the same dtypes, and the number of skipped blocks, int64 ().

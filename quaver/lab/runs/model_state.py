@@ -19,7 +19,7 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import TrainConfig
-from quaver.optim import load_states_of
+from quaver.optim import copy_states
 from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.devices import is_cuda_device
 
@@ -84,7 +84,7 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
     set_optimizer_state_dict(trained.model, optimizer, {**state["optimizer"], "param_groups": own_groups})
     if optimizer is not trained.optimizer:
         try:
-            load_states_of(trained.optimizer, optimizer)
+            copy_states(trained.optimizer, optimizer)
         except ValueError as error:
             raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
     if "float8" in state:

@@ -27,7 +27,7 @@ from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from quaver.optim import load_states_of
+from quaver.optim import copy_states
 from quaver.roofline.device_specs import get_peak_flops
 from quaver.runtime.errors import InputError
 from tests.lab.conftest import make_resumable, make_tiny, write_text
@@ -138,7 +138,7 @@ def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config
         (before,), run = run.models, prepare_run(make_config(number, name))
         (model,) = run.models
         expected = build_optimizer(before.model, model.config.optimizer)
-        load_states_of(expected, before.optimizer)
+        copy_states(expected, before.optimizer)
         for old, new in zip(before.model.parameters(), model.model.parameters(), strict=True):
             assert_same([new, model.optimizer.state[new]], [old, expected.state[old]])
         train(run)

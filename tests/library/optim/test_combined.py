@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from quaver import convert_to_float8_training, use_float8_primary_weights
-from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, copy_states
 from tests.library.optim.training import assert_same_states, give_gradients, make_steps
 from tests.steps import assert_same, by_torch_save
 
@@ -82,12 +82,12 @@ def test_states_are_converted_there_and_back():
     expected, ours = combine(parameters), combine(parameters)
     expected.optimizers[0].load_muon_state_dict(theirs.optimizers[0].state_dict())
     expected.optimizers[1].load_adamw_state_dict(theirs.optimizers[1].state_dict())
-    load_states_of(ours, theirs)
+    copy_states(ours, theirs)
     assert_same_states((parameters, ours), (parameters, expected))
     assert ours.param_groups[0]["lr"] == 1e-2
 
     back = CombinedOptimizer(torch.optim.Muon([parameters[0]]), torch.optim.AdamW(parameters[1:], foreach=True))
-    load_states_of(back, ours)
+    copy_states(back, ours)
     expected = ours.optimizers[0].muon_state_dict()["state"][0]["momentum_buffer"]
     assert_same(back.state[parameters[0]], {"momentum_buffer": expected})
     for number, state in ours.optimizers[1].adamw_state_dict()["state"].items():
@@ -95,14 +95,14 @@ def test_states_are_converted_there_and_back():
     assert back.param_groups[1]["foreach"]
     assert back.param_groups[1]["lr"] == 1e-3
     reloaded = CombinedOptimizer(Float8Muon([parameters[0]], seed=3), Float8AdamW(parameters[1:], seed=3))
-    load_states_of(reloaded, back)
+    copy_states(reloaded, back)
     for parameter in parameters:  # a value of a code is rounded to itself, whatever the seed; its scale to 1 ulp
         expected = dict(ours.state[parameter])
         if parameter is parameters[0]:
             expected["step"] = torch.tensor(0.0)  # torch's Muon counts none
         torch.testing.assert_close(reloaded.state[parameter], expected, rtol=2e-7, atol=0)
     make_steps(parameters, ours, range(2))
-    load_states_of(reloaded, ours)
+    copy_states(reloaded, ours)
     assert reloaded.state[parameters[0]]["step"] == 2
 
 
@@ -111,14 +111,14 @@ def test_param_groups_may_be_others_where_states_are_converted():
     source = torch.optim.AdamW([{"params": parameters[:1], "weight_decay": 0.3}, {"params": parameters[1:]}])
     make_steps(parameters, source, range(2))
     target = Float8AdamW([{"params": [parameter]} for parameter in reversed(parameters)])
-    load_states_of(target, source)
+    copy_states(target, source)
     assert [group["weight_decay"] for group in target.param_groups] == [0.01, 0.01, 0.3]
     assert all(target.state[parameter]["step"] == 2 for parameter in parameters)
     with pytest.raises(ValueError, match=r"weight_decay: expected one value .* of a group, got 0\.3 and 0\.01"):
-        load_states_of(Float8AdamW(parameters), source)
+        copy_states(Float8AdamW(parameters), source)
 
 
-@pytest.mark.parametrize("load", [load_states_of, lambda target, source: target.load_state_dict(source.state_dict())])
+@pytest.mark.parametrize("load", [copy_states, lambda target, source: target.load_state_dict(source.state_dict())])
 def test_states_of_an_optimizer_that_has_not_stepped_replace_those_of_one_that_has(load):
     parameter = nn.Parameter(torch.randn(300, 300))
     target = Float8AdamW([parameter])
@@ -139,9 +139,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="of CombinedOptimizer with 'state' and 'param_groups', got"):
             optimizer.load_state_dict(state_dict)
     with pytest.raises(ValueError, match="states of Muon cannot become those of AdamW"):
-        load_states_of(torch.optim.AdamW(parameters), optimizer)
+        copy_states(torch.optim.AdamW(parameters), optimizer)
     with pytest.raises(ValueError, match=r"no state of a parameter \[16, 512\]"):
-        load_states_of(Float8AdamW(parameters[1:]), torch.optim.AdamW(parameters[1:2]))
+        copy_states(Float8AdamW(parameters[1:]), torch.optim.AdamW(parameters[1:2]))
 
 
 @pytest.mark.parametrize("kinds", [OURS, THEIRS])
@@ -155,7 +155,7 @@ def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds):
     assert_same(optimizer.state_dict(), before)
     source = CombinedOptimizer(torch.optim.Muon([parameters[0]], lr=7.0), torch.optim.AdamW(parameters[1:2]))
     with pytest.raises(ValueError, match="no state of a parameter"):
-        load_states_of(optimizer, source)
+        copy_states(optimizer, source)
     assert_same(optimizer.state_dict(), before)
     make_steps(parameters, optimizer, range(1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.optim import Float8AdamW, Float8Muon, load_states_of
+from quaver.optim import Float8AdamW, Float8Muon, copy_states
 
 RATE = "expected a finite number, 0 or more, got"
 BOTH = {
@@ -95,8 +95,8 @@ def test_states_of_another_algorithm_are_refused(make, options, message):
     theirs = make([parameter], **options)
     theirs.step()
     target = Float8AdamW([parameter])
-    loads = [lambda: target.load_state_dict(theirs.state_dict()), lambda: load_states_of(target, theirs)]
-    for load in loads[: 1 if make is torch.optim.Adam else 2]:  # load_states_of takes none of Adam's
+    loads = [lambda: target.load_state_dict(theirs.state_dict()), lambda: copy_states(target, theirs)]
+    for load in loads[: 1 if make is torch.optim.Adam else 2]:  # copy_states takes none of Adam's
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             load()
         assert bool(target.state) == (message is None)
