@@ -176,7 +176,7 @@ class StoringPackHook(PackHook):
 
     def is_skipped(self, tensor: Tensor) -> bool:
         """Return whether this tensor is not converted; see the top of the file."""
-        if not tensor.requires_grad or _skipping.depth or _is_derived_from_parameter(tensor):
+        if not tensor.requires_grad or _skip_depth.depth or _is_derived_from_parameter(tensor):
             return True
         local = wait_for_local_tensor(tensor)
         return (
@@ -203,13 +203,13 @@ class StoringPackHook(PackHook):
         return codes
 
 
-_LOOKUPS = re.compile("Embedding|Index|Gather")
+_LOOKUP_NODES = re.compile("Embedding|Index|Gather")
 
 
 def _is_derived_from_parameter(tensor: Tensor) -> bool:
     """Return whether a chain of ops with one input leads back to a parameter, without a lookup of rows."""
     node: Any = tensor.grad_fn
-    while node is not None and len(node.next_functions) == 1 and not _LOOKUPS.search(node.name()):
+    while node is not None and len(node.next_functions) == 1 and not _LOOKUP_NODES.search(node.name()):
         node = node.next_functions[0][0]
     return isinstance(tensor if tensor.grad_fn is None else getattr(node, "variable", None), Parameter)
 
@@ -219,22 +219,22 @@ def _unpack(packed: Any) -> Tensor:
     return tensor
 
 
-class _Depth(threading.local):
+class _SkipDepth(threading.local):
     depth = 0
 
 
-_skipping = _Depth()
+_skip_depth = _SkipDepth()
 """The nesting depth of modules that save inputs of matmuls in high precision."""
 
 
 @contextmanager
 def skip_conversion() -> Iterator[None]:
     """Do not convert tensors that autograd saves inside the block."""
-    _skipping.depth += 1
+    _skip_depth.depth += 1
     try:
         yield
     finally:
-        _skipping.depth -= 1
+        _skip_depth.depth -= 1
 
 
 def store_tensors(

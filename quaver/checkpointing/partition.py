@@ -35,7 +35,7 @@ from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
 _aten = torch.ops.aten
-_VIEWS = frozenset(
+_VIEW_OPS = frozenset(
     {
         _aten.view.default,
         _aten._unsafe_view.default,
@@ -47,7 +47,7 @@ _VIEWS = frozenset(
         torch.ops.prims.convert_element_type.default,
     }
 )
-_READERS = MATMUL_OPS | {_aten.convolution_backward.default}
+_PRODUCT_OPS = MATMUL_OPS | {_aten.convolution_backward.default}
 
 
 class StoringPartitioner(CustomPartitionerFn):
@@ -106,7 +106,7 @@ def _find_storing_module(node: Node) -> StoringModule | None:
     module = _get_annotation(node)
     if module is not None:
         return module
-    readers = (_find_storing_module(user) if user.target in _VIEWS else _get_annotation(user) for user in node.users)
+    readers = (_find_storing_module(user) if user.target in _VIEW_OPS else _get_annotation(user) for user in node.users)
     return next((module for module in readers if module is not None), None)
 
 
@@ -154,7 +154,7 @@ def _is_storable(node: Node, largest: int) -> bool:
 
 
 def _feeds_matmul(node: Node) -> bool:
-    return any(user.target in _READERS or (user.target in _VIEWS and _feeds_matmul(user)) for user in node.users)
+    return any(user.target in _PRODUCT_OPS or (user.target in _VIEW_OPS and _feeds_matmul(user)) for user in node.users)
 
 
 def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:

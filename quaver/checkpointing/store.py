@@ -34,8 +34,8 @@ from quaver.runtime.names import list_enclosing_modules
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
 
-_NORM = re.compile(r"Norm(\d[dD])?$")
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_NORM_CLASS = re.compile(r"Norm(\d[dD])?$")
+_ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def store_activations_in_float8(
@@ -113,7 +113,7 @@ def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in modules.items()
         if _is_norm(module)
-        or (type(module).__module__ in _ACTIVATIONS and not _has_matrix(module))
+        or (type(module).__module__ in _ACTIVATION_MODULES and not _has_matrix(module))
         or (name and (linear_count[name] > 1 or _is_experts(module)))
     }
 
@@ -140,7 +140,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return _NORM.search(type(module).__name__) is not None
+    return _NORM_CLASS.search(type(module).__name__) is not None
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -34,13 +34,13 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
 
-DYNAMIC_ONLY = "experts are scaled dynamically: an expert receives different tokens in each step"
+NO_PERSISTENT_SCALES_REASON = "experts are scaled dynamically: an expert receives different tokens in each step"
 
 
 def find_config_obstacle(config: Float8LinearConfig) -> str:
     """Return why the matmuls of experts cannot run with `config`, or "" if they can."""
     if config.has_persistent_scales:
-        return DYNAMIC_ONLY
+        return NO_PERSISTENT_SCALES_REASON
     try:
         for cast in (cast for operand in config.casts for cast in operand.directions if not cast.is_disabled):
             cast.require_layout("experts")
@@ -250,7 +250,7 @@ def float8_grouped_mm(
     """
     config = resolve_config(config)
     if config.has_persistent_scales:
-        raise ValueError(f"{DYNAMIC_ONLY}; got a config with persistent scales")
+        raise ValueError(f"{NO_PERSISTENT_SCALES_REASON}; got a config with persistent scales")
     transposed = b_t.is_contiguous() or b_t.dim() != 3
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     return multiply_by_weight(a, weight, offs, config, transposed)

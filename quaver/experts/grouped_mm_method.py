@@ -23,7 +23,7 @@ from quaver.linear.last_run import note_run
 from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
-_WEIGHTS = {"B_t": False, "weight_EOI": True}
+_IS_TRANSPOSED = {"B_t": False, "weight_EOI": True}
 """Names of weights, and whether they are [E, N, K], which the matmul reads transposed."""
 
 
@@ -36,7 +36,7 @@ class Float8GroupedMM(Float8Grouped):
 
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments
-        b_t = operands[weight].transpose(-2, -1) if _WEIGHTS[weight] else operands[weight]
+        b_t = operands[weight].transpose(-2, -1) if _IS_TRANSPOSED[weight] else operands[weight]
         note_run(self, operands[tokens].device)
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
@@ -49,11 +49,11 @@ def match_arguments(experts: type[nn.Module]) -> tuple[str, str, str]:
     """
     method = getattr(experts, "_grouped_mm", None)
     names = [] if method is None else list(inspect.signature(method).parameters)[1:]
-    matches = [[name for name in names if name in known] for known in (_TOKENS, _WEIGHTS, _ENDS)]
+    matches = [[name for name in names if name in known] for known in (_TOKENS, _IS_TRANSPOSED, _ENDS)]
     if len(names) != 3 or any(len(match) != 1 for match in matches):
         raise ValueError(
             f"{experts.__qualname__}._grouped_mm: expected the arguments {' or '.join(_TOKENS)}, "
-            f"{' or '.join(_WEIGHTS)} and {' or '.join(_ENDS)}, got {', '.join(names) or 'no such method'}; this "
+            f"{' or '.join(_IS_TRANSPOSED)} and {' or '.join(_ENDS)}, got {', '.join(names) or 'no such method'}; this "
             "version of quaver does not support these experts; leave them in high precision"
         )
     return matches[0][0], matches[1][0], matches[2][0]

@@ -43,7 +43,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.torch_private.tracing import disable_compile
 
-_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_WEIGHT_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class RoutedExperts(nn.Module):
@@ -189,7 +189,7 @@ def is_transposed(experts: nn.Module) -> bool:
 
 def get_expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     """Return the 3-D weights of a module of experts, by name."""
-    return {name: weight for name, weight in experts.named_parameters(recurse=False) if name in _WEIGHTS}
+    return {name: weight for name, weight in experts.named_parameters(recurse=False) if name in _WEIGHT_NAMES}
 
 
 def is_experts(module: nn.Module) -> bool:

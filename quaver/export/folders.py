@@ -14,10 +14,10 @@ NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 """The `errno` of a write without room: a full disk, a quota, or the size limit of a file."""
 
 
-_PARTIAL = ".{}.partial"
+_PARTIAL_NAME = ".{}.partial"
 """The name of a folder while it is written, next to its final place."""
 
-_MAX_NAME_BYTES = 255 - len(_PARTIAL.format(""))
+_MAX_NAME_BYTES = 255 - len(_PARTIAL_NAME.format(""))
 
 
 class NotWrittenError(OSError):
@@ -46,7 +46,7 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
         OSError: the folder cannot be made or written.
     """
     check_new(path)
-    partial = path.with_name(_PARTIAL.format(path.name))
+    partial = path.with_name(_PARTIAL_NAME.format(path.name))
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -28,8 +28,8 @@ from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, Sca
 from quaver.recipes.serving import get_serving, serving_config
 from quaver.runtime.names import find_parameter_names, join_names
 
-_LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
-_DEQUANTIZED = FilterDecision(
+_STORED_IN_HP = FilterDecision(False, "in high precision in the checkpoint")
+_DEQUANTIZED_EXPERTS = FilterDecision(
     False, "experts, dequantized from the checkpoint: the scales of gate and up do not fit their concatenation"
 )
 
@@ -127,7 +127,7 @@ class StoredWeights:
         def decide(_: nn.Module, name: str) -> FilterDecision:
             if name in frozen:
                 return FilterDecision(True, "")
-            return self._left_out.get(name, _DEQUANTIZED if name in self._dequantized else _LEFT_OUT)
+            return self._left_out.get(name, _DEQUANTIZED_EXPERTS if name in self._dequantized else _STORED_IN_HP)
 
         convert_to_float8_training(
             model, config=self.config, module_filter_fn=decide, include_subclasses=include_subclasses

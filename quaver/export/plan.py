@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """The tensors that an export of a model writes, decided before a tensor is read."""
 
     float8: dict[str, ModuleWeight]
@@ -62,7 +62,7 @@ def get_linear_name(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
+def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> ExportPlan:
     """Decide which tensors an export of `model` writes; see `iter_float8_weights` for arguments and errors."""
     kind = find_format_class(format)
     weights_of_model = find_float8_weights(model).items()
@@ -98,7 +98,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     has_blocks = weight_format.block_size == (BLOCK_SIZE, BLOCK_SIZE)
     ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
     cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.list_modules(name))
-    return Plan(
+    return ExportPlan(
         float8=float8 if format in CHECKPOINT_FORMATS else {},
         whole_stacks=whole_stacks + _list_torchtitan_stacks(model),
         high_precision_linears=high_precision_linears,

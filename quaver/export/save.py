@@ -23,7 +23,7 @@ from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, enc
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
-from quaver.export.plan import Plan, find_frozen_weights
+from quaver.export.plan import ExportPlan, find_frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
@@ -199,7 +199,7 @@ def _encode_quantized_config(
     return encode_config(written)
 
 
-def _log_warnings(plan: Plan) -> None:
+def _log_warnings(plan: ExportPlan) -> None:
     for warning in plan.format.list_warnings(plan.ragged, plan.high_precision_linears):
         logger.warning(warning)
     if plan.whole_stacks:

@@ -48,7 +48,7 @@ _FOREIGN_LEAVES = (
     "g_idx",
 )
 _HIGH_PRECISION_DTYPES = ("F64", "F32", "BF16", "F16")
-_SUPPORTED = (
+_SUPPORTED_WEIGHTS = (
     f"quaver reads weights in {' or '.join(CODE_DTYPES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
     f"quant_method {', '.join(FORMAT_READERS)}"
 )
@@ -69,8 +69,8 @@ def read_stored_format(config: Mapping[str, Any]) -> StoredFormat:
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMAT_READERS:
         raise NotImplementedError(
-            f"quant_method in config.json is {method!r}; {_SUPPORTED}; dequantize the model with the library that made "
-            "it"
+            f"quant_method in config.json is {method!r}; {_SUPPORTED_WEIGHTS}; dequantize the model with the library "
+            "that made it"
         )
     return FORMAT_READERS[method](quantization)
 
@@ -129,7 +129,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
         if name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
     if lost:
-        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_SUPPORTED}")
+        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_SUPPORTED_WEIGHTS}")
     cache_scales = find_kv_scale_names(unused, quantized)
     remaining = [name for name in unused if name not in cache_scales]
     left_out = [name for name in remaining if _is_other_scale(name, scale_of, quantized)]
@@ -150,7 +150,7 @@ def _check_no_foreign_weights(dtypes: Mapping[str, str]) -> None:
         )
     ]
     if foreign:
-        raise NotImplementedError(f"expected float8 weights, got {join_names(foreign)}; {_SUPPORTED}")
+        raise NotImplementedError(f"expected float8 weights, got {join_names(foreign)}; {_SUPPORTED_WEIGHTS}")
 
 
 def _choose_scales(
@@ -167,7 +167,7 @@ def _choose_scales(
                 f"{name} ({dtypes[name]}): expected one scale, got {join_names(scales) or 'none'}"
                 + (f", next to it {join_names(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
-                + f"; {_SUPPORTED}"
+                + f"; {_SUPPORTED_WEIGHTS}"
             )
     return {name: scales[0] if scales else None for name, scales in candidates.items()}
 

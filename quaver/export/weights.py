@@ -35,7 +35,7 @@ from quaver.export.converted_view import ConvertedView, Recipe, has_adapters, ma
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.formats.base import WeightFormat
 from quaver.export.kv_cache import get_kv_scales
-from quaver.export.plan import Plan, find_frozen_weights, get_linear_name, get_named_tensors, plan_export
+from quaver.export.plan import ExportPlan, find_frozen_weights, get_linear_name, get_named_tensors, plan_export
 from quaver.export.shards import compute_whole_amaxes, gather_whole_operands
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -386,7 +386,7 @@ def _make_diverged_error(name: str) -> InputError:
     return InputError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
 
 
-def _check_recipe(plan: Plan, format: str) -> None:
+def _check_recipe(plan: ExportPlan, format: str) -> None:
     """Raise NotImplementedError if the format cannot store the codes of the recipe that the user gave."""
     for weight in plan.float8.values():
         if not plan.format.can_hold(weight.config.casts.weight.row):
@@ -455,7 +455,7 @@ def _compute_sqnr_db(hp: Tensor, *operands: Operand) -> float:
     return compute_sqnr_db(hp, torch.cat([_dequantize(operand) for operand in operands]))
 
 
-def _find_fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
+def _find_fsdp_modules(model: nn.Module, plan: ExportPlan) -> dict[str, FSDPModule]:
     """Return, by the name of a float8 weight, the module whose `unshard()` gathers it in high precision."""
     innermost: dict[int, FSDPModule] = {}
     for module in model.modules():  # parents come before their children

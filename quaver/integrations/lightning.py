@@ -49,14 +49,14 @@ def _combine_bases(names: dict[str, str], attribute: str, submodule: str = "") -
     installed = [package for package in names if importlib.util.find_spec(package) is not None]
     if not installed:
         raise ImportError(f"expected {' or '.join(names)} to be installed, got neither; pip install lightning")
-    installed.sort(key=lambda package: package not in _imported)
+    installed.sort(key=lambda package: package not in _imported_packages)
     modules = [importlib.import_module(names[package] + submodule) for package in installed]
     return type(attribute, tuple(getattr(module, attribute) for module in modules), {})
 
 
 _TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FABRICS = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
-_imported = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
+_imported_packages = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
 _TrainerPrecision: Any = _combine_bases(_TRAINERS, "Precision", ".plugins.precision")
 _FabricPrecision: Any = _combine_bases(_FABRICS, "Precision", ".plugins.precision")
 _Callback: Any = _combine_bases(_TRAINERS, "Callback")

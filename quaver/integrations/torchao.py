@@ -30,12 +30,12 @@ from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 
 USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
-PATHS = tuple(
+TORCHAO_MODULES = tuple(
     "torchao.float8" + path
     for path in ("", ".config", ".float8_linear", ".float8_linear_utils", ".float8_tensor_parallel", ".fsdp_utils")
 )
 """The modules with torchao's training API; the other modules of `torchao.float8` are internal tools."""
-_CONFIG = "torchao.float8.config"
+_CONFIG_MODULE = "torchao.float8.config"
 """The module whose classes are not replaced."""
 
 
@@ -85,7 +85,7 @@ def install() -> None:
         if isinstance(module, ModuleType) and not name.startswith(("torchao.", "quaver."))
     ]
     _check_importers(importers, replaced)
-    for path in PATHS:
+    for path in TORCHAO_MODULES:
         module = importlib.import_module(path)
         for name in _import_counterpart(path).__all__:
             if id(vars(module).get(name)) in replaced:
@@ -142,14 +142,14 @@ def _is_definition(value: object) -> bool:
 def _find_replacements() -> dict[int, tuple[Any, Any]]:
     """Return pairs of torchao's and quaver's class or function, by the id of torchao's."""
     replaced: dict[int, tuple[Any, Any]] = {}
-    for path in PATHS:
+    for path in TORCHAO_MODULES:
         try:
             module = importlib.import_module(path)
         except ImportError as error:
             raise RuntimeError(f"cannot import {path}: pip install torchao ({error})") from error
         for name in _import_counterpart(path).__all__:
             old, new = vars(module).get(name), getattr(_import_counterpart(path), name)
-            if _is_definition(old) and old.__module__ in PATHS and old.__module__ != _CONFIG:
+            if _is_definition(old) and old.__module__ in TORCHAO_MODULES and old.__module__ != _CONFIG_MODULE:
                 replaced[id(old)] = (old, convert_to_float8_training if new is _convert else new)
     return replaced
 
@@ -165,9 +165,9 @@ def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any,
                 )
     for module in importers:
         for name, value in [*vars(module).items()]:
-            if not _is_definition(value) or value.__module__ not in PATHS or id(value) in replaced:
+            if not _is_definition(value) or value.__module__ not in TORCHAO_MODULES or id(value) in replaced:
                 continue
-            if value.__module__ != _CONFIG or value.__name__ not in _import_counterpart(_CONFIG).__all__:
+            if value.__module__ != _CONFIG_MODULE or value.__name__ not in _import_counterpart(_CONFIG_MODULE).__all__:
                 raise RuntimeError(
                     f"{module.__name__} has imported {value.__module__}.{name}, for which quaver has no counterpart; "
                     "run this program on torchao"

@@ -89,14 +89,14 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Return the callback's entry in trainer_state.json. JSON keeps float32 exactly."""
         scales = {} if self._scales is None else self._scales.state_dict()
         arguments = {"monitor": _select_json(self._options), "convert_reference": self._convert_reference}
-        return {"args": arguments, _SCALES: {k: v.tolist() for k, v in scales.items()}}
+        return {"args": arguments, _SCALES_KEY: {k: v.tolist() for k, v in scales.items()}}
 
     def close(self) -> None:
         """Close the monitor and the scope in which weights are cast once, which an exception may have left open."""
         with suppress(RuntimeError):  # the scope raises if weights changed, which is fine after a failed run
             self._scope.close()
         self._close_monitor()
-        _running.discard(self)
+        _running_callbacks.discard(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         model, optimizer = trainer_state["model"], trainer_state["optimizer"]
@@ -115,7 +115,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._load_scales(state.stateful_callbacks, "the checkpoint")
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # a checkpoint may lack this callback
         self._modules = WeakSet(model.modules())
-        _running.add(self)
+        _running_callbacks.add(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()
@@ -165,7 +165,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _load_scales(self, callbacks: dict[str, Any], source: str) -> None:
         saved = callbacks.get(type(self).__name__, {})
         last = saved[-1] if isinstance(saved, list) else saved
-        entries = last.get(_SCALES, {})
+        entries = last.get(_SCALES_KEY, {})
         scales = {name: torch.tensor(entry, dtype=torch.float32, device="cpu") for name, entry in entries.items()}
         if self._scales is not None:
             load_checkpoint_scales(self._scales, scales, source)
@@ -176,17 +176,17 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._monitor = None
 
 
-_SCALES = "scales"
+_SCALES_KEY = "scales"
 """The key of the persistent scales in the callback's state."""
 
-_running: WeakSet[Float8Callback] = WeakSet()
+_running_callbacks: WeakSet[Float8Callback] = WeakSet()
 """The callbacks whose run has begun and not ended."""
 
 
 def _close_interrupted(model: nn.Module) -> None:
     """Close earlier runs on modules of `model`: the Trainer does not tell its callbacks about an exception."""
     modules = set(model.modules())
-    for callback in [*_running]:
+    for callback in [*_running_callbacks]:
         if not modules.isdisjoint(callback._modules):
             callback.close()
 

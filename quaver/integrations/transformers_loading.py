@@ -29,7 +29,7 @@ from quaver.integrations.transformers_conv1d import Conv1DLinear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import compute_amax
 
-_PATTERN = "float8 tensors of quaver"
+_SOURCE_PATTERN = "float8 tensors of quaver"
 """The source pattern under which transformers' loader collects the tensors of a `Float8Tensors`."""
 
 
@@ -99,7 +99,7 @@ class Float8Tensors(WeightConverter):
         stored: StoredWeights | None,
         operation: QuaverWeights,
     ) -> None:
-        super().__init__(_PATTERN, "", [operation])
+        super().__init__(_SOURCE_PATTERN, "", [operation])
         self._checkpoint, self._loaded, self._stored, self._operation = checkpoint, loaded, stored, operation
         self._target: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
@@ -144,7 +144,7 @@ class Float8Tensors(WeightConverter):
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the parameter for a stored tensor, with the pattern; None as the pattern if this does not read it."""
         target = self._renamed.get(source_key)
-        return (source_key, None) if target is None else (target, _PATTERN)
+        return (source_key, None) if target is None else (target, _SOURCE_PATTERN)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
         """Keep the first tensor, which has the device and the dtype of the parameter, without reading it."""
@@ -153,7 +153,7 @@ class Float8Tensors(WeightConverter):
 
     def convert(self, layer_name: str, model: Any = None, *args: Any, **about: Any) -> dict[str, Tensor]:
         """Return the parameter `layer_name` of `model`. Raises ValueError for invalid codes or scales."""
-        sample = self.materialize_tensors()[_PATTERN][0]
+        sample = self.materialize_tensors()[_SOURCE_PATTERN][0]
         if self._stored is not None and layer_name in self._stored.frozen:
             self._stored.store(model, layer_name, sample.dtype, sample.device)
             return {layer_name: model.get_parameter(layer_name)}

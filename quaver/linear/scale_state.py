@@ -68,7 +68,7 @@ OPERANDS = ("input", "weight", "grad_output")
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_NOT_COPIED = ("linear_scales", "_persistent", "weight_versions")
+_UNCOPIED_ATTRIBUTES = ("linear_scales", "_persistent", "weight_versions")
 """Attributes of a `ScaleState` that copies do not get."""
 
 
@@ -133,7 +133,7 @@ class ScaleState:
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+        return {name: value for name, value in vars(self).items() if name not in _UNCOPIED_ATTRIBUTES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -73,15 +73,15 @@ def _get_version(scale: PersistentScale | None) -> int:
     return -1 if scale is None else get_version(scale.quant_scale)
 
 
-_entry: SharedOperands | None = None
-_running = threading.local()
+_cached_operands: SharedOperands | None = None
+_running_forwards = threading.local()
 """`parents`: weak references to the modules whose forwards run on this thread, the outermost first."""
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
     """Allow a cache while a parent's forward runs. A forward pre-hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_running).setdefault("parents", [])
+        parents = vars(_running_forwards).setdefault("parents", [])
         ended = [other for other in parents if other() in (parent, None)]
         if ended:  # Ctrl-C ended their last forwards, without the hook that closes
             del parents[parents.index(ended[0]) :]
@@ -92,7 +92,7 @@ def open_shared_input(parent: nn.Module, args: object) -> None:
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_running).setdefault("parents", [])
+        parents = vars(_running_forwards).setdefault("parents", [])
         _end_forward(parent, parents)
         if not parents:
             clear_cached_operands()
@@ -142,15 +142,15 @@ def stop_sharing_inputs(model: nn.Module) -> None:
 
 
 def _clear_dead_entry(activation: weakref.ref[Tensor]) -> None:
-    entry = _entry
+    entry = _cached_operands
     if entry is not None and entry.activation is activation:
         clear_cached_operands()
 
 
 def clear_cached_operands() -> None:
     """Clear the cache; the backward of a linear calls this when it begins."""
-    global _entry
-    _entry = None
+    global _cached_operands
+    _cached_operands = None
 
 
 class CachedQuantizer(Quantizer):
@@ -165,15 +165,15 @@ class CachedQuantizer(Quantizer):
         self.linear_id = linear_id
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        global _entry
+        global _cached_operands
         mode, known, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
-        entry = _entry  # read once: another thread may replace it
+        entry = _cached_operands  # read once: another thread may replace it
         if entry is not None and entry.serves(hp, self, mode):
             known, linear_ids = entry.operands, entry.linear_ids | linear_ids
             if (not row or known.row is not None) and (not column or known.column is not None):
-                _entry = entry._replace(linear_ids=linear_ids)
+                _cached_operands = entry._replace(linear_ids=linear_ids)
                 return known
-        _entry = entry = None  # frees its memory before the next cast allocates
+        _cached_operands = entry = None  # frees its memory before the next cast allocates
         missing = self.casts.row if known.row is None else self.casts.column
         operands = super().__call__(
             hp,
@@ -184,7 +184,7 @@ class CachedQuantizer(Quantizer):
         operands = Operands(known.row or operands.row, known.column or operands.column)
         cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
-        _entry = SharedOperands(
+        _cached_operands = SharedOperands(
             weakref.ref(hp, _clear_dead_entry),
             get_version(hp),
             weak_mode,
@@ -212,7 +212,7 @@ def choose_quantizer(
     """
     if torch.compiler.is_dynamo_compiling() or linear_id is None or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not vars(_running).get("parents") and not isinstance(_get_dispatch_mode(), POLICY_MODES):
+    if not vars(_running_forwards).get("parents") and not isinstance(_get_dispatch_mode(), POLICY_MODES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)

@@ -252,7 +252,7 @@ class WrapperWeight(WeightForm):
 
     def get_plain(self) -> Tensor:
         """Return the plain tensor inside, differentiably."""
-        plain: Tensor = _Plain.apply(self)
+        plain: Tensor = _ToWrapped.apply(self)
         return plain
 
     def get_memory(self) -> Tensor:
@@ -277,7 +277,7 @@ class WrapperWeight(WeightForm):
         return self.get_plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
 
 
-class _Plain(torch.autograd.Function):
+class _ToWrapped(torch.autograd.Function):
     """Return the wrapped tensor; its gradient becomes the wrapper's."""
 
     @staticmethod

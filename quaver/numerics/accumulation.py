@@ -46,7 +46,7 @@ ACCUMULATION_BY_GPU = {"h100": HOPPER, "h200": HOPPER}
 _LOWEST_EXPONENT = -64
 """Lower than the exponent of any nonzero product of codes, -32, and of any sum, -32 - fraction_bits."""
 _MANTISSA_BITS = 23
-_BIAS = 127
+_EXPONENT_BIAS = 127
 _CHUNK_PRODUCTS = 1 << 21
 """Products in memory at a time."""
 
@@ -123,7 +123,7 @@ def _get_exponents(values: Tensor) -> Tensor:
 
 def _raise_2_to(exponents: Tensor) -> Tensor:
     """Return 2^exponent as float32 for exponents of normal numbers. torch.exp2 is not exact on every device."""
-    return (exponents + _BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
+    return (exponents + _EXPONENT_BIAS).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
 
 
 def _truncate(values: Tensor, fraction_bits: int) -> Tensor:

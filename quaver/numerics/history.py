@@ -25,7 +25,7 @@ STEP_ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_we
 ROLLOUT_KEY = TensorKey("rollout", "output", "result")
 """Stands for the mismatch between rollout and trainer, which belongs to no tensor."""
 
-_NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
+_FIGURE_NAMES = frozenset((*STATISTICS, *(figure.name for figure in fields(Mismatch))))
 
 
 def make_order_key(layer_index: int, operand: str) -> tuple[int, int, int]:
@@ -53,7 +53,7 @@ class TensorStatistics:
     values: Mapping[str, float | None]
 
     def __getattr__(self, statistic: str) -> float | None:
-        if statistic not in _NAMES:
+        if statistic not in _FIGURE_NAMES:
             raise AttributeError(f"expected a statistic or a figure of a mismatch, got {statistic!r}")
         return self.values.get(statistic)
 

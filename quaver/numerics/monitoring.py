@@ -43,7 +43,7 @@ from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import EXTRAS_WIDTH, describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe, Site, describe_site, list_sites
-from quaver.numerics.ranks import Gathered, find_disagreements, gather_slots
+from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
@@ -360,7 +360,7 @@ class Monitor:
                 logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
             self.close()
 
-    def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
+    def _make_sample(self, gathered: GatheredStatistics) -> dict[str, Any]:
         """Make the line of this step and append it to `samples`."""
         weights = [tensor.weight_numel for tensor in self._tensors]
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
@@ -390,7 +390,7 @@ class Monitor:
         for probe in self._probes.values():
             probe.clear()
 
-    def _write(self, gathered: Gathered) -> _Failure | None:
+    def _write(self, gathered: GatheredStatistics) -> _Failure | None:
         """Write the line of this step, unless nothing ran. Returns an error, so that the ranks can agree on it."""
         is_writing = False
         try:

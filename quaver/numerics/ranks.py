@@ -25,7 +25,7 @@ SUM_TOLERANCE = 1e-9
 """The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
 
 
-class Gathered(NamedTuple):
+class GatheredStatistics(NamedTuple):
     """The statistics of all ranks, on the first rank's CPU."""
 
     slots: Tensor
@@ -36,7 +36,7 @@ class Gathered(NamedTuple):
     """The slots of each rank, [rows, SLOT_WIDTH], before the merge."""
 
 
-def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
+def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> GatheredStatistics | None:
     """Gather slots [rows, SLOT_WIDTH] and extras [rows, EXTRAS_WIDTH] of all ranks. Returns None except on the first.
 
     The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.4 KB with extras.
@@ -55,7 +55,9 @@ def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup 
     for part in parts[1:]:
         merge_slots(merged[:, :width], part[:, :width])
         merged[:, width:] += part[:, width:]
-    return Gathered(merged[:, :width], None if extras is None else merged[:, width:], [p[:, :width] for p in parts])
+    return GatheredStatistics(
+        merged[:, :width], None if extras is None else merged[:, width:], [p[:, :width] for p in parts]
+    )
 
 
 def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[int, int]:

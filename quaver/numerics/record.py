@@ -37,7 +37,7 @@ HISTOGRAM_STEPS_PER_DOUBLING = 8
 MAX_BINS = 256
 """The exponents of float32."""
 
-_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NONFINITE_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Values = NDArray[np.float64]
 
@@ -280,7 +280,7 @@ def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, An
 
 def _decode(value: Any) -> Any:
     if isinstance(value, str):
-        return _SPECIAL.get(value, value)
+        return _NONFINITE_NUMBERS.get(value, value)
     if isinstance(value, dict):
         return {name: _decode(item) for name, item in value.items()}
     return [_decode(item) for item in value] if isinstance(value, list) else value

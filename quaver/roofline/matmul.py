@@ -2,8 +2,8 @@
 
 [r, c] x [c, s]    max(2 r c s / (FLOP/s * share), (b (r c + c s) + 2 r s) / bandwidth)    b = 1 in float8, else 2
 
-share of the best rate = rate * used * filled * pipelined / BEST_SHAPE, at most 1, of the tile with the largest product
-rate         of a tile of this size (TILES)
+share of the best rate = rate * used * filled * pipelined / MEASURED_SHARE, at most 1, of the tile with the largest
+rate         of a tile of this size (TILE_RATES)
 used         the part of the tiles' elements that lies in the result
 filled       tiles / (waves * multiprocessors), each multiprocessor computing a tile per wave
 pipelined    c / (c + HALF_SPEED_LENGTH): each tile begins with empty pipelines
@@ -48,7 +48,7 @@ MEMORY_SHARE = 0.85
 roofline (torchao/testing/training/roofline_utils.py) assumes 0.92 for pointwise kernels. Casts write one of two layouts
 transposed, which is slower; how much slower is an assumption."""
 
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (128, 128, 0.85), (64, 128, 0.7))
+TILE_RATES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (128, 128, 0.85), (64, 128, 0.7))
 """Rows and columns of a tile, and its rate: a small tile reads more per multiplication. CUTLASS's Hopper
 kernels have these sizes. The rates are assumed, and compared with bfloat16 rates of an sm_90 (tests/library/roofline).
 """
@@ -59,7 +59,7 @@ bfloat16 is fitted to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 an
 matmul_interpolator_data.h). float8 is fitted to tilelang's 8192 x 8192 x K on an H800: 569 TFLOP/s at K = 256, 1129 at
 1024, 1541 at 16384 (github.com/tile-ai/tilelang, benchmark/matmul_fp8)."""
 
-BEST_SHAPE = 0.95
+MEASURED_SHARE = 0.95
 """`filled * pipelined` of the shapes at which MATMUL_SHARES were measured, such as 2048 x 2048 x 13312."""
 
 
@@ -72,12 +72,12 @@ def predict_move_seconds(moved_bytes: float, spec: DeviceSpec) -> float:
 def compute_shape_share(rows: int, contracted: int, columns: int, multiprocessors: int, *, in_float8: bool) -> float:
     """Return the share of the best rate that a matmul of this shape reaches."""
     filled = 0.0
-    for height, width, rate in TILES:
+    for height, width, rate in TILE_RATES:
         tiles = ceil(rows / height) * ceil(columns / width)
         waves = ceil(tiles / multiprocessors)
         used = rows * columns / (tiles * height * width)
         filled = max(filled, rate * used * tiles / (waves * multiprocessors))
-    return min(1.0, filled * contracted / (contracted + HALF_SPEED_LENGTH[in_float8]) / BEST_SHAPE)
+    return min(1.0, filled * contracted / (contracted + HALF_SPEED_LENGTH[in_float8]) / MEASURED_SHARE)
 
 
 def get_best_tflops(spec: DeviceSpec, *, in_float8: bool) -> float:

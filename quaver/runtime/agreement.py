@@ -81,7 +81,7 @@ def find_collective_device(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu" in types else types[0])
 
 
-_agreed: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
+_agreed_subjects: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
 """By module and `what`: the subjects that `check_ranks_agree_once` has checked."""
 
 
@@ -105,11 +105,11 @@ def check_ranks_agree_once(
         describe: returns the lines.
         find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
     """
-    if _agreed.get(module, {}).get(what) == subjects:
+    if _agreed_subjects.get(module, {}).get(what) == subjects:
         return
     if groups := find_groups():
         check_ranks_agree(describe(), *groups, what=what)
-        _agreed.setdefault(module, {})[what] = subjects
+        _agreed_subjects.setdefault(module, {})[what] = subjects
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

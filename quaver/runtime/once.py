@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from weakref import WeakKeyDictionary
 
-_logged: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
+_logged_messages: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def log_once(logger: logging.Logger, subject: object, key: str, message: str, *arguments: object) -> None:
@@ -14,7 +14,7 @@ def log_once(logger: logging.Logger, subject: object, key: str, message: str, *a
     Args:
         subject: the object that the message is about; it is not kept alive.
     """
-    keys = _logged.setdefault(subject, set())
+    keys = _logged_messages.setdefault(subject, set())
     if key not in keys:
         keys.add(key)
         logger.warning(message, *arguments)

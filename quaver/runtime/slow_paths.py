@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 _logger = logging.getLogger("quaver")
 _reported: dict[str, str] = {}
-_raises = os.environ.get("QUAVER_ERROR_ON_SLOW_PATH", "") not in ("", "0")
+_raises_errors = os.environ.get("QUAVER_ERROR_ON_SLOW_PATH", "") not in ("", "0")
 
 
 def report_slow_path(key: str, message: str) -> None:
@@ -23,7 +23,7 @@ def report_slow_path(key: str, message: str) -> None:
     Raises:
         RuntimeError: with `message`, on every call, while `error_on_slow_path` is on.
     """
-    if _raises:
+    if _raises_errors:
         raise RuntimeError(message)
     if key not in _reported:
         _reported[key] = message
@@ -46,11 +46,11 @@ def error_on_slow_path(error: bool = True) -> AbstractContextManager[object]:
     As a context manager (`with error_on_slow_path(): ...`) it restores the previous setting on exit.
     """
     restore = ExitStack()
-    restore.callback(_set_raises, _raises)
+    restore.callback(_set_raises, _raises_errors)
     _set_raises(error)
     return restore
 
 
 def _set_raises(raises: bool) -> None:
-    global _raises
-    _raises = raises
+    global _raises_errors
+    _raises_errors = raises
