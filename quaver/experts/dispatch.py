@@ -28,7 +28,7 @@ class Dispatch(Protocol):
     def combine(self, rows: Tensor) -> Tensor:
         """Send rows back to their ranks. Rows without an expert are 0."""
 
-    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
+    def quantize(self, hp: Tensor, casts: OperandCasts, *, row: bool, column: bool) -> Operands:
         """Return operands that are bit-identical to a cast of `dispatch(hp)`. Sends codes if possible."""
 
 

@@ -156,7 +156,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: b
     casts: OperandCasts = getattr(args.config.casts, name)
     dispatch = args.dispatch if name == "input" else args.combine
     if dispatch is not None and (row or column):
-        operands = dispatch.quantize(hp, casts, row, column)
+        operands = dispatch.quantize(hp, casts, row=row, column=column)
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
     args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)

@@ -15,7 +15,7 @@ from quaver.kernels.cpu import AVAILABLE, HP_KIND, THREADS_PAY_FROM, check_memor
 from quaver.kernels.operation import library
 from quaver.runtime.devices import is_cpu
 
-BLOCK = 256
+MOMENT_BLOCK_ELEMENTS = 256
 """Consecutive elements of a row that share a scale."""
 
 _MOMENT_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
@@ -41,7 +41,7 @@ def _adamw(
 ) -> None:
     """`place` is the `BlockGrid` of the shard (quaver/optim/blocks.py)."""
     rows, columns, lane, *_ = place
-    elements, blocks = rows * columns, rows * -(-(lane + columns) // BLOCK)
+    elements, blocks = rows * columns, rows * -(-(lane + columns) // MOMENT_BLOCK_ELEMENTS)
     _check("param", param, elements, HP_KIND.keys() - {torch.float16})
     for name, moment, scale in (
         ("exp_avg", exp_avg, exp_avg_scale),

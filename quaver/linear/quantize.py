@@ -74,15 +74,16 @@ class Quantizer:
             operand = self.cast(casts.row, hp, row=True, column=False, scales=scales).row
             return Operands(operand, operand)
         if casts.has_equal_casts or not (row and column):
-            return self.cast(casts.row if row else casts.column, hp, row, column, scales)
+            return self.cast(casts.row if row else casts.column, hp, row=row, column=column, scales=scales)
         # A row-wise cast runs first: its scales determine a tensorwise scale without another read.
         columns_first = casts.column.is_rowwise
         earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
-        first = self.cast(earlier, hp, not columns_first, columns_first, scales)
-        second = self.cast(later, hp, columns_first, not columns_first, scales or self.derive_scales(later, first))
+        first = self.cast(earlier, hp, row=not columns_first, column=columns_first, scales=scales)
+        scales = scales or self.derive_scales(later, first)
+        second = self.cast(later, hp, row=columns_first, column=not columns_first, scales=scales)
         return Operands(first.row or second.row, first.column or second.column)
 
-    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: Scales | None) -> Operands:
         """Quantize `hp` [rows, columns] with one cast."""
         if cast.is_disabled:
             converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype))
@@ -135,10 +136,10 @@ class StoredQuantizer(Quantizer):
 
     __slots__ = ()
 
-    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: Scales | None) -> Operands:
         by_operation = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
-            return super().cast(cast, hp, row, column, scales)
+            return super().cast(cast, hp, row=row, column=column, scales=scales)
         if cast.is_persistent and self.scale is not None:
             dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
             return cast_with_persistent_scale(hp, self.scale, dtype, row, column, power_of_2, True)

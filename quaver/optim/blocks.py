@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.kernels.adamw import BLOCK
+from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.torch_private.dtensor import compute_local_shape_and_offset
 
 
@@ -54,13 +54,13 @@ class BlockGrid(NamedTuple):
 
 def count_blocks(columns: int) -> int:
     """Return how many blocks `columns` elements of a row fill."""
-    return -(-columns // BLOCK)
+    return -(-columns // MOMENT_BLOCK_ELEMENTS)
 
 
 def count_leading_dims(shape: Sequence[int]) -> int:
     """Count the leading dims of a shape that enumerate rows."""
     leading = len(shape) - 1
-    while leading > 1 and prod(shape[leading:]) < BLOCK:
+    while leading > 1 and prod(shape[leading:]) < MOMENT_BLOCK_ELEMENTS:
         leading -= 1
     return max(leading, 0)
 
@@ -89,8 +89,8 @@ def make_grid(parameter: Tensor) -> BlockGrid:
     return BlockGrid(
         prod(local[:leading]),
         prod(local[leading:]),
-        column % BLOCK,
-        first + column // BLOCK,
+        column % MOMENT_BLOCK_ELEMENTS,
+        first + column // MOMENT_BLOCK_ELEMENTS,
         inner,
         outer,
         row_blocks,
@@ -120,7 +120,7 @@ def find_cut_axes(parameter: Tensor) -> tuple[int, ...]:
     axes = tuple(axis for axis, dim in _list_sharded_dims(parameter) if dim == leading > 0)
     if len(axes) == 1 and isinstance(parameter, DTensor):
         length = -(-parameter.shape[leading] // parameter.device_mesh.size(axes[0]))
-        if length * prod(parameter.shape[leading + 1 :]) % BLOCK == 0:
+        if length * prod(parameter.shape[leading + 1 :]) % MOMENT_BLOCK_ELEMENTS == 0:
             return ()
     return axes
 
@@ -128,18 +128,18 @@ def find_cut_axes(parameter: Tensor) -> tuple[int, ...]:
 def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
     """Convert rows [R, columns] to blocks [R * grid.blocks, 256], padded with zeros."""
     if not grid.columns:
-        return matrix.new_empty(0, BLOCK)
-    right = grid.blocks * BLOCK - grid.lane - grid.columns
+        return matrix.new_empty(0, MOMENT_BLOCK_ELEMENTS)
+    right = grid.blocks * MOMENT_BLOCK_ELEMENTS - grid.lane - grid.columns
     if grid.lane or right:
         matrix = F.pad(matrix, (grid.lane, right))
-    return matrix.reshape(-1, BLOCK)
+    return matrix.reshape(-1, MOMENT_BLOCK_ELEMENTS)
 
 
 def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
     """Undo `to_blocks`: return a view of rows [R, columns]."""
     if not grid.columns:
         return blocks.new_empty(grid.rows, 0)
-    return blocks.view(-1, grid.blocks * BLOCK)[:, grid.lane : grid.lane + grid.columns]
+    return blocks.view(-1, grid.blocks * MOMENT_BLOCK_ELEMENTS)[:, grid.lane : grid.lane + grid.columns]
 
 
 class RowSpan(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import adamw as cpu_adamw
-from quaver.kernels.adamw import BLOCK
+from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.optim.blocks import BlockGrid, RowSpan, from_blocks, number_blocks, to_blocks
 from quaver.optim.cut_blocks import BlockAmaxes, reduce_amaxes, store_scales
 from quaver.optim.rounding import make_block_keys
@@ -94,14 +94,14 @@ def compile_update() -> Callable[..., Any]:
 
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
     """Split the rows of a shard into spans of at most `elements` (`MAX_BUCKET_ELEMENTS`) elements, or of one row."""
-    rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks * BLOCK, 1), 1)
+    rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks * MOMENT_BLOCK_ELEMENTS, 1), 1)
     return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUpdate, RowSpan]]]:
     """Yield buckets of spans with the same device and dtypes, of at most `MAX_BUCKET_ELEMENTS` elements or one row."""
-    numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
-    capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, BLOCK))
+    numel = sum(update.grid.rows * update.grid.blocks * MOMENT_BLOCK_ELEMENTS for update in updates)
+    capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, MOMENT_BLOCK_ELEMENTS))
     by_kind: dict[Any, list[tuple[ShardUpdate, RowSpan]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
@@ -110,7 +110,7 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
         bucket: list[tuple[ShardUpdate, RowSpan]] = []
         blocks = 0
         for update, span in spans:
-            if bucket and blocks + span.blocks > capacity // BLOCK:
+            if bucket and blocks + span.blocks > capacity // MOMENT_BLOCK_ELEMENTS:
                 yield bucket
                 bucket, blocks = [], 0
             bucket.append((update, span))

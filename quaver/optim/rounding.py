@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.kernels.adamw import BLOCK
+from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.recipes.formats import E4M3
 
 LARGEST_QUANT_SCALE = 2.0**120
@@ -72,7 +72,7 @@ def make_block_keys(key: Tensor, block: Tensor) -> Tensor:
 
 def draw_random_bits(keys: Tensor) -> Tensor:
     """Return random int32 [B, 256] for the keys [B] of blocks."""
-    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _to_int32(_LANE_MULTIPLIER)
+    lanes = torch.arange(MOMENT_BLOCK_ELEMENTS, dtype=torch.int32, device=keys.device) * _to_int32(_LANE_MULTIPLIER)
     return mix(keys[:, None] + lanes)
 
 

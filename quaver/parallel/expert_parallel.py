@@ -62,31 +62,36 @@ class TokenDispatch:
         pairs: int,
         ends: Tensor,
         counts: Tensor,
-        sent: list[int],
-        received: list[int],
+        sent_counts: list[int],
+        received_counts: list[int],
         group: ProcessGroup,
         grad_weight_from_codes: bool,
     ) -> None:
-        """`counts` [R, E / R]: rows from each rank for each local expert. `sent`, `received`: rows per rank."""
+        """Make the exchange.
+
+        `counts` [R, E / R]: rows from each rank for each local expert; `sent_counts`, `received_counts`: rows per rank.
+        """
         self._pairs, self._all_ends, self._group = pairs, ends, group
-        self._sent, self._received = sent, received
+        self._sent_counts, self._received_counts = sent_counts, received_counts
         self._grad_weight_from_codes = grad_weight_from_codes
         local_experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-        received_experts = local_experts.repeat_interleave(counts.flatten(), output_size=sum(received))
+        received_experts = local_experts.repeat_interleave(counts.flatten(), output_size=sum(received_counts))
         self.experts, self._by_expert = torch.sort(received_experts, stable=True)
         self.ends = counts.sum(0).cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send rows sorted by expert, [pairs, columns] -> [local rows, columns], except rows past the last end."""
-        return all_to_all(rows[: sum(self._sent)], self._received, self._sent, self._group)[self._by_expert]
+        return all_to_all(rows[: sum(self._sent_counts)], self._received_counts, self._sent_counts, self._group)[
+            self._by_expert
+        ]
 
     def combine(self, rows: Tensor) -> Tensor:
         """Send rows back, [local rows, columns] -> [pairs, columns], 0 past the last end."""
         by_rank = torch.empty_like(rows)
         by_rank[self._by_expert] = rows
-        return pad_rows(all_to_all(by_rank, self._sent, self._received, self._group), self._pairs)
+        return pad_rows(all_to_all(by_rank, self._sent_counts, self._received_counts, self._group), self._pairs)
 
-    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
+    def quantize(self, hp: Tensor, casts: OperandCasts, *, row: bool, column: bool) -> Operands:
         """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not travels_as_codes(casts, row=row, column=column, grad_weight_from_codes=self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row=row, column=column)
@@ -157,13 +162,15 @@ class ExpertDispatcher:
         """
         group = self.mesh.get_group()
         counts, numbers = self.exchange_counts(ends, call)
-        sent, received, differs = numbers.tolist()
+        sent_counts, received_counts, differs = numbers.tolist()
         if any(differs):
             check_ranks_agree([call], group, what="the tokens that they send to experts")
         if torch.is_grad_enabled() and not self._has_compared_tokens and self.ranks > 1:
             self._has_compared_tokens = True
             self._warn_of_equal_tokens(tokens, group)
-        return TokenDispatch(len(tokens), ends, counts, sent, received, group, self.grad_weight_from_codes)
+        return TokenDispatch(
+            len(tokens), ends, counts, sent_counts, received_counts, group, self.grad_weight_from_codes
+        )
 
     def _warn_of_equal_tokens(self, tokens: Tensor, group: ProcessGroup) -> None:
         """Warn on the first rank if the tokens of all ranks have the same number and norm. A collective."""

@@ -59,11 +59,16 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
 
 
-def all_to_all(rows: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
-    """Exchange rows: `sent[r]` rows go to rank r of `group`, and `received[r]` rows come from it, in rank order.
+def all_to_all(
+    rows: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: ProcessGroup
+) -> Tensor:
+    """Exchange rows with the ranks of `group`, in rank order.
 
     Args:
-        rows: [sum(sent), columns], any dtype; `columns` is the same on every rank.
+        rows: [sum(input_split_sizes), columns], any dtype; `columns` is the same on every rank.
+        output_split_sizes: the number of rows from each rank.
+        input_split_sizes: the number of rows to each rank.
     """
     payload = rows.contiguous().view(torch.uint8) if rows.itemsize == 1 else rows.contiguous()
-    return functional.wait_tensor(functional.all_to_all_single(payload, received, sent, group)).view(rows.dtype)
+    exchanged = functional.all_to_all_single(payload, output_split_sizes, input_split_sizes, group)
+    return functional.wait_tensor(exchanged).view(rows.dtype)

@@ -22,7 +22,7 @@ from math import ceil, prod
 
 import torch
 
-from quaver.kernels.adamw import BLOCK
+from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, shares_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
@@ -74,8 +74,8 @@ class _Weight(BlockWeight):
     def count_scales(self, dims: ParallelDims) -> int:
         """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
         columns = self.find_gathered_shape(dims)[-1]
-        row = columns if columns % BLOCK == 0 else self.shape[-1]
-        return self.count_sharded(dims) // columns * ceil(row / BLOCK)
+        row = columns if columns % MOMENT_BLOCK_ELEMENTS == 0 else self.shape[-1]
+        return self.count_sharded(dims) // columns * ceil(row / MOMENT_BLOCK_ELEMENTS)
 
 
 def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
