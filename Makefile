@@ -52,7 +52,7 @@ test: $(VENV)/.dev
 
 minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
-	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
+	$(BIN)/python tools/minutes.py $(VENV)/tests.xml
 
 # From Python 3.12 on sys.monitoring counts lines at no cost; the tracer before it takes half as long again.
 coverage: RUN = coverage run -m
@@ -64,7 +64,7 @@ coverage: $(VENV)/.dev
 	$(BIN)/python -m coverage report
 
 sizes:
-	@$(PYTHON) tests/sizes.py
+	@$(PYTHON) tools/sizes.py
 
 nightly: $(VENV)/.dev sanitize wheel $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)
@@ -112,7 +112,7 @@ wheel: $(WHEEL)/.tools
 	done
 	$(WHEEL)/bin/twine check --strict dist/*
 	$(WHEEL)/bin/check-wheel-contents dist/*.whl
-	$(WHEEL)/bin/python tests/wheel.py dist $(WHEEL)/empty
+	$(WHEEL)/bin/python tools/wheel.py dist $(WHEEL)/empty
 
 $(WHEEL)/.tools:
 	$(PYTHON) -m venv $(WHEEL)

@@ -1,6 +1,6 @@
 """Checks the files of the sdist and of the wheels, and that each wheel works in an empty environment: `make wheel`.
 
-python tests/wheel.py DIST ENVIRONMENT    the folder of the sdist and the wheels; a folder for the environments
+python tools/wheel.py DIST ENVIRONMENT    the folder of the sdist and the wheels; a folder for the environments
 """
 
 import re
