@@ -14,7 +14,7 @@ from quaver.optim import Float8AdamW, Float8Muon
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
 from tests.library.checkpointing.nets import build_net
 from tests.library.experts.operands import ENDS, make_operands, step
-from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.reference import BLOCK_RECIPES, RECIPES, lowest_sqnr_db, sqnr_db
 from tests.steps import draw, results_of, train
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
         function = torch.compile(function, fullgraph=True, backend=BACKEND)
     results = step(*(tensor.to(DEVICE) for tensor in (a, b_t, ends, grad_output)), config=recipe, function=function)
     for result, reference in zip(results, expected, strict=True):
-        assert sqnr_db(reference, result.cpu()) > 40
+        assert sqnr_db(reference, result.cpu()) > lowest_sqnr_db(7, 7, 7)  # a sum of Hopper, bfloat16 on each device
     assert results[0][ENDS[-1] :].count_nonzero() == 0
 
 
@@ -135,7 +135,7 @@ def test_frozen_weights_multiply_as_on_a_cpu(recipe):
     results = []
     for model, device in zip((on_cpu, on_gpu), host_and_gpu(), strict=True):
         results.append([tensor.cpu() for tensor in results_of(model, input.to(device))[:2]])
-    assert min(sqnr_db(expected, actual) for expected, actual in zip(*results, strict=True)) > 38
+    assert min(sqnr_db(expected, actual) for expected, actual in zip(*results, strict=True)) > lowest_sqnr_db(7, 7, 7)
 
 
 @pytest.mark.parametrize("recipe", ALL)

@@ -12,13 +12,15 @@ from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import get_compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
-from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
+from tests.reference import RECIPES, assert_matmul_exact, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 
 pytestmark = pytest.mark.gpu
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SUM = 7
+"""Mantissa bits of a rounding that loses what a sum may on Hopper: 57 dB for 4096 products (docs/numerics.md)."""
 
 
 @pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.ROWWISE])
@@ -46,7 +48,7 @@ def test_blocks_are_right_on_either_backend(recipe, kind, shape, compiled, recor
     results = results_of(linear, input, grad_output=grad_output)
     x, w, g = (tensor.detach().double() for tensor in (input, linear.weight, grad_output))
     for result, expected in zip(results, (x @ w.t() + linear.bias, g @ w, g.t() @ x), strict=False):
-        assert sqnr_db(expected, result) > 24
+        assert sqnr_db(expected, result) > lowest_sqnr_db(3, 3, SUM, 7)  # two e4m3 operands, a bfloat16 result
 
 
 @HP
@@ -74,7 +76,7 @@ def test_native_matmuls_are_near_exact_ones(rowwise, out_dtype, shape, bias_dtyp
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     expected = (a.double() * a_scale) @ (b.double() * b_scale) + (0 if bias is None else bias.double())
     assert out.dtype is out_dtype
-    assert sqnr_db(expected.cpu(), out.cpu()) > 45
+    assert sqnr_db(expected.cpu(), out.cpu()) > lowest_sqnr_db(SUM, 7, 7)  # bfloat16 before and after the bias
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -100,7 +102,7 @@ def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
             tensors = results_of(module, input.to(device), grad_output=grad_output.to(device), call=call)
         results.append([tensor.cpu() for tensor in tensors])
     for expected, actual in zip(*results, strict=True):
-        assert sqnr_db(expected, actual) > 40
+        assert sqnr_db(expected, actual) > lowest_sqnr_db(SUM, 7, 7)  # bfloat16 on each device
 
 
 @RECIPE
@@ -133,7 +135,7 @@ def test_autocast_sets_the_dtype_of_outputs(recipe, autocast_dtype):
     assert output.dtype is autocast_dtype
     assert input.grad.dtype is module.weight.grad.dtype is torch.float32
     expected = torch.nn.functional.linear(input, module.weight, module.bias).detach().cpu()
-    assert sqnr_db(expected, output.detach().cpu()) > 22
+    assert sqnr_db(expected, output.detach().cpu()) > lowest_sqnr_db(3, 3, SUM, 7)
 
 
 @RECIPE
@@ -143,6 +145,6 @@ def test_a_module_may_move(recipe):
     with host():
         on_cpu = module(input)
     on_gpu = module.to(DEVICE)(input.to(DEVICE))
-    assert sqnr_db(on_cpu.detach(), on_gpu.detach().cpu()) > 40
+    assert sqnr_db(on_cpu.detach(), on_gpu.detach().cpu()) > lowest_sqnr_db(SUM, 7)  # scales of rows: in bfloat16
     with host():
         assert module.cpu()(input).equal(on_cpu)
