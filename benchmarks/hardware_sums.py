@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.record import ROOT, make_markdown_table, show
 from quaver.kernels.operands import Operand
 from quaver.numerics.accumulation import ACCUMULATION_BY_GPU, get_accumulation
-from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
+from quaver.numerics.matmul_sums import MatmulSqnrs, SampledRows, observe_sums
 from quaver.recipes.scaling import dynamic_cast
 
 PAGE = ROOT / "docs" / "numerics.md"
@@ -36,16 +36,16 @@ OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 }
 
 
-def measure_sums(operands: str, k: int, hardware: str) -> Sums:
+def measure_sums(operands: str, k: int, hardware: str) -> MatmulSqnrs:
     """Return the SQNR of the sums and the casts of `operands`."""
     torch.manual_seed(0)
     rows = []
     for change in OPERANDS[operands]:
         hp = change(torch.randn(ROWS, k))
         codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
-        rows.append(Rows(hp, Operand(codes, dequant_scale)))
+        rows.append(SampledRows(hp, Operand(codes, dequant_scale)))
     left, right = rows
-    sums = Sums.from_values(observe_sums(left, right, get_accumulation(hardware)).tolist())
+    sums = MatmulSqnrs.from_values(observe_sums(left, right, get_accumulation(hardware)).tolist())
     assert sums is not None
     return sums
 

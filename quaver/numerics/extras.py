@@ -22,7 +22,7 @@ from quaver.kernels.operands import Operand, expect
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import compute_bulk_db
-from quaver.numerics.matmul_sums import SUMS_WIDTH, Rows, Sums, observe_sums
+from quaver.numerics.matmul_sums import SUMS_WIDTH, MatmulSqnrs, SampledRows, observe_sums
 from quaver.numerics.record import Values, encode_counts
 from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -133,7 +133,7 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     return extras
 
 
-def compute_result_extras(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
+def compute_result_extras(left: SampledRows, right: SampledRows, rule: Accumulation) -> Tensor:
     """Compute the sums of one matmul, float64 [EXTRAS_WIDTH]."""
     extras = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=left.hp.device)
     extras[_SUMS:] = observe_sums(left, right, rule)
@@ -171,5 +171,8 @@ def describe_extras(extras: Values) -> dict[str, Any]:
 
 def describe_sums(extras: Values) -> dict[str, list[float | None]]:
     """Return the field "sums" of a sample from [rows, EXTRAS_WIDTH]: decibels by name, None for a row of zeros."""
-    column = [Sums.from_values(row) for row in extras[:, _SUMS:].tolist()]
-    return {name: [None if sums is None else round(getattr(sums, name), 2) for sums in column] for name in Sums._fields}
+    column = [MatmulSqnrs.from_values(row) for row in extras[:, _SUMS:].tolist()]
+    return {
+        name: [None if sums is None else round(getattr(sums, name), 2) for sums in column]
+        for name in MatmulSqnrs._fields
+    }

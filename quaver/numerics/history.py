@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from quaver.numerics.logprob_mismatch import Mismatch
-from quaver.numerics.matmul_sums import Sums
+from quaver.numerics.matmul_sums import MatmulSqnrs
 from quaver.numerics.record import TensorKey
 from quaver.numerics.statistics import STATISTICS
 
@@ -87,7 +87,7 @@ class Sample:
     """Up to `EARLIER_SAMPLES` earlier samples of each tensor, oldest first."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR of each position under other recipes, if it was computed."""
-    sums: Mapping[int, Sums] = field(default_factory=dict)
+    sums: Mapping[int, MatmulSqnrs] = field(default_factory=dict)
     """The errors of a GPU's sums by the position of a result, if they were computed."""
     ranks: Mapping[int, int] = field(default_factory=dict)
     """The rank whose weight differs from its replicas, by position."""
@@ -138,12 +138,12 @@ class History:
         return self._last
 
 
-def _parse_sums(sample: Mapping[str, Any]) -> dict[int, Sums]:
-    columns = [(sample.get("sums") or {}).get(name) for name in Sums._fields]
+def _parse_sums(sample: Mapping[str, Any]) -> dict[int, MatmulSqnrs]:
+    columns = [(sample.get("sums") or {}).get(name) for name in MatmulSqnrs._fields]
     if None in columns:
         return {}
     rows = enumerate(zip(*columns, strict=True))
-    return {position: Sums(*map(float, values)) for position, values in rows if None not in values}
+    return {position: MatmulSqnrs(*map(float, values)) for position, values in rows if None not in values}
 
 
 def _parse_number(value: Any) -> float | None:

@@ -36,7 +36,7 @@ BFLOAT16_DB = 20 * math.log10(2**8)
 """The lowest SQNR of a result's rounding to bfloat16. Sums with a smaller error do not matter."""
 
 
-class Rows(NamedTuple):
+class SampledRows(NamedTuple):
     """Some rows of one operand and of its cast. The matmul contracts their columns."""
 
     hp: Tensor
@@ -53,15 +53,15 @@ class Rows(NamedTuple):
         return expect(self.cast.dequant_scale)
 
 
-def sample_rows(hp: Tensor, cast: Operand, direction: str) -> Rows:
+def sample_rows(hp: Tensor, cast: Operand, direction: str) -> SampledRows:
     """Take evenly spread rows of a matrix and its cast, or of their transposes if `direction` is "column"."""
     if direction == "column":
         hp, cast = hp.t(), cast.t()
     rows = spread_indices(len(hp), SAMPLED_ROWS, hp.device)
-    return Rows(hp[rows], cast.select_rows(rows))
+    return SampledRows(hp[rows], cast.select_rows(rows))
 
 
-class Sums(NamedTuple):
+class MatmulSqnrs(NamedTuple):
     """SQNRs of one matmul in dB; infinite without noise."""
 
     casts: float
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
         return min(self.casts, BFLOAT16_DB)
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> Sums | None:
+    def from_values(cls, values: Sequence[float]) -> MatmulSqnrs | None:
         """Compute the ratios from `SUMS_WIDTH` numbers. None if nothing was observed."""
         hp_signal, casts_noise, codes_signal, *sums_noise = values
         if not hp_signal or not codes_signal:
@@ -87,7 +87,7 @@ class Sums(NamedTuple):
 
 
 @torch.no_grad()
-def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
+def observe_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> Tensor:
     """Return the numbers of left @ right.t(), float64 [SUMS_WIDTH]. Zeros if the GPU does not multiply such scales."""
     values = torch.zeros(SUMS_WIDTH, dtype=torch.float64, device=left.hp.device)
     sums = _emulate_sums(left, right, rule)
@@ -100,7 +100,7 @@ def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
     return values
 
 
-def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, Tensor] | None:
+def _emulate_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> tuple[Tensor, Tensor] | None:
     """Return the results with and without fast accumulation, or None if the GPU does not multiply such scales.
 
     With block scales both results are the same.
@@ -121,7 +121,7 @@ def _emulate_sums(left: Rows, right: Rows, rule: Accumulation) -> tuple[Tensor, 
     return total, total
 
 
-def _get_block_length(rows: Rows) -> int | None:
+def _get_block_length(rows: SampledRows) -> int | None:
     """Return how many columns share a scale; None if all columns of a row do."""
     scale = rows.dequant_scale
     if scale.dim() == 0 or scale.shape[1] == 1:

@@ -300,7 +300,7 @@ class Monitor:
         if not self._is_open:
             yield
             return
-        self._sampling.start_step(self._sampled_step != self.completed_steps)
+        self._sampling.start_step(is_on=self._sampled_step != self.completed_steps)
         try:
             yield
             if self._sampling.is_on:
@@ -324,7 +324,7 @@ class Monitor:
         with_sums: frozenset[int] = frozenset()
         if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
             with_sums = frozenset(number for name, number in numbers.items() if not self._configs[name].emulate)
-        self._sampling.start_step(is_sampled, frozenset(numbers.values()), with_sums)
+        self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):

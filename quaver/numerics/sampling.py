@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.matmul_sums import Rows
+from quaver.numerics.matmul_sums import SampledRows
 from quaver.torch_private.autograd import runs_in_backward
 
 
@@ -19,7 +19,7 @@ class SampledInput(NamedTuple):
     """
 
     columns: Tensor
-    rows: Rows | None
+    rows: SampledRows | None
     """Some rows of the transposed input; see [Note: sums] in observe.py."""
 
 
@@ -41,7 +41,7 @@ class Sampling:
     """Whether a linear with a probe ran in a backward since the last step."""
     inputs: dict[tuple[int, int], SampledInput] = field(default_factory=dict)
     """Sampled inputs, by number and the address of their codes."""
-    rows: dict[tuple[tuple[int, int], str, str], Rows | None] = field(default_factory=dict)
+    rows: dict[tuple[tuple[int, int], str, str], SampledRows | None] = field(default_factory=dict)
     """Rows of operands, by number and group, operand and direction; see [Note: sums] in observe.py."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """The weights of this step's forwards by number, for backwards that only have codes."""
@@ -51,7 +51,7 @@ class Sampling:
     """Extras [EXTRAS_WIDTH], by number and name of the site."""
 
     def start_step(
-        self, is_on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
+        self, *, is_on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
     ) -> None:
         """Discard what the last step kept, and sample the next one if `is_on`."""
         self.is_on, self.with_extras, self.with_sums = is_on, with_extras, with_sums
@@ -70,7 +70,7 @@ class Sampling:
 
     def close(self) -> None:
         """Stop observing the weights of this monitor."""
-        self.start_step(False)
+        self.start_step(is_on=False)
         for number in [number for number, sampling in _samplings.items() if sampling is self]:
             del _samplings[number]
 

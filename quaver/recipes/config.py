@@ -246,7 +246,10 @@ class Float8LinearConfig:
     @property
     def linear_mm_config(self) -> LinearMMConfig:
         """How the three matmuls run, in torchao's form."""
-        return LinearMMConfig(*(ScaledMMConfig(mm.emulate, mm.use_fast_accum, False, mm.pad) for mm in self.matmuls))
+        configs = (
+            ScaledMMConfig(mm.emulate, mm.use_fast_accum, fp8_output=False, pad_inner_dim=mm.pad) for mm in self.matmuls
+        )
+        return LinearMMConfig(*configs)
 
     def short_str(self) -> str:
         """Return torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2".

@@ -384,7 +384,7 @@ def dynamic_cast_blocks(
     layout = ScaleLayout(*block_size)
     scales = compute_scales(compute_block_amax(hp, layout), float8_dtype, power_of_2, rule, is_blockwise=True)
     factor = choose_factor(scales, rule)
-    return cast_blocks(hp, factor, float8_dtype, layout, True, rule), scales.quant, scales.dequant
+    return cast_blocks(hp, factor, float8_dtype, layout, own_amax=True, rule=rule), scales.quant, scales.dequant
 
 
 def cast_blocks(

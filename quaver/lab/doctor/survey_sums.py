@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quaver.lab.doctor.survey import hook_linears
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, sample_rows
+from quaver.numerics.matmul_sums import MatmulSqnrs, SampledRows, observe_sums, sample_rows
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.recipes.sqnr import replace_inf
@@ -25,7 +25,7 @@ class MatmulSums:
     name: str
     """The name of the linear."""
     matmul: str
-    sums: Sums
+    sums: MatmulSqnrs
     use_fast_accum: bool
 
     @property
@@ -71,7 +71,7 @@ def survey_sums(
             return
         linear_sums = surveyed.setdefault(name, _LinearSums(config))
         weight = linear.get_parameter("weight")
-        rows: dict[tuple[str, str], Rows] = {}
+        rows: dict[tuple[str, str], SampledRows] = {}
         for operand, hp in (("input", input), ("weight", weight)):
             rows |= _sample_operand(hp.detach().to(output.dtype), operand, config)
         is_run = {"output": True, "grad_input": input.requires_grad, "grad_weight": weight.requires_grad}
@@ -88,13 +88,13 @@ def survey_sums(
         MatmulSums(name, matmul, sums, getattr(linear.config.matmuls, matmul).use_fast_accum)
         for name, linear in surveyed.items()
         for matmul, numbers in linear.numbers.items()
-        if (sums := Sums.from_values(numbers.tolist())) is not None
+        if (sums := MatmulSqnrs.from_values(numbers.tolist())) is not None
     ]
     return sorted(matmuls, key=lambda matmul: matmul.margin)
 
 
 @torch.no_grad()
-def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple[str, str], Rows]:
+def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple[str, str], SampledRows]:
     """Sample the rows of an operand that each of its matmuls reads, by operand and direction."""
     casts: OperandCasts = getattr(config.casts, operand)
     matrix = flatten_to_matrix(hp)
@@ -106,7 +106,9 @@ def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dic
     }
 
 
-def _add(linear: _LinearSums, rows: dict[tuple[str, str], Rows], matmuls: Iterable[str], rule: Accumulation) -> None:
+def _add(
+    linear: _LinearSums, rows: dict[tuple[str, str], SampledRows], matmuls: Iterable[str], rule: Accumulation
+) -> None:
     for matmul in matmuls:
         left, right = (rows.get(key) for key in MATMULS[matmul])
         if left is not None and right is not None:

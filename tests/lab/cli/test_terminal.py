@@ -37,7 +37,7 @@ from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.display import print_results
-from quaver.numerics.matmul_sums import Sums
+from quaver.numerics.matmul_sums import MatmulSqnrs
 from quaver.roofline.device_specs import find_device_spec
 
 COMMANDS = [
@@ -219,7 +219,7 @@ def make_survey_views():
     db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN_RECIPES}
     surveyed = [SurveyedLinear(NAME, 10, db)]
     recipes = LayerRecipes(recipe="tensorwise", layers={NAME: LONGEST})
-    sums = [MatmulSums(NAME, "grad_weight", Sums(13.2, 63.6, 41.9), True)]
+    sums = [MatmulSums(NAME, "grad_weight", MatmulSqnrs(13.2, 63.6, 41.9), True)]
     return survey_views(ModelSurvey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", "h100", sums), None)
 
 

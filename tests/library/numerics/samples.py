@@ -9,7 +9,7 @@ from typing import Any
 from quaver import Float8LinearConfig
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import HOPPER
-from quaver.numerics.matmul_sums import Sums, observe_sums, sample_rows
+from quaver.numerics.matmul_sums import MatmulSqnrs, observe_sums, sample_rows
 
 LAYERS = tuple(f"layers.{index}.mlp.{name}" for index in range(2) for name in ("up_proj", "down_proj"))
 OPERANDS = (
@@ -77,4 +77,4 @@ def compare_sums(recipe, input, weight):
     for operand_casts, hp in ((casts.input, input), (casts.weight, weight)):
         operand = Quantizer(operand_casts, hp.dtype)(hp, row=True, column=False).row
         rows.append(sample_rows(hp, operand, "row"))
-    return Sums.from_values(observe_sums(*rows, HOPPER).tolist())
+    return MatmulSqnrs.from_values(observe_sums(*rows, HOPPER).tolist())

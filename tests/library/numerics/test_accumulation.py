@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
-from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums
+from quaver.numerics.matmul_sums import BFLOAT16_DB, MatmulSqnrs
 from tests.library.numerics.samples import compare_sums
 from tests.reference import assert_same_bits
 
@@ -113,5 +113,5 @@ def test_scales_of_rows_and_blocks():
 
 
 def test_sums_may_lose_what_rounding_to_bfloat16_does():
-    assert Sums(casts=60.0, fast=50.0, exact=70.0).compute_bound() == BFLOAT16_DB == pytest.approx(48.2, abs=0.1)
-    assert Sums(casts=28.0, fast=50.0, exact=70.0).compute_bound() == 28.0
+    assert MatmulSqnrs(casts=60.0, fast=50.0, exact=70.0).compute_bound() == BFLOAT16_DB == pytest.approx(48.2, abs=0.1)
+    assert MatmulSqnrs(casts=28.0, fast=50.0, exact=70.0).compute_bound() == 28.0

@@ -75,7 +75,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     probes = []
     for sampling in samplings:
         number = sampling.assign_number()
-        sampling.start_step(True, frozenset([number]), frozenset([number]))
+        sampling.start_step(is_on=True, with_extras=frozenset([number]), with_sums=frozenset([number]))
         probes.append(Probe(number, SimpleNamespace(config=config), CPU))
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
