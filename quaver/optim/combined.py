@@ -137,11 +137,11 @@ class CombinedOptimizer(Optimizer):
 
 @contextmanager
 def _restore_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore the states and options of all optimizers if a load in the block raises."""
+    """Restore the states and options of all optimizers if a load in the block raises or is interrupted."""
     before = [(dict(o.state), o.param_groups, [dict(group) for group in o.param_groups]) for o in optimizers]
     try:
         yield
-    except Exception:
+    except BaseException:  # also KeyboardInterrupt
         for optimizer, (states, groups, options) in zip(optimizers, before, strict=True):
             for group, saved_options in zip(groups, options, strict=True):
                 group.clear()

@@ -1,6 +1,7 @@
 """Tests CombinedOptimizer against the optimizers alone, state dicts, conversion of states, and refusals."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -145,13 +146,17 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("kinds", [OURS, THEIRS])
-def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds):
+def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds, monkeypatch):
     parameters, optimizer = train(kinds=kinds)
     before, bad = copy.deepcopy((optimizer.state_dict(), train(range(5), kinds=kinds)[1].state_dict()))
     bad["param_groups"][0]["lr"] = 7.0
     bad["param_groups"][1]["params"].pop()
     with pytest.raises(ValueError, match=r"param(eter)? group"):
         optimizer.load_state_dict(bad)
+    assert_same(optimizer.state_dict(), before)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer.optimizers[1], "load_state_dict", Mock(side_effect=KeyboardInterrupt))
+        optimizer.load_state_dict(train(range(5), kinds=kinds)[1].state_dict())
     assert_same(optimizer.state_dict(), before)
     source = CombinedOptimizer(torch.optim.Muon([parameters[0]], lr=7.0), torch.optim.AdamW(parameters[1:2]))
     with pytest.raises(ValueError, match="no state of a parameter"):
