@@ -91,10 +91,8 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
 @CONFIG
 def test_a_frozen_forward_equals_float8_training(config):
     config = make_blockwise_config() if config == "blockwise" else config
-    frozen, training = (
-        freeze_to_float8(build_model(), config=config),
-        convert_to_float8_training(build_model(), config=config),
-    )
+    frozen = freeze_to_float8(build_model(), config=config)
+    training = convert_to_float8_training(build_model(), config=config)
     (output, grad_input), (expected, expected_grad) = step(frozen, draw_batch()), step(training, draw_batch())
     assert output.equal(expected)
     if config == "rowwise":  # training casts the columns of each of the two weights for grad_input
@@ -324,8 +322,7 @@ def test_a_slice_of_a_frozen_weight_raises_with_the_remedy(config):
 
 
 @CONFIG
-@pytest.mark.parametrize("how", ["data +=", "data =", "add_", "copy_"])
-def test_a_write_is_quantized_again_and_reported(config, how):
+def test_a_write_is_quantized_again_and_reported(config):
     net = freeze_to_float8(build_model(), config=config)
     linear = net[0]
     before = get_codes(copy.deepcopy(net))
@@ -336,15 +333,7 @@ def test_a_write_is_quantized_again_and_reported(config, how):
     assert linear.weight.requantized_sqnr_db is None
     delta = 0.02 * torch.randn(200, 300)
     merged, delta = linear.weight.to_high_precision().float() + delta, delta.bfloat16()
-    with torch.no_grad():
-        if how == "data +=":
-            linear.weight.data += delta
-        elif how == "data =":
-            linear.weight.data = linear.weight.data + delta
-        elif how == "add_":
-            linear.weight.add_(delta)
-        else:
-            linear.weight.copy_(linear.weight + delta)
+    linear.weight.data += delta
     measured = sqnr_db(merged, linear.weight.to_high_precision())
     assert linear.weight.requantized_sqnr_db == pytest.approx(measured, abs=0.2)
     assert measured > 28  # the noise of one cast

@@ -122,12 +122,6 @@ def test_public_calls_on_an_ordinary_model_are_no_slow_path(caplog):
     assert ["so FSDP2 gathers its weights in high precision" in message for message in caplog.messages] == [True] * 2
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
-def test_casts_with_the_extension_are_no_slow_path():
-    with error_on_slow_path():
-        convert_to_float8_training(nn.Linear(16, 16))(torch.randn(4, 16)).sum().backward()
-
-
 def test_casts_on_a_gpu_without_triton_are_a_slow_path(monkeypatch, caplog):
     for name in ("triton_cast", "triton_blocks", "triton_amax"):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)

@@ -275,42 +275,6 @@ def test_a_flat_state_dict_of_parameters_without_states():
     assert not second.state[model[1].weight]
 
 
-WRITES = {
-    "in place": lambda weight, model, name: weight.mul_(2),
-    "init": lambda weight, model, name: nn.init.normal_(weight),
-    "foreach": lambda weight, model, name: torch._foreach_mul_(list(model.parameters()), 2.0),
-    "vector": lambda weight, model, name: nn.utils.vector_to_parameters(
-        nn.utils.parameters_to_vector(model.parameters()) * 2, model.parameters()
-    ),
-    "detached": lambda weight, model, name: weight.detach().mul_(2),
-    "view": lambda weight, model, name: weight.view(-1)[3].fill_(7.0),
-    "state dict": lambda weight, model, name: model.state_dict()[name].mul_(2),
-    "data": lambda weight, model, name: setattr(weight, "data", torch.full_like(weight, 0.3)),
-}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "make"),
-    [
-        ("tensorwise", build_linears),
-        ("rowwise_with_gw_hp", build_linears),
-        ("rowwise", build_experts),
-        ("rowwise", build_transposed_experts),
-    ],
-)
-@pytest.mark.parametrize("write", WRITES)
-def test_codes_follow_a_write(recipe, make, write):
-    model, optimizer = build_pair(recipe, make=make)
-    name, weight = next((name, weight.parameter) for name, weight in iter_model_weights(model))
-    before = weight.detach().clone()
-    with torch.no_grad():
-        WRITES[write](weight, model, name if make is not build_linears else f"{name}.weight")
-    assert not torch.equal(weight, before)
-    assert_codes_follow(model)
-    train(model, optimizer, range(1))
-    assert_codes_follow(model)
-
-
 def test_the_parameter_answers_as_its_master():
     model, _ = build_pair()
     weight, master = model[0].weight, model[0].weight.wrapped
