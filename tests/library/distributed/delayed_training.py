@@ -9,15 +9,7 @@ import torch.distributed as dist
 from quaver import sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import (
-    LEARNING_RATE,
-    assert_same_scaling_on_all_ranks,
-    assert_same_snapshots,
-    batches,
-    loss_of,
-    part_of,
-    scaling_snapshot,
-)
+from tests.library.distributed import models
 
 STEPS = 2
 
@@ -44,9 +36,9 @@ def train(
     first step it may not be compiled again.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, ranks = torch.optim.AdamW(trained, lr=LEARNING_RATE), dist.get_world_size()
+    optimizer, ranks = torch.optim.AdamW(trained, lr=models.LEARNING_RATE), dist.get_world_size()
     losses, snapshots, exchanged = [], [], []
-    for step, batch in enumerate(batches(steps, accumulate * ranks)):
+    for step, batch in enumerate(models.batches(steps, accumulate * ranks)):
         total, forward, sync, backward = 0.0, CollectiveCounter(), CollectiveCounter(), CollectiveCounter()
         torch._dynamo.config.error_on_recompile = compiled and step > 0
         with scope(model):
@@ -55,7 +47,7 @@ def train(
                 with contextlib.nullcontext() if last or no_sync is None else no_sync():
                     counter = contextlib.nullcontext() if compiled else forward
                     with counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss = loss_of(model(part_of(microbatch).requires_grad_())) / accumulate
+                        loss = models.loss_of(model(models.part_of(microbatch).requires_grad_())) / accumulate
                     with contextlib.nullcontext() if compiled else backward:
                         loss.backward()
                 total += loss.item()
@@ -63,12 +55,12 @@ def train(
         optimizer.zero_grad()
         with sync:
             sync_float8_amax_and_scale_history(model)
-        assert_same_scaling_on_all_ranks(model)
+        models.assert_same_scaling_on_all_ranks(model)
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
         dist.all_reduce(mean := torch.tensor(total))
         losses.append(mean.item() / ranks)
-        snapshots.append(scaling_snapshot(model))
+        snapshots.append(models.scaling_snapshot(model))
         counted = [(counter, "all_reduce") for counter in (forward, sync, backward)] + [(forward, "all_gather")]
         exchanged.append([(counter.calls[kind], counter.bytes[kind]) for counter, kind in counted])
     torch._dynamo.config.error_on_recompile = False
@@ -85,7 +77,7 @@ def check_against_one_process(results, expected, ranks, what):
     (losses, snapshots, _), (expected_losses, expected_snapshots) = results, expected
     assert losses[0] == pytest.approx(expected_losses[0], rel=1e-6), what
     assert losses == pytest.approx(expected_losses, rel=1e-5), what
-    assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-6 if step else 0, what, ranks)
+    models.assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-6 if step else 0, what, ranks)
 
 
 def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, tensors=None):

@@ -12,16 +12,7 @@ from quaver import Float8Linear, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.linear.tensor import Float8Tensor
 from tests import steps
-from tests.library.distributed.models import (
-    LEARNING_RATE,
-    batches,
-    config_of,
-    make_model,
-    part_of,
-    quantize,
-    shard_model,
-    train_step,
-)
+from tests.library.distributed import models
 from tests.ranks import mesh_of
 
 STEPS = 3
@@ -34,7 +25,7 @@ def find_different_operands(model, whole, config):
         block.unshard()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear):
-            gathered, expected = module.weight, quantize(whole.get_submodule(name).weight, config)
+            gathered, expected = module.weight, models.quantize(whole.get_submodule(name).weight, config)
             assert isinstance(gathered, Float8Tensor)
             for direction, operand, whole_operand in zip(
                 expected._fields, gathered.get_operands(), expected, strict=True
@@ -48,10 +39,10 @@ def find_different_operands(model, whole, config):
 
 
 def gathering(recipe):
-    return config_of(recipe, enable_fsdp_float8_all_gather=True)
+    return models.config_of(recipe, enable_fsdp_float8_all_gather=True)
 
 
-def model_by(how, config, make=make_model):
+def model_by(how, config, make=models.make_model):
     """Return the model of `make`, with FSDP2 used in one particular way."""
     options, model = {}, make()
     if how in ("keep gathered", "always reshard"):
@@ -73,7 +64,7 @@ def model_by(how, config, make=make_model):
         policy = {"context_fn": SAVE_MATMULS} if "by op" in how else {}
         for index, block in enumerate(model[:-1]):
             model[index] = checkpoint_wrapper(block, kind, **policy)
-    model = shard_model(config, model=model, **options)
+    model = models.shard_model(config, model=model, **options)
     if how == "meta":
         model.to_empty(device="cpu")
         model.load_state_dict(_sharded_like(model, make().state_dict()))
@@ -116,23 +107,23 @@ MICROBATCHES = 2
 
 def run_step(model, batch, microbatches=MICROBATCHES, **options):
     """Run this rank's parts of the microbatches of `batch`, and return the losses."""
-    parts = torch.cat([part_of(microbatch) for microbatch in batch.chunk(microbatches)])
+    parts = torch.cat([models.part_of(microbatch) for microbatch in batch.chunk(microbatches)])
     return steps.train(model, None, [parts], microbatches=microbatches, **options)
 
 
 def train_cases(cases, steps):
     result = []
     for recipe, gather, precompute, compiled, param_dtype in cases:
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         torch.compiler.reset()
-        model = shard_model(config, compiled=compiled, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        model = models.shard_model(config, compiled=compiled, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
         losses = []
-        for step, batch in enumerate(batches(steps, dist.get_world_size())):
+        for step, batch in enumerate(models.batches(steps, dist.get_world_size())):
             if precompute and step != 1:  # one graph serves steps with and without scales computed before
                 precompute_float8_dynamic_scale_for_fsdp(model)
             with torch._dynamo.config.patch(error_on_recompile=step > 0):
-                losses.append(train_step(model, optimizer, batch))
+                losses.append(models.train_step(model, optimizer, batch))
         result.append(losses)
     return result

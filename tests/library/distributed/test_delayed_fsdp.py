@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from quaver import cast_weights_once, convert_to_float8_training, sync_float8_amax_and_scale_history
 from tests.counting import CollectiveCounter
+from tests.library.distributed import models
 from tests.library.distributed.delayed_training import (
     HAS_PERSISTENT_WEIGHTS,
     LAYERS,
@@ -21,18 +22,6 @@ from tests.library.distributed.delayed_training import (
     train,
 )
 from tests.library.distributed.fsdp_models import model_by
-from tests.library.distributed.models import (
-    LEARNING_RATE,
-    assert_same_snapshots,
-    batches,
-    config_of,
-    loss_of,
-    make_model,
-    part_of,
-    scaling_snapshot,
-    shard_model,
-    single_process,
-)
 from tests.ranks import on_ranks
 from tests.reference import PERSISTENT_RECIPES
 from tests.steps import assert_same
@@ -40,13 +29,13 @@ from tests.thinned import at_night, thinned
 
 
 def _fsdp(recipe, how):
-    return model_by(how, config_of(recipe, enable_fsdp_float8_all_gather=how != "high precision"))
+    return model_by(how, models.config_of(recipe, enable_fsdp_float8_all_gather=how != "high precision"))
 
 
 def count_gathered_bytes(ranks):
     """Return the gathers of a forward and their bytes: 3 groups, a byte per element of padded weights."""
     sent = 0
-    for name, parameter in make_model().named_parameters():
+    for name, parameter in models.make_model().named_parameters():
         elements = -(-parameter.shape[0] // ranks) * ranks * parameter[0].numel()
         sent += elements * (1 if name.endswith("weight") and parameter.dim() == 2 else 4)
     return LAYERS, sent
@@ -68,11 +57,11 @@ MORE_WAYS = ["precomputed", "hsdp", "cpu offload", "keep gathered", "always resh
 @on_ranks()
 def test_every_way_to_use_fsdp2(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    config = config_of(recipe)
-    expected = dict.fromkeys(ways, single_process(config, STEPS, ranks))
+    config = models.config_of(recipe)
+    expected = dict.fromkeys(ways, models.single_process(config, STEPS, ranks))
     if "mixed precision" in ways:
         options = {"param_dtype": torch.bfloat16, "float8_gather": True}
-        expected["mixed precision"] = single_process(config, STEPS, ranks, **options)
+        expected["mixed precision"] = models.single_process(config, STEPS, ranks, **options)
     for how in ways:
         results = train(_fsdp(recipe, how), precompute=how == "precomputed")
         check_against_one_process(results, expected[how], ranks, how)
@@ -98,7 +87,7 @@ def test_accumulated_gradients_are_those_of_one_process(recipe):
     with CollectiveCounter() as counter:
         accumulated = train(model, accumulate=2, no_sync=no_sync)
     assert counter.calls["reduce_scatter"] == LAYERS * STEPS
-    losses, snapshots = single_process(config_of(recipe), STEPS, 4)
+    losses, snapshots = models.single_process(models.config_of(recipe), STEPS, 4)
     expected = losses, [_halve_grad_outputs(snapshot) for snapshot in snapshots]
     check_against_one_process(accumulated, expected, 4, "accumulated")
     if recipe in PERSISTENT_RECIPES:
@@ -110,27 +99,27 @@ def test_accumulated_gradients_are_those_of_one_process(recipe):
 def _train_with_evaluations(how, scope, evaluates):
     """Train; return losses, and scales after each step. Evaluations run before each step and within it."""
     model, losses, snapshots = _fsdp("delayed", how), [], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
 
     def evaluate(batch):
         if evaluates:
             model.eval()
             with torch.no_grad():
-                model(3 * part_of(batch))
+                model(3 * models.part_of(batch))
             model.train()
 
-    for batch in batches(STEPS, dist.get_world_size()):
+    for batch in models.batches(STEPS, dist.get_world_size()):
         evaluate(batch)
         with scope(model):
             for _ in range(2):
                 evaluate(batch)
-                loss = loss_of(model(part_of(batch)))
+                loss = models.loss_of(model(models.part_of(batch)))
                 loss.backward()
                 losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
         sync_float8_amax_and_scale_history(model)
-        snapshots.append(scaling_snapshot(model))
+        snapshots.append(models.scaling_snapshot(model))
     return losses, snapshots
 
 
@@ -149,10 +138,10 @@ def test_evaluations_change_no_scale(how, scope):
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @on_ranks(2)
 def test_frozen_weights_are_recorded_in_each_step(recipe):
-    model = make_model()
+    model = models.make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
+    model = models.shard_model(models.config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
     losses, snapshots, exchanged = train(model)
     assert losses[-1] < losses[0]
     forwards, syncs, *_ = zip(*exchanged[1:], strict=True)
@@ -175,7 +164,9 @@ def _halve_grad_outputs(snapshot):
 
 def _compile_blocks(recipe, backend, checkpointed, order):
     """Shard blocks that are compiled around or inside checkpoint_wrapper; `backend` None for eager."""
-    model = convert_to_float8_training(make_model(1), config=config_of(recipe, enable_fsdp_float8_all_gather=True))
+    model = convert_to_float8_training(
+        models.make_model(1), config=models.config_of(recipe, enable_fsdp_float8_all_gather=True)
+    )
     for index, block in enumerate(model[:-1]):
         if backend and order == "checkpoint outside":
             block.compile(fullgraph=True, backend=backend)
@@ -183,7 +174,7 @@ def _compile_blocks(recipe, backend, checkpointed, order):
             block = model[index] = checkpoint_wrapper(block)
         if backend and order == "checkpoint inside":
             block.compile(fullgraph=True, backend=backend)
-    return shard_model(None, model=model)
+    return models.shard_model(None, model=model)
 
 
 COMPILED = [(False, autocast, "checkpoint inside") for autocast in (False, True)]
@@ -212,4 +203,4 @@ def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case, backend)
         assert bool(counters["stats"]["unique_graphs"]) == (compiler is not None)
     (eager, compiled), rtol = results, 1e-6 if backend == "aot_eager" else 1e-5
     assert compiled[0] == pytest.approx(eager[0], rel=rtol)
-    assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")
+    models.assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")

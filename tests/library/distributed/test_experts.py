@@ -26,17 +26,8 @@ from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp import gathered
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
+from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import gathering, model_by
-from tests.library.distributed.models import (
-    LEARNING_RATE,
-    batches,
-    config_of,
-    loss_of,
-    part_of,
-    shard_model,
-    train_in_parts,
-    train_step,
-)
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
 from tests.steps import assert_same, full
@@ -51,19 +42,19 @@ STEPS = 2
 def shard_mixture(config, dim=0, is_transposed=False, dtype=None, **options):
     """Shard experts along `dim`, everything else along dim 0; three experts leave the last of 2 or 4 ranks fewer."""
     options["shard_placement_fn"] = lambda parameter: Shard(dim if parameter.dim() == 3 else 0)
-    return shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **options)
+    return models.shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **options)
 
 
 def _losses(config, steps, layout, compiled=None):
     model = shard_mixture(config, *layout, compiled=compiled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return [train_step(model, optimizer, batch) for batch in batches(steps, dist.get_world_size(), DIM)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
+    return [models.train_step(model, optimizer, batch) for batch in models.batches(steps, dist.get_world_size(), DIM)]
 
 
 def train_one_process(config, steps, ranks, is_transposed):
     model = convert_to_float8_training(make_mixture(is_transposed=is_transposed), config=config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return train_in_parts(model, optimizer, batches(steps, ranks, DIM), ranks)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
+    return models.train_in_parts(model, optimizer, models.batches(steps, ranks, DIM), ranks)[0]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +67,9 @@ def train_one_process(config, steps, ranks, is_transposed):
 )
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
     """Ranks add gradients in another order, as in test_fsdp.py. The next test has the bits of a step."""
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
     losses = run(ranks, _losses, config, STEPS, layout, compiled)[0]
-    expected = train_one_process(config_of(recipe), STEPS, ranks, layout[1])
+    expected = train_one_process(models.config_of(recipe), STEPS, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -86,8 +77,8 @@ def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
 def _results(config, layout, batch):
     """Run a step, and return this rank's output and the whole gradients."""
     model = shard_mixture(config, *layout)
-    output = model(part_of(batch))
-    (loss_of(output) / dist.get_world_size()).backward()
+    output = model(models.part_of(batch))
+    (models.loss_of(output) / dist.get_world_size()).backward()
     return output.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
@@ -102,15 +93,15 @@ def _results(config, layout, batch):
 )
 def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
     """Gradients have them, too: a sum of two has one order, and the mean halves it exactly."""
-    batch = batches(1, 2, DIM)[0]
+    batch = models.batches(1, 2, DIM)[0]
     for recipe in recipes:
         one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
         results = run(2, _results, config, layout, batch)
         for part, (output, _) in zip(batch.chunk(2), results, strict=True):
             expected = one(part)
             assert output.equal(expected), recipe
-            (loss_of(expected) / 2).backward()
+            (models.loss_of(expected) / 2).backward()
         expected = {name: parameter.grad / 2 for name, parameter in one.named_parameters()}
         assert_same(results[0][1], expected, recipe)
 
@@ -133,7 +124,7 @@ def _load(folder, config, layout):
 
 @pytest.mark.parametrize("gather", [True, *at_night([(False,)])])
 def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
-    config = config_of("blockwise", enable_fsdp_float8_all_gather=gather)
+    config = models.config_of("blockwise", enable_fsdp_float8_all_gather=gather)
     run(2, _save, str(tmp_path), config, LAYOUTS[2])
     expected = {name: value * 1.25 for name, value in make_mixture().state_dict().items()}
     one = convert_to_float8_training(make_mixture(), config="blockwise")
@@ -176,7 +167,9 @@ def select_scales(operand, shape):
 @on_ranks()
 def test_codes_and_scales_are_those_of_one_process(ranks, layout, half):
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
-    configs = [config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in (*RECIPES, "tensorwise_power_of_2")]
+    configs = [
+        models.config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in (*RECIPES, "tensorwise_power_of_2")
+    ]
     configs.append(replace(configs[4], cast_config_weight=along))
     for index, config in enumerate(configs[half::2], start=layout[0]):
         dtype = (torch.float32, torch.bfloat16)[index % 2]
@@ -215,7 +208,7 @@ def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
     for dim in (0, 1):
         counters = []
         for gather in (False, True):
-            model = shard_mixture(config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
+            model = shard_mixture(models.config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
             model(torch.ones(3, DIM))  # the ranks agree about the weights once
             with CollectiveCounter() as counter:
                 with torch.no_grad():
@@ -244,13 +237,13 @@ def _count_sent(parameter, dim, ranks):
 
 def _train(how, recipe, scope, precompute):
     model = model_by(how, gathering(recipe), make_mixture)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     losses = []
-    for batch in batches(2, dist.get_world_size(), DIM):
+    for batch in models.batches(2, dist.get_world_size(), DIM):
         with scope(model):
             for microbatch in batch.chunk(2):
-                loss_of(model(part_of(microbatch))).backward()
-        losses.append(train_step(model, optimizer, batch))
+                models.loss_of(model(models.part_of(microbatch))).backward()
+        losses.append(models.train_step(model, optimizer, batch))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
     return losses
@@ -276,16 +269,16 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 
 @on_ranks(2)
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
-    model, batch = shard_mixture(gathering("blockwise")), batches(1, 2, DIM)[0]
+    model, batch = shard_mixture(gathering("blockwise")), models.batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
     spy = mock.patch.object(gathered, "cast_blocks_with_scale", wraps=gathered.cast_blocks_with_scale)
     with spy as cast, cast_weights_once(model):
         for _ in range(3):
-            model(part_of(batch)).sum().backward()
+            model(models.part_of(batch)).sum().backward()
     assert [call.args[0].shape for call in cast.call_args_list].count(shards) == 2  # of two blocks
     message = "was changed inside cast_weights_once"
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
-        model(part_of(batch))
+        model(models.part_of(batch))
         model[1].experts.down_proj.mul_(1.0)
     assert not model[0].experts.gathering.prepared
 

@@ -13,18 +13,8 @@ from torch.distributed.tensor import DTensor
 from quaver import CastConfig, ScalingGranularity, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.counting import CollectiveCounter
+from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import STEPS, find_different_operands, train_cases
-from tests.library.distributed.models import (
-    batches,
-    config_of,
-    loss_of,
-    make_model,
-    part_of,
-    shard_model,
-    single_process_losses,
-    train_step,
-    world_mesh,
-)
 from tests.ranks import on_ranks, run
 from tests.reference import RECIPES
 from tests.thinned import at_night, first
@@ -36,10 +26,10 @@ TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 @on_ranks()
 def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
-    whole = make_model().to(dtype)
+    whole = models.make_model().to(dtype)
     for recipe in (*ONE_PAYLOAD, *TWO_PAYLOADS):
-        config = config_of(recipe, enable_fsdp_float8_all_gather=True)
-        model = shard_model(config, model=make_model().to(dtype))
+        config = models.config_of(recipe, enable_fsdp_float8_all_gather=True)
+        model = models.shard_model(config, model=models.make_model().to(dtype))
         precompute_float8_dynamic_scale_for_fsdp(model)
         assert find_different_operands(model, whole, config) == [], (recipe, "precomputed")
         with torch.no_grad():  # drops the scales
@@ -50,18 +40,12 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
 ALL_CASES = [
-    (recipe, *gather, compiled, dtype)
-    for recipe, gather, compiled, dtype in itertools.product(
-        RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16]
-    )
+    (recipe, *gather, *others)
+    for recipe, gather, *others in itertools.product(RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16])
 ]
 PRECOMPUTED = [("tensorwise", True, True, None, None), ("rowwise", True, True, None, torch.bfloat16)]
-OTHERS = [
-    ("tensorwise", True, False, None, torch.bfloat16),
-    ("rowwise_with_gw_hp", False, False, None, None),
-    ("rowwise_with_gw_hp", True, False, None, torch.bfloat16),
-    ("mxfp8", True, False, None, None),
-]
+OTHERS = [("tensorwise", True, False, None, torch.bfloat16), ("rowwise_with_gw_hp", False, False, None, None)]
+OTHERS += [("rowwise_with_gw_hp", True, False, None, torch.bfloat16), ("mxfp8", True, False, None, None)]
 COMPILED = [  # test_experts.py has a tensorwise one, without scales computed before
     ("rowwise", True, True, "aot_eager", torch.bfloat16),
     ("rowwise", True, False, "aot_eager", torch.bfloat16),
@@ -92,7 +76,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
         recipe, gather, _, compiled, param_dtype = case
         options = {"param_dtype": param_dtype, "float8_gather": gather}
         options["compiled"] = compiled if compiled == "inductor" else None
-        expected = single_process_losses(config_of(recipe), STEPS, ranks, **options)
+        expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, **options)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6), case
         assert losses == pytest.approx(expected, rel=1e-5), case
 
@@ -119,14 +103,14 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
 
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
     for config in (
-        *(config_of(recipe) for recipe in ("blockwise", "mxfp8")),
-        config_of("blockwise", round_scales_to_power_of_2=False),
-        config_of("deepgemm"),
-        config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
+        *(models.config_of(recipe) for recipe in ("blockwise", "mxfp8")),
+        models.config_of("blockwise", round_scales_to_power_of_2=False),
+        models.config_of("deepgemm"),
+        models.config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
     ):
         gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         for precompute in (True, False):
-            model = shard_model(gathering, model=build())
+            model = models.shard_model(gathering, model=build())
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)
             assert find_different_operands(model, build(), gathering) == [], (gathering, precompute)
@@ -153,16 +137,16 @@ def _count(recipe, gather, precompute):
 
     Elements are counted by group (the blocks, or the last linear) and by kind (weights of linears, or others).
     """
-    model = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=gather))
+    model = models.shard_model(models.config_of(recipe, enable_fsdp_float8_all_gather=gather))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first, second = batches(2, dist.get_world_size())
+    first, second = models.batches(2, dist.get_world_size())
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
-    train_step(model, optimizer, first)
+    models.train_step(model, optimizer, first)
     with CollectiveCounter() as counter:
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        loss_of(model(part_of(second))).backward()
+        models.loss_of(model(models.part_of(second))).backward()
     ranks = dist.get_world_size()
     elements = dict.fromkeys(itertools.product(["blocks", "last"], ["weights", "others"]), 0)
     for name, parameter in model.named_parameters():
@@ -172,7 +156,7 @@ def _count(recipe, gather, precompute):
     return counter.calls, counter.bytes, elements
 
 
-LINEAR_WEIGHTS = [parameter.shape for parameter in make_model().parameters() if parameter.dim() == 2]
+LINEAR_WEIGHTS = [parameter.shape for parameter in models.make_model().parameters() if parameter.dim() == 2]
 
 
 def count_scales(recipe, rows, columns):
@@ -199,9 +183,8 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
         assert sent["all_reduce"] == 4 * sum(count_scales(recipe, *shape) for shape in LINEAR_WEIGHTS), recipe
         gathers = {"blocks": 2, "last": calls["all_gather"] - 4}
         casts = 2 if recipe in TWO_PAYLOADS else 1
-        assert sent["all_gather"] == sum(
-            gathers[name] * (casts * elements[name, "weights"] + 4 * elements[name, "others"]) for name in gathers
-        )
+        sizes = {name: casts * elements[name, "weights"] + 4 * elements[name, "others"] for name in gathers}
+        assert sent["all_gather"] == sum(count * sizes[name] for name, count in gathers.items())
         assert calls_hp == {kind: count for kind, count in calls.items() if kind != "all_reduce"}
         assert sent_hp["all_gather"] == sum(4 * gathers[group] * count for (group, _), count in elements.items())
 
@@ -209,7 +192,7 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
 @pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2), ("rowwise:dequantized", 1)])
 @on_ranks(2)
 def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
-    block = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
+    block = models.shard_model(models.config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
     block.unshard()
     weight = block.up.weight
     storages = {codes.untyped_storage() for codes in (weight.data_fp8, weight.column_data_fp8)}
@@ -225,8 +208,8 @@ def test_the_cost_of_precompute_does_not_grow_with_the_model():
     costs = []
     for layers in (1, 10, 100):
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
-        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
-        fully_shard(model, mesh=world_mesh())
+        convert_to_float8_training(model, config=models.config_of("tensorwise", enable_fsdp_float8_all_gather=True))
+        fully_shard(model, mesh=models.world_mesh())
         precompute_float8_dynamic_scale_for_fsdp(model)
         with CollectiveCounter() as counter:
             precompute_float8_dynamic_scale_for_fsdp(model)

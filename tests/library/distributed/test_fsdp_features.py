@@ -25,29 +25,7 @@ from quaver import (
 from quaver.checkpointing import MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
-from tests.library.distributed.fsdp_models import (
-    CHANGES,
-    MATMULS,
-    SAVE_MATMULS,
-    change_weights,
-    find_different_operands,
-    gathering,
-    model_by,
-)
-from tests.library.distributed.models import (
-    DIM,
-    LEARNING_RATE,
-    batches,
-    config_of,
-    finish_step,
-    loss_of,
-    make_model,
-    part_of,
-    quantize,
-    shard_model,
-    single_process_losses,
-    train_step,
-)
+from tests.library.distributed import fsdp_models, models
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.reference import RECIPES
 from tests.steps import assert_same, by_torch_save, full, results_of
@@ -56,10 +34,10 @@ from tests.thinned import at_night
 STEPS = 2
 
 
-def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
+def losses_of(model, *, precompute=False, steps=STEPS, step=models.train_step):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=LEARNING_RATE), []
-    for batch in batches(steps, dist.get_world_size()):
+    optimizer, losses = torch.optim.AdamW(trained, lr=models.LEARNING_RATE), []
+    for batch in models.batches(steps, dist.get_world_size()):
         losses.append(step(model, optimizer, batch))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
@@ -67,24 +45,24 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
 
 
 def _losses_with(how, recipe):
-    model = model_by(how, gathering(recipe))
-    return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, train_step))
+    model = fsdp_models.model_by(how, fsdp_models.gathering(recipe))
+    return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, models.train_step))
 
 
 def _two_forwards(model, optimizer, batch):
     """Run a step with two graphs that are alive before the backward of either."""
-    losses = [loss_of(model(part_of(batch))) for _ in range(2)]
+    losses = [models.loss_of(model(models.part_of(batch))) for _ in range(2)]
     for loss in losses:
         (loss / 2).backward()
-    return finish_step(losses[0], optimizer)
+    return models.finish_step(losses[0], optimizer)
 
 
 def _retained_graph(model, optimizer, batch):
-    loss = loss_of(model(part_of(batch)))
+    loss = models.loss_of(model(models.part_of(batch)))
     loss.backward(retain_graph=True)
     optimizer.zero_grad()
     loss.backward()
-    return finish_step(loss, optimizer)
+    return models.finish_step(loss, optimizer)
 
 
 def _after_exceptions(model, optimizer, batch):
@@ -95,10 +73,10 @@ def _after_exceptions(model, optimizer, batch):
 
     hook = model[1].register_forward_hook(fail)
     with pytest.raises(ArithmeticError):
-        model(part_of(batch))
+        model(models.part_of(batch))
     hook.remove()
-    model(part_of(batch))
-    return train_step(model, optimizer, batch)
+    model(models.part_of(batch))
+    return models.train_step(model, optimizer, batch)
 
 
 ODD_STEPS = {"two forwards": _two_forwards, "retained graph": _retained_graph, "after exceptions": _after_exceptions}
@@ -123,22 +101,20 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
-    expected = single_process_losses(config_of(recipe), STEPS, ranks, float8_gather=True)
+    expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, float8_gather=True)
     for how in ways:
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
 
 AMAXES_AND_VIEWS = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "view", "gelu", "copy_")]
-CONTEXTS = {
-    "matmuls": SAVE_MATMULS,
-    "much": functools.partial(create_selective_checkpoint_contexts, [*MATMULS, *AMAXES_AND_VIEWS]),
-}
+SAVE_MUCH = functools.partial(create_selective_checkpoint_contexts, [*fsdp_models.MATMULS, *AMAXES_AND_VIEWS])
+CONTEXTS = {"matmuls": fsdp_models.SAVE_MATMULS, "much": SAVE_MUCH}
 
 
 def _train_with_nested_groups(mode, recipe, gathers):
     """Return the gradients of two steps of blocks whose linears are FSDP2 groups; the second step knows the scales."""
-    model, ranks = make_model(2, dim=32, hidden=64), dist.get_world_size()
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
+    model, ranks = models.make_model(2, dim=32, hidden=64), dist.get_world_size()
+    config = models.config_of(recipe, enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config)
     if mode in MODES:
         apply_activation_checkpointing(model[:-1], mode=mode)
@@ -147,9 +123,9 @@ def _train_with_nested_groups(mode, recipe, gathers):
             model[index] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, context_fn=CONTEXTS[mode])
         fully_shard(block.up)
         fully_shard(block.down)
-    shard_model(None, model=model)
-    for batch in batches(2, ranks, dim=32):
-        loss_of(model(part_of(batch))).backward()
+    models.shard_model(None, model=model)
+    for batch in models.batches(2, ranks, dim=32):
+        models.loss_of(model(models.part_of(batch))).backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
@@ -164,24 +140,27 @@ def test_a_policy_sees_no_operation_of_groups_inside_a_block():
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
 def test_shards_of_the_other_dim(ranks):
-    model = shard_model(gathering("rowwise"), model=make_model(hidden=40), shard_placement_fn=_shard_columns)
-    assert find_different_operands(model, make_model(hidden=40), gathering("rowwise")) == []
+    model = models.shard_model(
+        fsdp_models.gathering("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
+    )
+    assert (
+        fsdp_models.find_different_operands(model, models.make_model(hidden=40), fsdp_models.gathering("rowwise")) == []
+    )
 
 
 @on_ranks(4)
 def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
     """When this fails, torch has lifted its limit, and docs/distributed.md can say so."""
-    message = refusal(losses_of, shard_model(gathering("tensorwise"), reshard_after_forward=2))
+    message = refusal(losses_of, models.shard_model(fsdp_models.gathering("tensorwise"), reshard_after_forward=2))
     assert "only Tensors of floating point dtype" in message
 
 
 @on_ranks(2)
 def test_scales_of_frozen_weights_are_computed_once():
-    """The other weights train, and the scales of frozen weights are computed once."""
-    model = make_model()
+    model = models.make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = shard_model(gathering("tensorwise"), model=model)
+    model = models.shard_model(fsdp_models.gathering("tensorwise"), model=model)
     before = model[0].up.weight.to_local().get_plain().clone()
     losses = losses_of(model)
     assert losses[-1] < losses[0]
@@ -194,12 +173,12 @@ def test_scales_of_frozen_weights_are_computed_once():
 
 def _is_scale_stale(how, afterwards, optimizer_options):
     """Return whether the scale that is used after a change, and after what follows it, is not that of the weights."""
-    model = shard_model(gathering("tensorwise"), model=make_model(1))
+    model = models.shard_model(fsdp_models.gathering("tensorwise"), model=models.make_model(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
-    loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
+    models.loss_of(model(models.part_of(models.batches(1, dist.get_world_size())[0]))).backward()
     double = {name: value * 2 for name, value in model.state_dict().items()}
     precompute_float8_dynamic_scale_for_fsdp(model)
-    change_weights(how, model, optimizer, double)
+    fsdp_models.change_weights(how, model, optimizer, double)
     if afterwards == "precompute":
         precompute_float8_dynamic_scale_for_fsdp(model)
     elif afterwards == "load":
@@ -207,12 +186,14 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     full = model.state_dict()["0.up.weight"].full_tensor()
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale
-    return not torch.equal(scale, quantize(full, gathering("tensorwise")).row.dequant_scale)
+    return not torch.equal(scale, models.quantize(full, fsdp_models.gathering("tensorwise")).row.dequant_scale)
 
 
 @on_ranks(2)
 def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
-    cases = [(how, None, {"foreach": True}) for how in CHANGES if how != "around"]  # "around" alone is an error
+    cases = [
+        (how, None, {"foreach": True}) for how in fsdp_models.CHANGES if how != "around"
+    ]  # "around" alone is an error
     cases += [("step", None, {"fused": True}), ("around", "precompute", {}), ("around", "load", {})]
     assert [case for case in cases if _is_scale_stale(*case)] == []
 
@@ -221,7 +202,7 @@ def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
 @on_ranks(2)
 def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     """dcp.load, for example, writes into a state_dict's tensor after precompute, which the parameter does not see."""
-    model, input = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    model, input = models.shard_model(fsdp_models.gathering("tensorwise")), models.part_of(models.batches(1, 2)[0])
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
     (state_dict["0.up.weight"].to_local() if local else state_dict["0.up.weight"]).mul_(2)
@@ -235,14 +216,14 @@ def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks(2)
 def test_a_nan_on_one_rank_reaches_all(recipe):
-    model = shard_model(gathering(recipe))
+    model = models.shard_model(fsdp_models.gathering(recipe))
     with torch.no_grad():
         local = model[0].up.weight.to_local()
         if dist.get_rank() == 1:
             local[0, 0] = float("nan")
         else:
             local.mul_(1.0)
-    assert model(part_of(batches(1, 2)[0])).isnan().any()
+    assert model(models.part_of(models.batches(1, 2)[0])).isnan().any()
 
 
 DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
@@ -251,14 +232,14 @@ DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
 def _disagree(how, precompute):
     other = dist.get_rank() == 1
     recipe = "rowwise" if how == "recipe" and other else "tensorwise"
-    config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
-    model = convert_to_float8_training(make_model(1 if how == "layer" and other else 2), config=config)
+    config = models.config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
+    model = convert_to_float8_training(models.make_model(1 if how == "layer" and other else 2), config=config)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)  # compares nothing, because nothing is sharded yet
-    shard_model(None, model=model)
+    models.shard_model(None, model=model)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
-    model(part_of(batches(1, dist.get_world_size())[0]))
+    model(models.part_of(models.batches(1, dist.get_world_size())[0]))
 
 
 @on_ranks(2)
@@ -278,12 +259,12 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     They agree about the first block, which is not tensor-parallel, so its scales have another collective.
     """
     mesh = mesh_of((2, 2), ("fsdp", "tp"))
-    model = convert_to_float8_training(make_model(), config=gathering("tensorwise"))
+    model = convert_to_float8_training(models.make_model(), config=fsdp_models.gathering("tensorwise"))
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
     parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
-    shard_model(None, mesh=mesh["fsdp"], model=model)
-    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(batches(1, 1)[0])
+    models.shard_model(None, mesh=mesh["fsdp"], model=model)
+    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
     message = refusal(call, model)
     assert DISAGREEMENT in message
     first, other = (int(rank) for rank in re.findall(r"rank (\d) has", message))
@@ -299,11 +280,11 @@ def test_a_rank_without_float8_all_gather_ends_the_run_with_an_error():
 @on_ranks(2)
 def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
     """The sizes of the second one are symbolic in its trace, because both share the code of one forward."""
-    model = convert_to_float8_training(make_model(1), config="tensorwise")
+    model = convert_to_float8_training(models.make_model(1), config="tensorwise")
     for linear in (model[0].up, model[0].down):
         linear.compile(fullgraph=True, backend="aot_eager")
-    shard_model(None, model=model)
-    model(part_of(batches(1, 2)[0])).sum().backward()
+    models.shard_model(None, model=model)
+    model(models.part_of(models.batches(1, 2)[0])).sum().backward()
     assert [linear.backend for linear in (model[0].up, model[0].down)] == ["exact", "exact"]
 
 
@@ -313,11 +294,11 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
 )
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     plain, wrapped = (
-        convert_to_float8_training(make_model(0 if compiled else 1), config=config)
-        for config in (config_of(recipe), gathering(recipe))
+        convert_to_float8_training(models.make_model(0 if compiled else 1), config=config)
+        for config in (models.config_of(recipe), fsdp_models.gathering(recipe))
     )
     call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
-    input = batches(1, 1)[0]
+    input = models.batches(1, 1)[0]
     assert_same(results_of(wrapped, input, call=call), results_of(plain, input))
     for model in (plain, wrapped):
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
@@ -327,10 +308,10 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
 
 
 def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
-    model = make_model(1)
+    model = models.make_model(1)
     reference = copy.deepcopy(model)
-    convert_to_float8_training(model, config=gathering("rowwise"))
-    input = batches(1, 1)[0]
+    convert_to_float8_training(model, config=fsdp_models.gathering("rowwise"))
+    input = models.batches(1, 1)[0]
     pickled = pickle.loads(pickle.dumps(model))
     for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
         assert torch.equal(model(input), other(input))
@@ -368,7 +349,7 @@ def check_behaves_as(weight, plain):
 
 
 def test_a_weight_to_all_gather_answers_as_its_tensor():
-    model = convert_to_float8_training(make_model(1), config=gathering("tensorwise"))
+    model = convert_to_float8_training(models.make_model(1), config=fsdp_models.gathering("tensorwise"))
     weight = model[0].up.weight
     check_behaves_as(weight, torch.nn.Parameter(weight.wrapped))
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -396,36 +377,36 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
 
 @on_ranks(2)
 def test_a_shard_answers_as_its_tensor():
-    model = shard_model(gathering("tensorwise"))
+    model = models.shard_model(fsdp_models.gathering("tensorwise"))
     for _ in range(2):  # before and after FSDP2 pads the shards
         for weight in (model[0].up.weight, model[-1].weight):
             local = weight.to_local()
             if local.numel():
                 check_behaves_as(local.detach(), local.get_plain().detach())
                 assert local.data_ptr() == weight._local_tensor.data_ptr()
-        loss_of(model(part_of(batches(1, 2)[0]))).backward()
+        models.loss_of(model(models.part_of(models.batches(1, 2)[0]))).backward()
 
 
 @on_ranks(2)
 def test_what_sharded_models_refuse():
-    model = shard_model(gathering("tensorwise"))
+    model = models.shard_model(fsdp_models.gathering("tensorwise"))
     with pytest.raises(RuntimeError, match="cannot be converted back"):
         convert_to_high_precision(model)
     with pytest.raises(RuntimeError, match="call the module that was given to it"):
-        model[0].up(torch.randn(2, DIM))
+        model[0].up(torch.randn(2, models.DIM))
 
 
 @pytest.mark.parametrize("how", ["one rank, precomputed", "GradScaler", "GradScaler, precomputed"])
 @on_ranks(2)
 def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
     """One rank's gradient is infinite. GradScaler leaves the step out on all ranks; else that rank does alone."""
-    config = gathering("tensorwise")
-    model, whole, moved = shard_model(config), make_model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    config = fsdp_models.gathering("tensorwise")
+    model, whole, moved = models.shard_model(config), models.make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
     weight = model[0].up.weight
-    for step, batch in enumerate(batches(2, 2)):
-        scaler.scale(loss_of(model(part_of(batch)))).backward()
+    for step, batch in enumerate(models.batches(2, 2)):
+        scaler.scale(models.loss_of(model(models.part_of(batch)))).backward()
         before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
         if is_bad:
             weight.grad.to_local().fill_(torch.inf)
@@ -438,4 +419,4 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
             precompute_float8_dynamic_scale_for_fsdp(model)
     assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
     whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
-    assert find_different_operands(model, whole, config) == []
+    assert fsdp_models.find_different_operands(model, whole, config) == []

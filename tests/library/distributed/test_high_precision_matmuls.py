@@ -25,25 +25,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import resolve_config
-from tests.library.distributed.models import (
-    LEARNING_RATE,
-    batches,
-    config_of,
-    loss_of,
-    make_model,
-    part_of,
-    shard_model,
-    world_mesh,
-)
-from tests.library.distributed.parallel_models import (
-    STEPS,
-    assert_same_losses,
-    batches_of,
-    model_of,
-    part,
-    sharing,
-    spread,
-)
+from tests.library.distributed import models, parallel_models
 from tests.mixture import GroupedExperts
 from tests.ranks import on_ranks, run
 from tests.steps import assert_same, results_of
@@ -55,7 +37,7 @@ PHASES = ([], ["output"], ["grad_weight"], ["grad_input"], lambda name: ALL if n
 
 
 def train(model, compute_loss, *, once=False, precompute=False):
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     losses = []
     for step, phase in enumerate(PHASES):
         set_high_precision_matmuls(model, phase)
@@ -83,13 +65,12 @@ def train(model, compute_loss, *, once=False, precompute=False):
 @on_ranks(2)
 def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
     """Gathering codes changes no bit of float32 training, whatever the phases."""
-    data, losses = batches(len(PHASES), 2), []
+    data, losses = models.batches(len(PHASES), 2), []
     for gather in (False, True):
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
-        model = shard_model(config, model=make_model(1), compiled=backend if gather else None)
-        losses.append(
-            train(model, lambda model, step: loss_of(model(part_of(data[step]))), **(options if gather else {}))
-        )
+        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        model = models.shard_model(config, model=models.make_model(1), compiled=backend if gather else None)
+        compute_loss = lambda model, step: models.loss_of(model(models.part_of(data[step])))  # noqa: E731
+        losses.append(train(model, compute_loss, **(options if gather else {})))
     assert losses[0] == losses[1]
     model[0].unshard()
     assert isinstance(model[0].up.weight, Float8Tensor)
@@ -99,18 +80,24 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
 
 
 def _train_tp(recipe, ranks):
-    data = batches_of(recipe)
+    data = parallel_models.batches_of(recipe)
     if ranks == 1:
-        return train(model_of(sharing(recipe)), lambda model, step: model(data[step % STEPS]).square().mean())
-    model = spread(model_of(sharing(recipe)), world_mesh())
-    losses = train(model, lambda model, step: model(part(data[step % STEPS], 1)).square().mean() / 2)
+        return train(
+            parallel_models.model_of(parallel_models.sharing(recipe)),
+            lambda model, step: model(data[step % parallel_models.STEPS]).square().mean(),
+        )
+    model = parallel_models.spread(parallel_models.model_of(parallel_models.sharing(recipe)), models.world_mesh())
+    losses = train(
+        model,
+        lambda model, step: model(parallel_models.part(data[step % parallel_models.STEPS], 1)).square().mean() / 2,
+    )
     dist.all_reduce(total := torch.tensor(losses))
     return total.tolist()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_tensor_parallel_ranks_follow_the_phases_of_one_process(recipe):
-    assert_same_losses(run(2, _train_tp, recipe, 2)[0], _train_tp(recipe, 1))
+    parallel_models.assert_same_losses(run(2, _train_tp, recipe, 2)[0], _train_tp(recipe, 1))
 
 
 def test_compiled_code_is_made_once_for_each_phase():
@@ -130,8 +117,8 @@ def test_compiled_code_is_made_once_for_each_phase():
 
 
 def test_in_high_precision_a_linear_is_that_of_pytorch():
-    plain, model = make_model(), convert_to_float8_training(make_model(), config="blockwise")
-    input, recipe = batches(1, 1)[0].requires_grad_(), model[0].up.config
+    plain, model = models.make_model(), convert_to_float8_training(models.make_model(), config="blockwise")
+    input, recipe = models.batches(1, 1)[0].requires_grad_(), model[0].up.config
     set_high_precision_matmuls(model, ALL)
     assert_same(results_of(model, input), results_of(plain, input))
     set_high_precision_matmuls(model, [])
@@ -141,7 +128,7 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
             set_high_precision_matmuls(plain, matmuls)
     with pytest.raises(ValueError, match="high_precision_matmuls: expected names of output, grad_input, grad_weight"):
         set_high_precision_matmuls(model, ["forward"])
-    frozen = freeze_to_float8(make_model().requires_grad_(False))
+    frozen = freeze_to_float8(models.make_model().requires_grad_(False))
     with pytest.raises(ValueError, match=r"the weight of 0\.up is stored in float8"):
         set_high_precision_matmuls(frozen, ["output"])
     set_high_precision_matmuls(frozen, ["grad_weight"])
@@ -176,7 +163,7 @@ def test_a_config_that_fills_in_other_fields_than_an_equal_one_is_not_shared():
 
 
 def test_names_come_from_any_iterable_but_a_string():
-    model = convert_to_float8_training(make_model())
+    model = convert_to_float8_training(models.make_model())
     set_high_precision_matmuls(model, (name for name in ["output"]))
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     assert [linear.config.high_precision_matmuls for linear in linears] == [("output",)] * len(linears)

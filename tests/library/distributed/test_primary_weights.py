@@ -19,18 +19,8 @@ from quaver.fsdp.siblings import get_all_gather_state
 from quaver.linear import quantize
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary_weight import Float8PrimaryWeight
+from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import MICROBATCHES, run_step
-from tests.library.distributed.models import (
-    DIM,
-    HIDDEN,
-    LEARNING_RATE,
-    batches,
-    config_of,
-    loss_of,
-    make_model,
-    part_of,
-    shard_model,
-)
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run
@@ -41,18 +31,18 @@ LAYERS = 2
 
 def _train_under_ddp(recipe, master_dtype, **options):
     """Return the losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
-    model = convert_to_float8_training(make_model(LAYERS), config=recipe)
+    model = convert_to_float8_training(models.make_model(LAYERS), config=recipe)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + dist.get_rank())  # DDP has to broadcast
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     if master_dtype is not None:
         torch.manual_seed(dist.get_rank())
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     replicas = DistributedDataParallel(model, **options)
     parts = [
-        torch.cat([part_of(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
-        for batch in batches(3, MICROBATCHES * dist.get_world_size())
+        torch.cat([models.part_of(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
+        for batch in models.batches(3, MICROBATCHES * dist.get_world_size())
     ]
     losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
     return losses, model.state_dict()
@@ -74,14 +64,14 @@ def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, o
 
 def build_shards():
     """Shard three experts, of which the second rank has one."""
-    config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
-    model = shard_model(config, model=make_mixture())
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    config = models.config_of("blockwise", enable_fsdp_float8_all_gather=True)
+    model = models.shard_model(config, model=make_mixture())
+    return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
 
 
 def build_whole():
     model = convert_to_float8_training(make_mixture(), config="blockwise")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     return model, use_float8_primary_weights(model, optimizer)
 
 
@@ -97,9 +87,9 @@ def _train_mixture(folder, ranks, steps, load=None, save=None):
         batch = draw(2 * MICROBATCHES * 8, MIXTURE_DIM, seed=step)
         with cast_weights_once(model):
             for microbatch in batch.chunk(MICROBATCHES):
-                parts = [part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
+                parts = [models.part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
                 for part in parts:  # gradients of the ranks are averaged
-                    loss = loss_of(model(part)) / len(parts)
+                    loss = models.loss_of(model(part)) / len(parts)
                     loss.backward()
                     losses.append(loss.detach() * len(parts))
         optimizer.step()
@@ -142,17 +132,17 @@ def test_codes_follow_a_collective(async_op):
 
 @on_ranks(2)
 def test_wrapped_models_are_refused():
-    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
     with pytest.raises(ValueError, match="expected one outside of DistributedDataParallel"):
         use_float8_primary_weights(DistributedDataParallel(model), torch.optim.AdamW(model.parameters()))
-    model = shard_model(config_of("tensorwise"))
+    model = models.shard_model(models.config_of("tensorwise"))
     with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
         use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
 
 
 @on_ranks(2)
 def test_weights_that_fully_shard_replaced_are_an_error():
-    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
     optimizer = use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
     fully_shard(model)
     with pytest.raises(RuntimeError, match="was replaced after use_float8_primary_weights"):
@@ -160,8 +150,8 @@ def test_weights_that_fully_shard_replaced_are_an_error():
 
 
 def _ddp(dtype, master_dtype=None, scope=nullcontext):
-    model = convert_to_float8_training(make_model(LAYERS).to(dtype), config="tensorwise")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model = convert_to_float8_training(models.make_model(LAYERS).to(dtype), config="tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     if master_dtype is not None:
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     return DistributedDataParallel(model), optimizer, scope
@@ -169,9 +159,9 @@ def _ddp(dtype, master_dtype=None, scope=nullcontext):
 
 def _fsdp2(dtype, gather, scope=nullcontext):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
-    config = config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
-    model = shard_model(config, model=make_model(LAYERS).to(dtype), **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), scope
+    config = models.config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
+    model = models.shard_model(config, model=models.make_model(LAYERS).to(dtype), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE), scope
 
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -231,7 +221,7 @@ def _measure(make):
     model, optimizer, scope = make()
     blocks = getattr(model, "module", model)
     linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
-    first, second = batches(2, MICROBATCHES * dist.get_world_size())
+    first, second = models.batches(2, MICROBATCHES * dist.get_world_size())
     run_step(model, first.to(dtype), scope=scope)
     optimizer.step()
     optimizer.zero_grad()
@@ -245,7 +235,9 @@ def _measure(make):
     state = optimizer.state[weight.wrapped if isinstance(weight, Float8PrimaryWeight) else weight]
     sizes.append(sum(local(value).nbytes for value in state.values() if value.dim()))
     shape = local(weight).shape
-    casts = sum(cast_shape in (shape, (HIDDEN, DIM)) for cast_shape in shapes) // LAYERS  # one in each layer
+    casts = (
+        sum(cast_shape in (shape, (models.HIDDEN, models.DIM)) for cast_shape in shapes) // LAYERS
+    )  # one in each layer
     unsharded = 0
     if hasattr(model, "reshard"):
         model[0].unshard()
