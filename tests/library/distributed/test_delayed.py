@@ -20,20 +20,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import (
-    DIM,
-    TOKENS,
-    assert_same_scaling_on_all_ranks,
-    batches,
-    config_of,
-    loss_of,
-    make_model,
-    part_of,
-    scale_states_of,
-    scaling_snapshot,
-    shard_model,
-    world_mesh,
-)
+from tests.library.distributed import models
 from tests.library.distributed.parallel_models import model_of, part, sharing, spread
 from tests.ranks import on_ranks, refusal
 from tests.steps import assert_same
@@ -46,7 +33,7 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(3))
 
     def forward(self, input, chosen):
         return sum(self.experts[index](input) for index in chosen)
@@ -55,19 +42,19 @@ class Experts(nn.Module):
 @on_ranks(2)
 def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
     """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
-    model = convert_to_float8_training(Experts(), config=config_of("delayed"))
+    model = convert_to_float8_training(Experts(), config=models.config_of("delayed"))
     rank = dist.get_rank()
     snapshots = []
     for step in range(3):
         chosen = ([0] if rank == 0 else []) + ([1] if step == 0 else [])
         if chosen:
-            loss_of(model(torch.full((TOKENS, DIM), float(2 + step + rank)), chosen)).backward()
-        (state,) = scale_states_of(model)
+            models.loss_of(model(torch.full((models.TOKENS, models.DIM), float(2 + step + rank)), chosen)).backward()
+        (state,) = models.scale_states_of(model)
         amaxes = state.amax_buffer[:3, 0]
         assert ((amaxes > 0) if rank == 0 else (amaxes == -1)).all()
         sync_float8_amax_and_scale_history(model)
-        assert_same_scaling_on_all_ranks(model)
-        snapshots.append(scaling_snapshot(model))
+        models.assert_same_scaling_on_all_ranks(model)
+        snapshots.append(models.scaling_snapshot(model))
         assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
     first, *later = (
         {name: value for name, value in snapshot.items() if name.startswith("experts.1")} for snapshot in snapshots
@@ -82,15 +69,15 @@ def static_config(**options):
     return Float8LinearConfig(**casts, **options)
 
 
-def calibrate(model, batches, divided_by=1):
+def calibrate(model, inputs, divided_by=1):
     """Calibrate, grow the weights, and return the scales."""
     with calibrate_float8_static_scales(model):
-        for batch in batches:
-            (loss_of(model(batch)) / divided_by).backward()
+        for batch in inputs:
+            (models.loss_of(model(batch)) / divided_by).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    return scaling_snapshot(model)
+    return models.scaling_snapshot(model)
 
 
 def _calibrate(how):
@@ -98,32 +85,32 @@ def _calibrate(how):
     ranks = dist.get_world_size()
     if how == "tp":
         config = static_config(shared_inputs=sharing("delayed").shared_inputs)
-        model, inputs = spread(model_of(config), world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        model, inputs = spread(model_of(config), models.world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
         parts = [part(input, 1) for input in inputs]
     else:
-        model = shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
-        parts = [part_of(batch) for batch in batches(4, ranks)]
+        model = models.shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
+        parts = [models.part_of(batch) for batch in models.batches(4, ranks)]
     with pytest.raises(RuntimeError, match="never measured"):
         model(parts[0])
     result = []
     for index in (0, 2):
         calibrate(model, parts[index : index + 2], ranks if how == "tp" else 1)
-        assert_same_scaling_on_all_ranks(model)
+        models.assert_same_scaling_on_all_ranks(model)
         with CollectiveCounter() as counter:
             model(parts[0]).square().mean().backward()
         exchanges = [dtype for dtype, _ in counter.of("all_reduce") if dtype is torch.int32 or how != "tp"]
-        result.append((scaling_snapshot(model), len(exchanges)))
-    before = scaling_snapshot(model)
+        result.append((models.scaling_snapshot(model), len(exchanges)))
+    before = models.scaling_snapshot(model)
     sync_float8_amax_and_scale_history(model)
-    assert_same(scaling_snapshot(model), before)
+    assert_same(models.scaling_snapshot(model), before)
     return result
 
 
 @pytest.mark.parametrize("how", ["fsdp", pytest.param("high precision", marks=pytest.mark.nightly)])
 @on_ranks(2)
 def test_static_scales_are_calibrated_over_all_ranks(how):
-    model = convert_to_float8_training(make_model(), config=static_config())
-    inputs = [batch.chunk(2) for batch in batches(4, 2)]
+    model = convert_to_float8_training(models.make_model(), config=static_config())
+    inputs = [batch.chunk(2) for batch in models.batches(4, 2)]
     for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
         assert_same(snapshot, calibrate(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
@@ -145,30 +132,30 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
 @on_ranks(2)
 def test_a_compiled_sync_takes_the_maximum_over_ranks():
     """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
-    model = convert_to_float8_training(make_model(), config=config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
     twin = copy.deepcopy(model)
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    for batch in batches(3, dist.get_world_size()):
+    for batch in models.batches(3, dist.get_world_size()):
         for trained, sync_scales in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
-            loss_of(trained(part_of(batch) * (1 + dist.get_rank()))).backward()
+            models.loss_of(trained(models.part_of(batch) * (1 + dist.get_rank()))).backward()
             sync_scales(trained)
-        assert_same(scaling_snapshot(twin), scaling_snapshot(model))
-        assert_same_scaling_on_all_ranks(twin)
+        assert_same(models.scaling_snapshot(twin), models.scaling_snapshot(model))
+        models.assert_same_scaling_on_all_ranks(twin)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def _disagree(how, call):
     """Train a step on two ranks, of which rank 1 differs."""
-    other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
+    other, config = dist.get_rank() == 1, models.config_of("delayed") if call == "sync" else static_config()
     if how == "config" and other:
         changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
         config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
     elif how != "layer" and other:
-        config = config_of(how)
-    model = convert_to_float8_training(make_model(1 if how == "layer" and other else 2), config=config)
+        config = models.config_of(how)
+    model = convert_to_float8_training(models.make_model(1 if how == "layer" and other else 2), config=config)
     with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
-        loss_of(model(batches(1, 1)[0])).backward()
+        models.loss_of(model(models.batches(1, 1)[0])).backward()
     sync_float8_amax_and_scale_history(model)
 
 
@@ -184,7 +171,7 @@ def test_all_ranks_raise_when_they_disagree():
 
 @on_ranks(2)
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
-    model = spread(model_of(static_config(shared_inputs=())), world_mesh())
+    model = spread(model_of(static_config(shared_inputs=())), models.world_mesh())
     message = refusal(calibrate, model, [part(torch.randn(2, 16, 32), 1)])
     assert message.startswith("RuntimeError: calibration: 0.attention.k.input was not cast")
     assert "must be named in Float8LinearConfig.shared_inputs" in message
