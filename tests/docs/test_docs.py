@@ -1,4 +1,4 @@
-"""Tests that links of README.md and docs/ lead somewhere, public names have an entry, and the README's code runs."""
+"""Tests that links lead somewhere, public names and settings have an entry, and the README's code runs."""
 
 import dataclasses
 import functools
@@ -14,6 +14,8 @@ from torch import nn
 
 import quaver
 from quaver.lab.cli import errors
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.docs import format_configuration_page
 from tests.isolated import Forked
 
 REPOSITORY = Path(__file__).parents[2]
@@ -145,3 +147,16 @@ def test_the_page_of_the_layout_names_existing_objects(file, names):
     module = importlib.import_module(f"quaver.{file.removesuffix('.py').replace('/', '.')}")
     for name in re.findall(r"`([\w.]+)`", names):
         assert functools.reduce(getattr, name.split("."), module), name
+
+
+def test_the_page_of_settings_is_what_the_dataclasses_say():
+    """If this fails: python -m quaver.lab.settings.docs docs/configuration.md"""
+    page = format_configuration_page()
+    assert (REPOSITORY / "docs" / "configuration.md").read_text() == page
+    config = TrainConfig()
+    for section in dataclasses.fields(config):
+        assert f"## [{section.name}]" in page
+        for setting in dataclasses.fields(getattr(config, section.name)):
+            rows = page.split(f"## [{section.name}]")[1].split("## [")[0].splitlines()
+            (row,) = (line for line in rows if line.startswith(f"`{setting.name}` |"))
+            assert len(row.split("|")[2].strip()) > 10, f"{section.name}.{setting.name} has no help"

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from quaver import error_on_slow_path
 from quaver.experts.grouped_gemm import predict_grouped_backend
+from quaver.kernels import cpu
 from quaver.lab.cli import main
 from quaver.lab.doctor import machine as doctor
 from quaver.lab.doctor.gpu import describe_gpu
@@ -160,3 +162,15 @@ def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, run_quav
     assert counts["model.layers.*.mlp.down_proj", True, ""] == 1
     printed = run_quaver(*words, "--recipe=rowwise:high_precision")
     assert "in rowwise:high_precision, linears native output, high precision grad_input" in printed
+
+
+def test_slow_paths_are_listed_and_do_not_raise(monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "AVAILABLE", False)
+    monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
+    monkeypatch.setattr(cpu, "PURE_PYTORCH", False)
+    slow = "float8 casts on the CPU run in PyTorch, up to 10 times slower: quaver._cpu was not built at install"
+    with error_on_slow_path():
+        assert main(["doctor", "--no-compile"]) == 0
+        assert f"slow path: {slow}" in capsys.readouterr().out
+        assert main(["doctor", "--no-compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["slow_paths"] == [slow]
