@@ -37,7 +37,7 @@ from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.runs.manifest import MANIFEST, check_manifest
+from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Checkpoint, Model, TrainConfig
 from quaver.lab.settings.fields import OneOf
@@ -224,7 +224,7 @@ def fill_disks(runs: Runs, tries: int, chance: random.Random) -> str:
 def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> str:
     require(runs.run(runs.make_words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     checkpoint = runs.get_path("damage") / "checkpoint" / "step-00000002"
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     for number in range(tries):
         path = files[number % len(files)]
         content = path.read_bytes()
@@ -364,11 +364,11 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
 
 
 _READ_BACK = {"quaver.lab.runs.checkpoint._read_back": lambda *_: None}
-_MANIFEST = {
+_MANIFEST_ADAPTER = {
     "quaver.lab.runs.checkpoint.hash_files_of_rank": lambda *_: {},
     "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
 }
-_LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {}]
+_LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST_ADAPTER}, _READ_BACK, {}]
 """The patches for a save without manifest and reading back, with a manifest, and with both."""
 
 

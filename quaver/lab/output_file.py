@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.run_folder import CONFIG_TOML, RUN_FILES
+from quaver.lab.runs.run_folder import CONFIG_FILE, RUN_FILES
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import MAX_NAME_BYTES, replace_file
 
@@ -117,7 +117,7 @@ def _check_access(nearest: Path, path: Path, option: str) -> None:
 
 
 def _check_replaceable(target: Path, option: str, kind: str) -> None:
-    if target.name in RUN_FILES and (target.parent / CONFIG_TOML).exists():
+    if target.name in RUN_FILES and (target.parent / CONFIG_FILE).exists():
         raise InputError(f"{option}: {target} is a file of a run; give another file")
     with target.open("rb") as file:
         beginning = file.read(64)

@@ -11,7 +11,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG_JSON, read_config
 from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
 from quaver.lab.doctor.gpu import GpuFindings, describe_gpu
-from quaver.lab.runs.run_folder import CONFIG_TOML
+from quaver.lab.runs.run_folder import CONFIG_FILE
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model, make_linear_config
@@ -33,11 +33,11 @@ def describe_model_on_gpu(spec: DeviceSpec, path: Path, recipe: str | None) -> G
         path = path.parent
     if (path / CONFIG_JSON).is_file():
         return _describe_hugging_face_model(spec, path, canonicalize_recipe(recipe or "tensorwise"))
-    file = path / CONFIG_TOML if path.is_dir() else path
+    file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
             f"--model must be a run's config, a run or a Hugging Face folder, got {str(path)!r}, which has no "
-            f"{CONFIG_JSON} and no {CONFIG_TOML}"
+            f"{CONFIG_JSON} and no {CONFIG_FILE}"
         )
     return _describe_run(spec, load_config(file), recipe)
 

@@ -7,8 +7,8 @@ random number generators, which the trainer itself does not use while it trains.
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
 group, whose collectives do not interleave with the collectives of training. Each phase ends with an exchange of
-errors: a save fails on every rank or on none. `failed` polls it, `wait` raises it. The caller of `save` runs in a block
-of `ignore_single_process_warning`.
+errors: a save fails on every rank or on none. `has_failed` polls it, `wait` raises it. The caller of `save` runs in a
+block of `ignore_single_process_warning`.
 """
 
 import threading
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, RunProgress, read_record
-from quaver.lab.runs.dcp import convert_errors, find_innermost_cause, load_state
+from quaver.lab.runs.checkpoint_folder import RECORD_FORMAT, CheckpointFolder, RunProgress, read_record
+from quaver.lab.runs.dcp import call_converting_errors, describe_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.manifest import FileDigest, check_manifest, hash_files_of_rank
+from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, check_manifest, hash_files_of_rank
 from quaver.lab.runs.model_state import SavedModel, collect_rng_states, collect_state, load_model, load_rng_states
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
@@ -66,7 +66,7 @@ class Checkpointer:
         self._resumed_step: int | None = None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a save in the background has failed, as far as this rank's thread knows; never blocks."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
@@ -85,7 +85,7 @@ class Checkpointer:
         state = {make_file_name(trained.name): collect_state(trained) for trained in models}
         state[make_file_name(models[0].name)]["rng"] = collect_rng_states(self.ranks.rank, self._device)
         record = {
-            "format": FORMAT,
+            "format": RECORD_FORMAT,
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "models": list(state),
             "world_size": self.ranks.world_size,
@@ -132,7 +132,7 @@ class Checkpointer:
         progress = RunProgress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
-            raise CheckpointError(f"{str(path)!r} is damaged: {problem}; choose another checkpoint")
+            raise CheckpointError(f"{str(path)!r} is damaged: {problem}; {CHECKPOINT_HINT}")
         names = [make_file_name(trained.name) for trained in models]
         if not set(names) <= set(record["models"]):
             raise CheckpointError(
@@ -160,38 +160,38 @@ class Checkpointer:
         """
         folder = self.folder
         try:
-            self._on_first_rank(partial(folder.begin, step))
+            self._run_on_first_rank(partial(folder.begin, step))
             digests: dict[str, FileDigest] = {}
             for name, values in state.items():
                 writer = FileSystemWriter(folder.get_partial_path(step) / name)
-                self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
+                self._run_on_every_rank(partial(save, values, storage_writer=writer, process_group=self._group))
                 digest = partial(hash_files_of_rank, folder.get_partial_path(step), name, self.ranks.rank)
-                for rank_digests in self._on_all_ranks(digest):
+                for rank_digests in self._run_on_every_rank(digest):
                     digests |= rank_digests
-            self._on_first_rank(partial(_read_back, folder.get_partial_path(step), list(state)))
-            self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
+            self._run_on_first_rank(partial(_read_back, folder.get_partial_path(step), list(state)))
+            self._run_on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
         except Exception as error:
             if self.ranks.is_first:
                 with suppress(OSError, InputError):  # the next save removes it
                     folder.remove_partials()
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
-                f"{find_innermost_cause(error)}; {_describe_newest(folder)}"
+                f"{describe_innermost_cause(error)}; {_describe_newest(folder)}"
             ) from error
         self._resumed_step = None
         try:
-            self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
+            self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             raise CheckpointError(
-                f"old checkpoints in {str(folder.path)!r} could not be removed: {find_innermost_cause(error)}; "
+                f"old checkpoints in {str(folder.path)!r} could not be removed: {describe_innermost_cause(error)}; "
                 f"the checkpoint of step {step} is intact"
             ) from error
 
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        run_on_first_rank(partial(convert_errors, action), self._group)
+    def _run_on_first_rank(self, action: Callable[[], None]) -> None:
+        run_on_first_rank(partial(call_converting_errors, action), self._group)
 
-    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        return run_on_every_rank(partial(convert_errors, action), self._group)
+    def _run_on_every_rank(self, action: Callable[[], Any]) -> list[Any]:
+        return run_on_every_rank(partial(call_converting_errors, action), self._group)
 
 
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
@@ -199,11 +199,11 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
 
     Raises CheckpointError on every rank if they cannot be read or do not fit.
     """
-    saved = read_verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
+    saved_names = read_verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
         name = make_file_name(trained.name)
-        load_state(state, CheckpointReader(path / (name if name in saved else saved[0])))
+        load_state(state, CheckpointReader(path / (name if name in saved_names else saved_names[0])))
         set_model_state_dict(trained.model, state["model"])
         trained.precompute_scales()
 
@@ -214,17 +214,17 @@ def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
     publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.
     """
-    written: Future[None] = Future()
+    future: Future[None] = Future()
 
     def run() -> None:
         try:
             write(*args)
-            written.set_result(None)
+            future.set_result(None)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the main thread
-            written.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return written
+    return future
 
 
 def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:

@@ -23,16 +23,16 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.export.folders import rename, sync_all
-from quaver.lab.runs.manifest import CHOOSE, FileDigest, write_manifest
+from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError
 
-FORMAT = 1
-RECORD = "checkpoint.json"
-ABANDONS = ".abandons.json"
+RECORD_FORMAT = 1
+RECORD_FILE = "checkpoint.json"
+ABANDONED_STEPS_FILE = ".abandons.json"
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _CheckpointRecord(TypedDict):
     """The fields of checkpoint.json that are read; the file has more."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
-    format: Literal[FORMAT]  # type: ignore[valid-type]
+    format: Literal[RECORD_FORMAT]  # type: ignore[valid-type]
     models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w[\w+-]*$")]], MinLen(1)]
     world_size: AtLeast1
     progress: RunProgress
@@ -99,8 +99,8 @@ class _CheckpointRecord(TypedDict):
     huggingface: NotRequired[dict[str, Any]]
 
 
-_RECORD, _STEPS = TypeAdapter(_CheckpointRecord), TypeAdapter(list[NotNegative])
-_COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
+_RECORD_ADAPTER, _STEPS_ADAPTER = TypeAdapter(_CheckpointRecord), TypeAdapter(list[NotNegative])
+_COMPLETE_NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class CheckpointFolder:
         complete_steps = self._list_complete_steps()
         abandoned: set[int] = set()
         for step in complete_steps:
-            marker = self.find_checkpoint(step) / ABANDONS
+            marker = self.find_checkpoint(step) / ABANDONED_STEPS_FILE
             if marker.exists():
-                later: list[int] = read_json(marker, _STEPS, "remove the file")
-                abandoned.update(later)
+                later_steps: list[int] = read_json(marker, _STEPS_ADAPTER, "remove the file")
+                abandoned.update(later_steps)
         return sorted(complete_steps - abandoned)
 
     def find_checkpoint(self, step: int) -> Path:
@@ -150,9 +150,11 @@ class CheckpointFolder:
             discard_after: complete checkpoints of later steps belong to a history that the run abandoned. They no
                 longer count once this one is complete, and the next `prune` removes them.
         """
-        later = [saved for saved in self.list_steps() if discard_after is not None and saved > max(step, discard_after)]
-        if later:
-            (self.get_partial_path(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
+        later_steps = []
+        if discard_after is not None:
+            later_steps = [other for other in self.list_steps() if other > max(step, discard_after)]
+        if later_steps:
+            (self.get_partial_path(step) / ABANDONED_STEPS_FILE).write_text(json.dumps(later_steps), encoding="utf-8")
         write_record(self.get_partial_path(step), record, digests)
         sync_all(self.get_partial_path(step))
         path = self._get_path(step)
@@ -172,17 +174,17 @@ class CheckpointFolder:
     def remove_partials(self) -> None:
         """Remove what is not a complete checkpoint, or no longer counts as one."""
         self._hide(sorted(self._list_complete_steps() - set(self.list_steps())))
-        for marker in self.path.glob(f"step-*/{ABANDONS}"):
+        for marker in self.path.glob(f"step-*/{ABANDONED_STEPS_FILE}"):
             marker.unlink()
         for replaced in self.path.glob(".step-*.replaced"):
             path = replaced.with_name(replaced.stem[1:])
             replaced.rename(replaced.with_suffix(".partial") if path.exists() else path)
-        for left in self.path.glob(".step-*.partial"):
-            shutil.rmtree(left)
+        for partial in self.path.glob(".step-*.partial"):
+            shutil.rmtree(partial)
 
     def _list_complete_steps(self) -> set[int]:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return {int(match[1] or match[2]) for match in map(_COMPLETE.fullmatch, names) if match}
+        return {int(match[1] or match[2]) for match in map(_COMPLETE_NAME.fullmatch, names) if match}
 
     def _get_path(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -199,7 +201,7 @@ class CheckpointFolder:
 def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:
     """Write checkpoint.json and then the manifest, the last files of a checkpoint; see `write_manifest`."""
     text = json.dumps(record, indent=2, allow_nan=False)
-    (checkpoint / RECORD).write_text(text + "\n", encoding="utf-8")
+    (checkpoint / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
     write_manifest(checkpoint, digests or {})
 
 
@@ -210,20 +212,20 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         FileNotFoundError: `checkpoint` is not a folder with a checkpoint.json.
         InputError: the file is damaged, or has a format that this version does not read.
     """
-    path = checkpoint / RECORD
+    path = checkpoint / RECORD_FILE
     if not path.is_file():
-        why = f"it has no {RECORD}" if checkpoint.exists() else "it does not exist"
+        why = f"it has no {RECORD_FILE}" if checkpoint.exists() else "it does not exist"
         steps = CheckpointFolder(checkpoint.parent).list_steps()
-        saved = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
+        others = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
         raise FileNotFoundError(
-            f"{str(checkpoint)!r} is not a checkpoint: {why}{saved}; give a step-... folder of a run's checkpoints "
+            f"{str(checkpoint)!r} is not a checkpoint: {why}{others}; give a step-... folder of a run's checkpoints "
             "(checkpoint.keep_latest_k removes old ones), or one that quaver convert hf-to-quaver wrote"
         )
-    checked = read_json(path, _RECORD, CHOOSE)
+    checked = read_json(path, _RECORD_ADAPTER, CHECKPOINT_HINT)
     record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}
     if "huggingface" not in record:
         names = {f"config.{section}" for section in record["config"]} | set(record)
         for name in ("data", "config.training", "config.float8", "config.parallelism"):
             if name not in names:
-                raise InputError(f"{str(path)!r} is damaged: {name} is missing; {CHOOSE}")
+                raise InputError(f"{str(path)!r} is damaged: {name} is missing; {CHECKPOINT_HINT}")
     return record

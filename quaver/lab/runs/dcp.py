@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.manifest import CHECKPOINT_HINT
 from quaver.lab.runs.safe_dcp import CheckpointPlanner
 from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import describe_error
@@ -43,7 +44,7 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
     return reader.read_metadata()
 
 
-def find_innermost_cause(error: BaseException) -> str:
+def describe_innermost_cause(error: BaseException) -> str:
     """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
     cause: BaseException | None = error
     seen: set[int] = set()  # two errors may be the cause of each other
@@ -58,12 +59,12 @@ def find_innermost_cause(error: BaseException) -> str:
     return describe_error(error).splitlines()[0].strip()
 
 
-def convert_errors(action: Callable[[], Any]) -> Any:
+def call_converting_errors(action: Callable[[], Any]) -> Any:
     """Call `action`. Raises CheckpointError for any error; DCP's CheckpointException is not an Exception."""
     try:
         return action()
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(find_innermost_cause(error)) from error
+        raise CheckpointError(describe_innermost_cause(error)) from error
 
 
 @contextmanager
@@ -78,6 +79,4 @@ def ignore_single_process_warning() -> Iterator[None]:
 
 
 def _make_read_error(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"cannot {verb} {str(reader.path)!r}: {find_innermost_cause(error)}; choose another checkpoint"
-    )
+    return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {describe_innermost_cause(error)}; {CHECKPOINT_HINT}")

@@ -16,7 +16,7 @@ from quaver.lab.settings.json_file import STRICT
 from quaver.runtime.files import replace_file
 
 
-class JsonLines:
+class JsonLinesWriter:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
@@ -104,11 +104,11 @@ class _Line(TypedDict):
     tokens_per_s: NotRequired[float]
 
 
-_LINE = TypeAdapter(_Line)
+_LINE_ADAPTER = TypeAdapter(_Line)
 
 
 def _parse_record(line: bytes, path: Path, number: int) -> _Line:
     try:
-        return _LINE.validate_json(line)
+        return _LINE_ADAPTER.validate_json(line)
     except ValidationError as error:
         raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error

@@ -19,8 +19,9 @@ from quaver.lab.settings.fields import NotNegative
 from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.runtime.errors import InputError
 
-MANIFEST = "manifest.json"
-CHOOSE = "choose another checkpoint"
+MANIFEST_FILE = "manifest.json"
+MANIFEST_FORMAT = 1
+CHECKPOINT_HINT = "choose another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Manifest:
     """The content of manifest.json: the digests of all other files, by path with `/` below the checkpoint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
-    format: Literal[1]
+    format: Literal[MANIFEST_FORMAT]  # type: ignore[valid-type]
     files: dict[str, FileDigest]
 
 
-_MANIFEST = TypeAdapter(Manifest)
+_MANIFEST_ADAPTER = TypeAdapter(Manifest)
 
 
 def hash_files_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
@@ -58,8 +59,8 @@ def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
     rest = {name: path for name, path in _list_files(folder).items() if name not in known}
     with make_file_threads() as threads:
         digests = {**known, **dict(zip(rest, threads.map(_hash_file, rest.values()), strict=True))}
-    content = asdict(Manifest(1, dict(sorted(digests.items()))))
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = asdict(Manifest(MANIFEST_FORMAT, dict(sorted(digests.items()))))
+    (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
@@ -69,21 +70,23 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         OSError: a file cannot be read.
         InputError: a file differs, is missing, or is not in the manifest; the message names it.
     """
-    expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
+    expected = read_json(folder / MANIFEST_FILE, _MANIFEST_ADAPTER, CHECKPOINT_HINT).files
     files = _list_files(folder)
     for name in sorted(expected.keys() - files.keys()):
-        raise InputError(f"{str(folder / name)!r} is missing; {CHOOSE}")
+        raise InputError(f"{str(folder / name)!r} is missing; {CHECKPOINT_HINT}")
     for name in sorted(files.keys() - expected.keys()):
-        raise InputError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
+        raise InputError(f"{str(folder / name)!r} is not in {MANIFEST_FILE}: remove the file, or {CHECKPOINT_HINT}")
     for name, path in files.items():
         size = path.stat().st_size
         if size != expected[name].bytes:
-            raise InputError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
+            raise InputError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHECKPOINT_HINT}")
     names = sorted(files)[rank::world_size]
     with make_file_threads() as threads:
         for name, digest in zip(names, threads.map(_hash_file, [files[name] for name in names]), strict=True):
             if digest != expected[name]:
-                raise InputError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
+                raise InputError(
+                    f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST_FILE}; {CHECKPOINT_HINT}"
+                )
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
@@ -91,9 +94,9 @@ def _list_files(folder: Path) -> dict[str, Path]:
     files = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise InputError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
+            raise InputError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHECKPOINT_HINT}")
         name = _make_name(folder, path)
-        if path.is_file() and name != MANIFEST and not name.startswith("."):
+        if path.is_file() and name != MANIFEST_FILE and not name.startswith("."):
             files[name] = path
     return files
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from quaver.conversion.delayed import Float8ScalingState
 from quaver.lab.runs.dcp import load_state, read_metadata
 from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.manifest import CHECKPOINT_HINT
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import TrainConfig
@@ -70,11 +71,11 @@ def collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None =
     return state
 
 
-def load_model(trained: SavedModel, path: Path, saved: str) -> None:
-    """Load a model and its optimizer, and convert the states if the checkpoint is of another optimizer, `saved`."""
+def load_model(trained: SavedModel, path: Path, saved_optimizer: str) -> None:
+    """Load a model and its optimizer, and convert the states if they are those of another optimizer."""
     optimizer = trained.optimizer
-    if saved != trained.config.optimizer.name:
-        optimizer = trained.make_optimizer(saved)
+    if saved_optimizer != trained.config.optimizer.name:
+        optimizer = trained.make_optimizer(saved_optimizer)
     state, reader = collect_state(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not fit_histories(state["float8"], read_metadata(reader), path):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
@@ -86,7 +87,7 @@ def load_model(trained: SavedModel, path: Path, saved: str) -> None:
         try:
             copy_states(trained.optimizer, optimizer)
         except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
+            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved_optimizer}: {error}") from error
     if "float8" in state:
         set_scales(trained.scaling, state["float8"], path)
     trained.precompute_scales()
@@ -108,7 +109,7 @@ def fit_histories(scales: dict[str, Tensor], metadata: Metadata, path: Path) -> 
                 expected = f"at most {_MAX_HISTORY_LEN:,} amaxes" if tensor.dim() else "one number"
                 raise CheckpointError(
                     f"cannot load {str(path)!r}: {name} must be {expected}, got a tensor of {list(entry.size)}; "
-                    "choose another checkpoint"
+                    + CHECKPOINT_HINT
                 )
             scales[name] = tensor.new_zeros(entry.size)
     return bool(saved)
@@ -137,12 +138,11 @@ def collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def load_rng_states(path: Path, saved_ranks: int, ranks: Ranks, device: torch.device) -> str:
+def load_rng_states(path: Path, saved_world_size: int, ranks: Ranks, device: torch.device) -> str:
     """Load the states of torch's generators on this rank, and return a note on those that were not saved, or ""."""
-    if saved_ranks != ranks.world_size:
-        return (
-            f"random number generators begin with training.seed: the checkpoint has the states of {saved_ranks} ranks"
-        )
+    if saved_world_size != ranks.world_size:
+        other_states = f"the states of {saved_world_size} ranks"
+        return f"random number generators begin with training.seed: the checkpoint has {other_states}"
     reader = CheckpointReader(path)
     saved = read_metadata(reader).state_dict_metadata
     states = collect_rng_states(ranks.rank, device)

@@ -60,17 +60,17 @@ def find_git_revision(folder: Path) -> dict[str, Any] | None:
     if git is None:
         return None
 
-    def ask(*arguments: str) -> str | None:
+    def run_git(*arguments: str) -> str | None:
         # A git that is killed, as by a limit on the size of files, would leave the index locked.
         command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else None
 
     # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
-    revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None
+    revision = run_git("rev-parse", "HEAD") if run_git("ls-files", ".") else None
     if revision is None:
         return None
-    return {"commit": revision, "is_modified": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": revision, "is_modified": bool(run_git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def _describe_cpu() -> str:

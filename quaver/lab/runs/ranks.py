@@ -75,15 +75,15 @@ class Ranks:
         """
         if self.is_alone:
             return error
-        store = self._next_store()
+        store = self._make_next_store()
         if self.is_first:
             verdict = error or self._collect_verdict(store, fingerprint)
             store.set("verdict", verdict)
-            _wait_for(store, [f"heard {rank}" for rank in range(1, self.world_size)], STORE_TIMEOUT_S)
+            _wait_for_keys(store, [f"heard {rank}" for rank in range(1, self.world_size)], STORE_TIMEOUT_S)
         else:
             store.set(f"said {self.rank}", f"{fingerprint}\n{error}")
-            if not _wait_for(store, ["verdict"], 2 * INPUT_TIMEOUT_S):
-                raise TimeoutError(_describe_late(0, 2 * INPUT_TIMEOUT_S))
+            if not _wait_for_keys(store, ["verdict"], 2 * INPUT_TIMEOUT_S):
+                raise TimeoutError(_describe_late_rank(0, 2 * INPUT_TIMEOUT_S))
             verdict = store.get("verdict").decode()
             store.set(f"heard {self.rank}", "")
         return verdict
@@ -91,8 +91,8 @@ class Ranks:
     def _collect_verdict(self, store: Store, fingerprint: str) -> str:
         deadline = time.monotonic() + INPUT_TIMEOUT_S
         for rank in range(1, self.world_size):
-            if not _wait_for(store, [f"said {rank}"], deadline - time.monotonic()):
-                return _describe_late(rank, INPUT_TIMEOUT_S)
+            if not _wait_for_keys(store, [f"said {rank}"], deadline - time.monotonic()):
+                return _describe_late_rank(rank, INPUT_TIMEOUT_S)
             other_fingerprint, _, error = store.get(f"said {rank}").decode().partition("\n")
             if error:
                 return f"rank {rank}: {error}"
@@ -100,7 +100,7 @@ class Ranks:
                 return f"rank {rank} read another config or other data than rank 0; give every rank the same files"
         return ""
 
-    def _next_store(self) -> Store:
+    def _make_next_store(self) -> Store:
         """Return a part of the launcher's store for one agreement, because a process may train more than once."""
         self._agreements += 1
         return PrefixStore(f"quaver/{self._agreements}", open_store(self.rank, self.world_size))
@@ -117,7 +117,7 @@ class Ranks:
             return
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=self._next_store(),
+            store=self._make_next_store(),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_seconds),
@@ -173,7 +173,7 @@ def read_ranks() -> Ranks:
     return Ranks(rank, local_rank, world_size)
 
 
-def _wait_for(store: Store, keys: list[str], seconds: float) -> bool:
+def _wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
     """Return whether the keys are set within `seconds`. It polls, because Ctrl-C does not interrupt `Store.wait`."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):
@@ -183,7 +183,7 @@ def _wait_for(store: Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _describe_late(rank: int, seconds: int) -> str:
+def _describe_late_rank(rank: int, seconds: int) -> str:
     return (
         f"waited {seconds} s for rank {rank} to check its input and make its tokens; run `quaver prepare-data` once "
         "for each data.cache_folder, on each host that has its own"

@@ -20,28 +20,28 @@ from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
-from quaver.numerics.record import FILE_NAME as NUMERICS
+from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.runtime.files import replace_file
 
-CONFIG_TOML = "config.toml"
-WANDB_ID = "wandb_id.txt"
-POST_MORTEM = "numerics_post_mortem.jsonl"
+CONFIG_FILE = "config.toml"
+WANDB_ID_FILE = "wandb_id.txt"
+POST_MORTEM_FILE = "numerics_post_mortem.jsonl"
 
 RUN_FILES = (
-    CONFIG_TOML,
+    CONFIG_FILE,
     "metrics.jsonl",
     "float8_scales.jsonl",
-    NUMERICS,
-    POST_MORTEM,
+    NUMERICS_FILE,
+    POST_MORTEM_FILE,
     "provenance.jsonl",
     "data.json",
     "conversion_report.json",
     "summary.json",
     "curves.png",
-    WANDB_ID,
+    WANDB_ID_FILE,
 )
 
-FOLDERS = (
+SUBFOLDER_SETTINGS = (
     "checkpoint.folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
@@ -49,10 +49,10 @@ FOLDERS = (
 )
 """Settings that name a folder in the run folder."""
 
-UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
-"""Sections that change what a run saves and shows, but not its numbers, except for RELATED settings."""
+OUTPUT_SECTIONS = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
+"""Sections that change what a run saves and shows, but not its numbers, except for RESULT_SETTINGS."""
 
-RELATED = ("comm.float8_gradients", "numerics.every", "numerics.on_alarm", "numerics.fallback_recipe")
+RESULT_SETTINGS = ("comm.float8_gradients", "numerics.every", "numerics.on_alarm", "numerics.fallback_recipe")
 """Settings of these sections that change a run's numbers: alarms of sampled steps may change recipes or end the run."""
 
 
@@ -62,7 +62,7 @@ class RunFolder:
 
     path: Path
     resume_step: int | None = None
-    changes: dict[str, list[Any]] = field(default_factory=dict)
+    changed_settings: dict[str, list[Any]] = field(default_factory=dict)
     """The settings that changed when the run resumed, by name: old value and new value."""
 
     lock: RunLock | None = field(default=None, compare=False)
@@ -88,7 +88,7 @@ class RunFolder:
         except OSError as error:
             raise _make_write_error(path, error) from error
         try:
-            return cls(path, *_resume_from(path, config), lock)  # again: a run may have ended in between
+            return cls(path, *_find_resume_state(path, config), lock)  # again: a run may have ended in between
         except BaseException:
             lock.release()
             raise
@@ -103,17 +103,17 @@ class RunFolder:
             OutputError: a file cannot be written.
         """
         try:
-            files = [self.metrics, self.float8_scales, self.numerics]
+            files = [self.metrics_path, self.float8_scales_path, self.numerics_path]
             with rewind_metrics(files, self.resume_step or 0) as has_later:
                 if has_later:
-                    (self.path / WANDB_ID).unlink(missing_ok=True)
-                write_config(_without_resume(config), self.path / CONFIG_TOML)
+                    (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
+                write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
     def check_exists(self) -> None:
         """Raise OutputError if the folder was removed: what the run still writes would be lost."""
-        if not (self.path / CONFIG_TOML).exists():
+        if not (self.path / CONFIG_FILE).exists():
             raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
 
     def release(self) -> None:
@@ -125,7 +125,7 @@ class RunFolder:
         """Return the path of the stacks that the watchdog of a rank writes."""
         return self.path / f"stacks-rank{rank}.txt"
 
-    def get_checkpoints(self, config: Checkpoint) -> CheckpointFolder:
+    def get_checkpoint_folder(self, config: Checkpoint) -> CheckpointFolder:
         """Return the run's checkpoints."""
         return CheckpointFolder(self.path / config.folder)
 
@@ -135,35 +135,35 @@ class RunFolder:
         An incomplete last line, of a start that was killed, is removed.
         """
         path = self.path / "provenance.jsonl"
-        line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
+        line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changed_settings}) + "\n"
         with convert_to_output_error(path), replace_file(path) as partial:
             earlier = path.read_bytes() if path.exists() else b""
             partial.write_bytes(earlier[: earlier.rfind(b"\n") + 1] + line.encode())
 
     @property
-    def metrics(self) -> Path:
+    def metrics_path(self) -> Path:
         """JSON lines: one per step and model, and per validation."""
         return self.path / "metrics.jsonl"
 
     @property
-    def curves(self) -> Path:
+    def curves_path(self) -> Path:
         """The plot of the losses."""
         return self.path / "curves.png"
 
     @property
-    def float8_scales(self) -> Path:
+    def float8_scales_path(self) -> Path:
         """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
         return self.path / "float8_scales.jsonl"
 
     @property
-    def numerics(self) -> Path:
+    def numerics_path(self) -> Path:
         """JSON lines: statistics of the float8 matmuls of sampled steps (quaver/numerics/record.py)."""
-        return self.path / NUMERICS
+        return self.path / NUMERICS_FILE
 
     @property
-    def post_mortem(self) -> Path:
+    def post_mortem_path(self) -> Path:
         """JSON lines: the last samples before a value that was not finite."""
-        return self.path / POST_MORTEM
+        return self.path / POST_MORTEM_FILE
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically. Raises OutputError."""
@@ -177,7 +177,7 @@ def _make_folder(config: TrainConfig) -> Path:
     dump_folder = expand_user(config.job.dump_folder)
     path = dump_folder / (config.job.name or _name_by_time(config))
     if config.job.name:
-        _resume_from(path, config)
+        _find_resume_state(path, config)
     else:
         _check_subfolders(path, config)
     try:
@@ -227,13 +227,13 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
-        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG_TOML}; give another job.name"
-    can_resume = (path / CONFIG_TOML).exists() and CheckpointFolder(path / config.folder).list_steps()
+        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG_FILE}; give another job.name"
+    can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
     fix = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
 
 
-def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
+def _find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
     """Return the step to resume from, None for a new run, and the settings that change. Writes nothing.
 
     Raises what `RunFolder.open` does.
@@ -246,15 +246,15 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     except OSError as error:
         raise _make_write_error(path, error) from error
     _check_subfolders(path, config)
-    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_TOML in names)
-    if names and (config.checkpoint.resume == "never" or CONFIG_TOML not in names):
+    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_FILE in names)
+    if names and (config.checkpoint.resume == "never" or CONFIG_FILE not in names):
         raise FileExistsError(_describe_refusal(path, config.checkpoint))
     return step, _find_changes(path, config) if step is not None else {}
 
 
 def _check_subfolders(path: Path, config: TrainConfig) -> None:
-    """Raise InputError if a setting of FOLDERS names a file of the run, or the folder of another or one in it."""
-    folders = {name: attrgetter(name)(config) for name in FOLDERS}
+    """Raise InputError if one of SUBFOLDER_SETTINGS is a file of the run, or the folder of another setting or in it."""
+    folders = {name: attrgetter(name)(config) for name in SUBFOLDER_SETTINGS}
     for name, folder in folders.items():
         others = {Path(other) for other_name, other in folders.items() if other_name != name}
         is_own = others.isdisjoint((Path(folder), *Path(folder).parents))
@@ -283,23 +283,24 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
     return steps[-1] if steps else None
 
 
-def _without_resume(config: TrainConfig) -> TrainConfig:
+def _remove_resume_settings(config: TrainConfig) -> TrainConfig:
     """Return `config` without the settings of this resume, so that the file starts a new run like this one."""
     return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
 
 
 def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
-    before, now = asdict(load_config(path / CONFIG_TOML)), asdict(config)
-    changes = {
+    before, now = asdict(load_config(path / CONFIG_FILE)), asdict(config)
+    changed_settings = {
         f"{section}.{name}": [before[section][name], value]
         for section, values in now.items()
         for name, value in values.items()
-        if (section not in UNRELATED or f"{section}.{name}" in RELATED) and before[section][name] != value
+        if (section not in OUTPUT_SECTIONS or f"{section}.{name}" in RESULT_SETTINGS) and before[section][name] != value
     }
-    for name, (old, new) in changes.items():
+    for name, (old, new) in changed_settings.items():
         expected = f"{old!r}, that of the run in {str(path)!r}"
         require(not name.startswith("model."), name, expected, new, "start a new run")
-    began, asked = (config["checkpoint"]["initial_load_path"] for config in (before, now))
-    expected = f"{began!r}, from which the run in {str(path)!r} began"
-    require(asked == began, "checkpoint.initial_load_path", expected, asked, "its checkpoint has the weights")
-    return changes
+    initial_path, asked_path = (config["checkpoint"]["initial_load_path"] for config in (before, now))
+    expected = f"{initial_path!r}, from which the run in {str(path)!r} began"
+    has_same_start = asked_path == initial_path
+    require(has_same_start, "checkpoint.initial_load_path", expected, asked_path, "its checkpoint has the weights")
+    return changed_settings

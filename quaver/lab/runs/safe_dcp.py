@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from quaver.runtime.errors import describe_error
 from quaver.torch_private.checkpoint import StorageInfo
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
 _MAX_CUT_DIMS = 4
 """The most dims along which chunks cut a tensor: a chunk has 2 to that power corners. DCP cuts one for each axis of a
@@ -49,11 +49,15 @@ _MAX_DIMS = 16
 _MIN_CHUNK_BYTES = 8
 """Fewer bytes than a pickled chunk has. Tensors with more chunks name one list of chunks many times."""
 
-_DCP = "torch.distributed.checkpoint."
-_KNOWN = {
-    *(f"{_DCP}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *(f"{_DCP}metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
-    *(f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_DCP}filesystem._StorageInfo", "torch.serialization._get_layout"),
+_DCP_PREFIX = "torch.distributed.checkpoint."
+_KNOWN_NAMES = {
+    *(f"{_DCP_PREFIX}metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_DCP_PREFIX}metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
+    *(
+        f"{_DCP_PREFIX}metadata._MEM_FORMAT_ENCODING",
+        f"{_DCP_PREFIX}filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+    ),
     *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath")),
     *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath")),
     "torch.Size",
@@ -84,16 +88,16 @@ class CheckpointReader(FileSystemReader):
             OSError: a file is missing.
             ValueError: `.metadata` is damaged, or has a name that no checkpoint has; the message names the file.
         """
-        path = Path(self.path) / METADATA
+        path = Path(self.path) / METADATA_FILE
         if path.is_symlink() or not path.is_file():
-            raise FileNotFoundError(f"there is no file {METADATA}")
+            raise FileNotFoundError(f"there is no file {METADATA_FILE}")
         try:
             content = path.read_bytes()
             metadata = _convert_metadata(_Unpickler(io.BytesIO(content)).load(), len(content) // _MIN_CHUNK_BYTES)
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
-            raise ValueError(f"{METADATA} is damaged: {describe_error(error)}") from None
+            raise ValueError(f"{METADATA_FILE} is damaged: {describe_error(error)}") from None
         self._check_files(metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
@@ -106,7 +110,7 @@ class CheckpointReader(FileSystemReader):
             if name not in sizes:
                 path = Path(self.path) / name
                 if Path(name).name != name or path.is_symlink():
-                    raise ValueError(f"{METADATA} names the file {name!r}, which is outside of the checkpoint")
+                    raise ValueError(f"{METADATA_FILE} names the file {name!r}, which is outside of the checkpoint")
                 if not path.is_file():
                     raise FileNotFoundError(f"{name!r} is missing")
                 sizes[name] = path.stat().st_size
@@ -123,7 +127,7 @@ class CheckpointPlanner(DefaultLoadPlanner):
 
 
 class _Name(str):
-    """A name of `_KNOWN`, in place of what it names."""
+    """A name of `_KNOWN_NAMES`, in place of what it names."""
 
 
 @dataclass(eq=False)
@@ -148,15 +152,15 @@ class _Unpickler(pickle._Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        full = f"{module}.{name}"
-        if full not in _KNOWN:
-            raise ValueError(f"it names {full[:80]!r}, which no checkpoint has")
+        qualified_name = f"{module}.{name}"
+        if qualified_name not in _KNOWN_NAMES:
+            raise ValueError(f"it names {qualified_name[:80]!r}, which no checkpoint has")
         return _Name(name)
 
     def _refuse(self) -> None:
         raise ValueError("it has an opcode that no checkpoint has")
 
-    def _make(self) -> None:
+    def _make_object(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _Name):
             raise ValueError("it calls a value")
@@ -169,12 +173,12 @@ class _Unpickler(pickle._Unpickler):
         self.stack[-1].state = state
 
     def _set_items(self) -> None:
-        self._set(self.pop_mark())
+        self._update_dict(self.pop_mark())
 
     def _set_item(self) -> None:
-        self._set([self.stack.pop(-2), self.stack.pop()])
+        self._update_dict([self.stack.pop(-2), self.stack.pop()])
 
-    def _set(self, items: list[Any]) -> None:
+    def _update_dict(self, items: list[Any]) -> None:
         # a deeply nested tuple would overflow the stack of its hash function
         if not all(isinstance(key, str | _PickledObject) for key in items[::2]):
             raise ValueError("a key is not a name")
@@ -182,7 +186,7 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict.fromkeys(range(256), _refuse)
     dispatch |= {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
-    dispatch |= {pickle.NEWOBJ[0]: _make, pickle.REDUCE[0]: _make, pickle.BUILD[0]: _build}
+    dispatch |= {pickle.NEWOBJ[0]: _make_object, pickle.REDUCE[0]: _make_object, pickle.BUILD[0]: _build}
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
 
@@ -223,12 +227,12 @@ def _convert_storage(name: str, pickled: Any) -> STORAGE_TYPES:
     for part in state["chunks"]:
         chunk = _get_state(part, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_convert_shape(chunk["offsets"]), _convert_shape(chunk["sizes"])))
-    if not _tile(chunks, size):  # load() would leave the rest uninitialized
+    if not _is_exact_cover(chunks, size):  # load() would leave the rest uninitialized
         raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}, each element once")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
+def _is_exact_cover(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     """Return whether chunks cover a tensor without a hole or an overlap.
 
     Equal chunks, which several ranks wrote, count once. A box is a sum of orthants with alternating signs, one at each
@@ -240,17 +244,17 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
         return False
     if not math.prod(size):
         return not boxes
-    cut = [
+    cut_dims = [
         dim
         for dim in range(len(size))
         if any((offset[dim], lengths[dim]) != (0, size[dim]) for offset, lengths in boxes)
     ]
-    if len(cut) > _MAX_CUT_DIMS:
+    if len(cut_dims) > _MAX_CUT_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     tensor = tuple(0 for _ in size), tuple(size)
     for sign, (offset, lengths) in [(-1, tensor), *((1, box) for box in boxes)]:
-        ends = [((offset[dim], 1), (offset[dim] + lengths[dim], -1)) for dim in cut]
+        ends = [((offset[dim], 1), (offset[dim] + lengths[dim], -1)) for dim in cut_dims]
         for corner in itertools.product(*ends):
             corners[tuple(at for at, _ in corner)] += sign * math.prod(corner_sign for _, corner_sign in corner)
     return not any(corners.values())

@@ -51,8 +51,8 @@ class RunAlarms:
         on_alarm = stop it recalls nothing: the alarm that stopped the run would stop it again.
         """
         alarms = Alarms(action=self.config.on_alarm)
-        recalls = None if self.config.on_alarm == "stop" else folder.numerics
-        files = {"post_mortem": folder.post_mortem, "recalls": recalls}
+        recalls = None if self.config.on_alarm == "stop" else folder.numerics_path
+        files = {"post_mortem": folder.post_mortem_path, "recalls": recalls}
         return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._handle, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class _RunSink(AlarmSink):
         self._failures, self._folder = failures, folder
 
     def write(self, line: dict[str, Any]) -> None:
-        with self._failures.catch(), convert_to_output_error(self._folder.post_mortem):
+        with self._failures.catch(), convert_to_output_error(self._folder.post_mortem_path):
             try:
                 super().write(line)
             except InputError as error:  # a line of an earlier start is damaged

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
-from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
+from quaver.lab.runs.run_folder import WANDB_ID_FILE, RunFolder
 from quaver.lab.settings import Metrics, require
 from quaver.lab.terminal.console import print_line
 from quaver.runtime.files import replace_file
@@ -80,7 +80,7 @@ def _choose_wandb_id(folder: Path) -> tuple[str, bool]:
 
     It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
-    path = folder / WANDB_ID
+    path = folder / WANDB_ID_FILE
     with convert_to_output_error(path):
         if path.exists() and (identity := path.read_text(encoding="utf-8").strip()):
             return identity, False

@@ -16,7 +16,7 @@ class NumericsLog:
     """The sink of a run's monitor."""
 
     def __init__(self, folder: RunFolder, loggers: Sequence[Logger], failures: OutputFailures) -> None:
-        self._writer, self._loggers, self._failures = RecordWriter(folder.numerics), loggers, failures
+        self._writer, self._loggers, self._failures = RecordWriter(folder.numerics_path), loggers, failures
         self._names: list[str] = []
 
     def write(self, line: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quaver.conversion.report import conversion_report
 from quaver.lab.runs.errors import OutputFailures
-from quaver.lab.runs.json_lines import JsonLines, RecordKind
+from quaver.lab.runs.json_lines import JsonLinesWriter, RecordKind
 from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
@@ -27,9 +27,9 @@ class Outputs:
     """The destinations of a run's numbers. Only the first rank has loggers and a visible display."""
 
     run: TrainingRun
-    metrics: JsonLines | None
+    metrics: JsonLinesWriter | None
     loggers: list[Logger]
-    scales: JsonLines | None
+    scales: JsonLinesWriter | None
     """float8_scales.jsonl, for recipes with persistent scales."""
     display: Display
     profiling: Profiler
@@ -108,10 +108,10 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
         metrics = scales = None
         if is_first:
             with failures.catch():
-                metrics = stack.enter_context(closing(JsonLines(folder.metrics)))
+                metrics = stack.enter_context(closing(JsonLinesWriter(folder.metrics_path)))
                 loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
-                    scales = stack.enter_context(closing(JsonLines(folder.float8_scales)))
+                    scales = stack.enter_context(closing(JsonLinesWriter(folder.float8_scales_path)))
         display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
         if run.config.numerics.every:

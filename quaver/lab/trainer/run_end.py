@@ -56,8 +56,8 @@ class RunEnd:
         did_something = run.progress.step > run.began_at_step or self.status != RunStatus.FINISHED
         if run.ranks.is_first and did_something:
             run.folder.write_json("summary.json", self.summary)
-            with convert_to_output_error(run.folder.curves), replace_file(run.folder.curves) as image:
-                draw_curves(run.folder.metrics, image, title=run.folder.path.name)
+            with convert_to_output_error(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
+                draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
 
     def print(self) -> None:
         """Print the summary and how to resume, on the first rank."""

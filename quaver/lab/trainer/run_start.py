@@ -12,7 +12,7 @@ def introduce(run: TrainingRun, display: Display) -> None:
     parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
     display.print_line(f"run folder   {run.folder.path}")
     if run.folder.resume_step is not None:
-        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
+        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changed_settings.items())
         display.print_line(
             f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else "")
         )

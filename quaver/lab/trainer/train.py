@@ -94,7 +94,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: Requests) -> None
 def _must_end(run: TrainingRun, outputs: Outputs, requests: Requests) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
-    reasons = requests.stop, run.checkpoints.failed, bool(outputs.failures.first_error), bool(outputs.alarms.reason)
+    reasons = requests.stop, run.checkpoints.has_failed, bool(outputs.failures.first_error), bool(outputs.alarms.reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):
         return run.ranks.holds_on_any(any(reasons), run.device)

@@ -98,7 +98,7 @@ def build_run(setup: RunSetup, opened: RunFolder | None) -> TrainingRun:
     ]
     description = setup.describe()
     checkpoints = Checkpointer(
-        folder.get_checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, description
+        folder.get_checkpoint_folder(config.checkpoint), config.checkpoint, ranks, setup.device, description
     )
     progress = RunProgress()
     notes: list[str] = []

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from quaver.lab.runs.checkpoint_folder import FORMAT, write_record
+from quaver.lab.runs.checkpoint_folder import RECORD_FORMAT, write_record
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.trainer.initialize import initialize
 from quaver.lab.trainer.model import Llama
@@ -40,7 +40,7 @@ def test_export_of_what_two_ranks_saved(layout, tmp_path, run_quaver):
     config = LAYOUTS[layout]
     checkpoint = tmp_path / "step-00000007"
     assert run(2, save_weights, config, checkpoint / "tensorwise") == [True, True]
-    record = {"format": FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
+    record = {"format": RECORD_FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
     record |= {"config": asdict(config), "data": {"eos_id": 0, "sha256": ""}}
     write_record(checkpoint, record)
 

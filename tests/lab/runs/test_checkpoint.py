@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from quaver.lab.cli import main
-from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
+from quaver.lab.runs.checkpoint_folder import RECORD_FILE, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.runs.manifest import MANIFEST
+from quaver.lab.runs.manifest import MANIFEST_FILE
 from quaver.lab.runs.model_state import fit_histories, load_rng_states
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import RELATED, UNRELATED, RunFolder
+from quaver.lab.runs.run_folder import OUTPUT_SECTIONS, RESULT_SETTINGS, RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.huggingface.convert import open_checkpoint
@@ -164,7 +164,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
     monkeypatch.setattr(TrainedModel, "train_step", take_step)
     run = run_to_end(set_steps(config, 3, async_mode="async"))
-    manifests = [run.checkpoints.folder.find_checkpoint(2) / MANIFEST for run in (run, finished)]
+    manifests = [run.checkpoints.folder.find_checkpoint(2) / MANIFEST_FILE for run in (run, finished)]
     digests, expected = (json.loads(path.read_text())["files"] for path in manifests)
     names = [name for name in expected if name.endswith(".distcp")]
     assert len(names) == 2
@@ -207,7 +207,7 @@ def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished,
     assert shorter.checkpoints.folder.list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
     train(shorter)
     assert shorter.checkpoints.folder.list_steps() == [2, 3]
-    assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
+    assert max(record["step"] for record in read_metrics(shorter.folder.metrics_path)) == 3
 
 
 def test_random_numbers_follow_the_seed_and_resume(config):
@@ -269,12 +269,12 @@ def test_auto_begins_a_run_without_checkpoints(config):
     run = run_to_end(set_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
     for step in run.checkpoints.folder.list_steps():
-        (run.checkpoints.folder.find_checkpoint(step) / RECORD).unlink()
+        (run.checkpoints.folder.find_checkpoint(step) / RECORD_FILE).unlink()
         run.checkpoints.folder.find_checkpoint(step).rename(run.checkpoints.folder.get_partial_path(step))
     again = run_to_end(set_steps(config, 2, resume="auto"))
     assert again.began_at_step == 0
     assert read_numbers(again)[-1] == read_numbers(run)[-1]
-    assert len(read_steps(again.folder.metrics)) == 4
+    assert len(read_steps(again.folder.metrics_path)) == 4
 
 
 def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
@@ -285,7 +285,9 @@ def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
     }
     folder = RunFolder.open(changed(set_steps(config, 8, resume="must"), **changes))
     folder.release()
-    assert {name for name in folder.changes if name.partition(".")[0] in UNRELATED} == set(RELATED)
+    assert {name for name in folder.changed_settings if name.partition(".")[0] in OUTPUT_SECTIONS} == set(
+        RESULT_SETTINGS
+    )
 
 
 def test_a_folder_without_a_config_is_a_new_run(config):
@@ -302,8 +304,8 @@ def test_a_resume_says_what_does_not_continue_as_it_was_saved(config, saved, tmp
     text = tmp_path / "new.txt"
     text.write_text("other words " * 200)
     changes = {"training": {"seq_len": 16, "seed": 1, "steps": 7}, "data": {"path": str(text)}}
-    record = json.loads((saved / "checkpoint/step-00000006" / RECORD).read_text()) | {"world_size": 2}
-    (saved / "checkpoint/step-00000006" / RECORD).write_text(json.dumps(record))
+    record = json.loads((saved / "checkpoint/step-00000006" / RECORD_FILE).read_text()) | {"world_size": 2}
+    (saved / "checkpoint/step-00000006" / RECORD_FILE).write_text(json.dumps(record))
     run_to_end(changed(set_steps(config, 7, resume="must", verify=False), **changes))
     order, generators = json.loads((saved / "summary.json").read_text())["notes"]
     assert order.startswith(

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from quaver.lab.runs.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
-from quaver.lab.runs.dcp import find_innermost_cause, load_state
+from quaver.lab.runs.checkpoint_folder import ABANDONED_STEPS_FILE, CheckpointFolder, read_record
+from quaver.lab.runs.dcp import describe_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import check_manifest
-from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
+from quaver.lab.runs.safe_dcp import METADATA_FILE, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
@@ -115,7 +115,7 @@ def few_gigabytes() -> Iterator[None]:
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_hostile_metadata_is_one_line_and_is_not_run(hostile, tmp_path, few_gigabytes):
     message, make = HOSTILE[hostile]
-    (tmp_path / METADATA).write_bytes(make(tmp_path / "ran"))
+    (tmp_path / METADATA_FILE).write_bytes(make(tmp_path / "ran"))
     sizes = torch.Size.__dict__.keys()
     with pytest.raises(CheckpointError, match=rf"cannot read .*\.metadata is damaged: .*{message}.*; choose") as error:
         load_state({"a": torch.empty(1)}, CheckpointReader(tmp_path))
@@ -150,7 +150,7 @@ def edit_metadata(folder: Path, change: Callable[[Any], object], only: str = "")
     if only:
         metadata.state_dict_metadata = {only: metadata.state_dict_metadata[only]}
         metadata.storage_data = {index: place for index, place in metadata.storage_data.items() if index.fqn == only}
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+    (folder / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
 def first_chunk(metadata: Any) -> Any:
@@ -209,7 +209,7 @@ def test_edited_metadata_is_one_line(edit, tmp_path):
 def test_errors_that_cause_each_other_are_one_line():
     error, cause = RuntimeError("cannot save"), OSError(errno.ENOSPC, "No space left on device")
     error.__cause__, cause.__cause__ = cause, error
-    assert find_innermost_cause(error) == "No space left on device"
+    assert describe_innermost_cause(error) == "No space left on device"
 
 
 def test_parts_that_several_ranks_wrote_count_once(tmp_path):
@@ -271,7 +271,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
         assert is_new == (4 not in again.list_steps())
         again.remove_partials()
         assert {path.name for path in again.path.iterdir()} == {f"step-{step:08d}" for step in again.list_steps()}
-        assert not list(again.path.glob(f"*/{ABANDONS}"))
+        assert not list(again.path.glob(f"*/{ABANDONED_STEPS_FILE}"))
     assert 6 <= died < CALLS
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import JsonLines, read_metrics, rewind_metrics
+from quaver.lab.runs.json_lines import JsonLinesWriter, read_metrics, rewind_metrics
 
 
 def test_json_lines_refuse_what_json_lacks(tmp_path):
-    with closing(JsonLines(tmp_path / "m.jsonl")) as metrics:
+    with closing(JsonLinesWriter(tmp_path / "m.jsonl")) as metrics:
         metrics.write({"step": 1, "loss": 0.5})
         with pytest.raises(ValueError, match="JSON"):
             metrics.write({"step": 2, "loss": float("nan")})

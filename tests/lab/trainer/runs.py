@@ -52,4 +52,4 @@ def read_losses(metrics: Path, name: str | None = None) -> list[float]:
 def read_numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Return losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
     keys = ("step", "model", "loss", "grad_norm", "validation_loss")
-    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))
+    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics_path))

@@ -29,7 +29,7 @@ def set_float8(config: TrainConfig, name: str = "run", **settings: Any) -> Train
 
 
 def read_records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run.folder.metrics) if record["model"] == recipe]
+    return [record for record in read_metrics(run.folder.metrics_path) if record["model"] == recipe]
 
 
 def read_conversion(run: TrainingRun) -> list[dict[str, Any]]:
@@ -78,11 +78,11 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     run = run_to_end(set_float8(tiny_float8_config, high_precision_schedule=("all: last 1 steps",)))
     plain = run_to_end(set_float8(tiny_float8_config, "plain"))
-    *losses, last = read_losses(run.folder.metrics, "tensorwise")
-    *plain_losses, plain_last = read_losses(plain.folder.metrics, "tensorwise")
+    *losses, last = read_losses(run.folder.metrics_path, "tensorwise")
+    *plain_losses, plain_last = read_losses(plain.folder.metrics_path, "tensorwise")
     assert losses == plain_losses
     assert last != plain_last
-    precisions = [(record["step"], record["precision"]) for record in read_steps(run.folder.metrics, "tensorwise")]
+    precisions = [(record["step"], record["precision"]) for record in read_steps(run.folder.metrics_path, "tensorwise")]
     assert precisions == [*((step, "tensorwise") for step in (1, 2, 3)), (4, "bfloat16")]
     validations = [record for record in read_records(run) if record["kind"] == "validation"]
     assert [record["precision"] for record in validations] == ["tensorwise", "bfloat16"]
@@ -95,9 +95,9 @@ def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_flo
         warnings.simplefilter("error")  # such as that of a missing sync
         schedule = ("all: last 2 steps",)
         run = run_to_end(set_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
-    saturation = ["saturated" in " ".join(record) for record in read_steps(run.folder.metrics, "delayed")]
+    saturation = ["saturated" in " ".join(record) for record in read_steps(run.folder.metrics_path, "delayed")]
     assert saturation == [True, True, False, False]
-    assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
+    assert [line["step"] for line in read_metrics(run.folder.float8_scales_path)] == [1, 2]
 
 
 def test_both_validation_losses_are_kept(tiny_float8_config):
@@ -108,7 +108,7 @@ def test_both_validation_losses_are_kept(tiny_float8_config):
     assert last["validation_loss"] == summary["validation_loss"] != summary["validation_loss_hp"]
     assert last["validation_loss_hp"] == summary["validation_loss_hp"]
     plain = run_to_end(set_float8(tiny_float8_config, "plain"))  # validation changes no training step
-    assert read_losses(run.folder.metrics, "tensorwise") == read_losses(plain.folder.metrics, "tensorwise")
+    assert read_losses(run.folder.metrics_path, "tensorwise") == read_losses(plain.folder.metrics_path, "tensorwise")
     assert "validation_loss_hp" not in read_records(plain)[-1]
 
 

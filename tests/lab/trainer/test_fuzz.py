@@ -18,12 +18,12 @@ from quaver.lab.data.documents import Account, SourceFile
 from quaver.lab.data.records import read_records
 from quaver.lab.data.token_files import DamagedEntryError, check_content, open_entry
 from quaver.lab.data.tokenizer import load_tokenizer
-from quaver.lab.runs.checkpoint_folder import RECORD, read_record
+from quaver.lab.runs.checkpoint_folder import RECORD_FILE, read_record
 from quaver.lab.runs.dcp import read_metadata
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import rewind_metrics
-from quaver.lab.runs.manifest import MANIFEST, check_manifest
-from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
+from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
+from quaver.lab.runs.safe_dcp import METADATA_FILE, CheckpointReader
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import load_config
 from tests.lab.data.texts import train_tokenizer
@@ -205,7 +205,7 @@ OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletoo
 
 @EXAMPLES
 def test_metadata_of_a_checkpoint(examples, tmp_path):
-    path = tmp_path / METADATA
+    path = tmp_path / METADATA_FILE
     state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
     invented = OPCODES.map(lambda opcodes: b"\x80\x04" + b"".join(opcodes) + b".")
@@ -214,7 +214,7 @@ def test_metadata_of_a_checkpoint(examples, tmp_path):
 
 
 @EXAMPLES
-@pytest.mark.parametrize(("name", "read"), [(RECORD, read_record), (MANIFEST, check_manifest)])
+@pytest.mark.parametrize(("name", "read"), [(RECORD_FILE, read_record), (MANIFEST_FILE, check_manifest)])
 def test_any_json_of_a_checkpoint_is_read_or_refused_in_one_line(examples, name, read, tmp_path):
     known = draw_dict("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
     texts = (VALUES | known).map(json.dumps).map(str.encode)

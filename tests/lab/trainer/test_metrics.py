@@ -48,7 +48,7 @@ def test_a_spike_is_in_the_log(tiny_config, monkeypatch, capsys):
     run = prepare_run(tiny_config)
     run.progress.recent_losses["bfloat16"] = [1.0] * SPIKE_MIN_STEPS
     train(run)
-    assert [record["loss_spike"] for record in read_steps(run.folder.metrics)] == [True] * 4
+    assert [record["loss_spike"] for record in read_steps(run.folder.metrics_path)] == [True] * 4
     assert "is a spike" in capsys.readouterr().out
 
 

@@ -41,7 +41,7 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
     run = run_to_end(watched_config)
     plain = run_to_end(changed(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
     assert read_numbers(run) == read_numbers(plain)
-    assert not plain.folder.numerics.exists()
+    assert not plain.folder.numerics_path.exists()
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1, 2, 4]
     assert sorted(record.histograms) == [0, 1, 2]
@@ -54,7 +54,7 @@ def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_co
     short = changed(watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"})
     whole = run_to_end(changed(short, job={"name": "whole"}, training={"steps": 4}))
     run = run_to_end(short)
-    with run.folder.numerics.open("a") as file:
+    with run.folder.numerics_path.open("a") as file:
         file.write('{"kind": "sample", "step": 9}\n{"kind": "sam')  # a killed run had come further
     resumed = run_to_end(changed(short, training={"steps": 4}, checkpoint={"resume": "must"}))
     expected, record = (Record.read(run.folder.path) for run in (whole, resumed))
@@ -119,7 +119,7 @@ def test_loggers_get_every_number(watched_config, wandb):
     def read_wandb(name: str) -> dict[int, float]:
         return {entry["step"]: entry[name] for entry in wandb.logged if name in entry}
 
-    records = read_metrics(run.folder.metrics)
+    records = read_metrics(run.folder.metrics_path)
     for name in ("loss", "validation_loss"):
         expected = {record["step"]: record[name] for record in records if name in record}
         assert read_wandb(f"rowwise/{name}") == expected
@@ -185,6 +185,6 @@ def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
     run = prepare_run(watched_config)
-    run.folder.numerics.mkdir()
+    run.folder.numerics_path.mkdir()
     with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
         train(run)

@@ -20,7 +20,7 @@ from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.lock import HOLDER, RunLock
-from quaver.lab.runs.manifest import MANIFEST, write_manifest
+from quaver.lab.runs.manifest import MANIFEST_FILE, write_manifest
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
 from tests.command_line import TEXT, TINY
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "of another step": (lambda run: shutil.copy(run / SHARD.replace(STEP, FIRST), run / SHARD), MORE, f"/{SHARD}' "),
     "a link": (lambda run: make_link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
     "edited record": (lambda run: (run / RECORD).open("a").write(" "), MORE, f"/{RECORD}' has"),
-    "no manifest": (lambda run: (run / STEP / MANIFEST).unlink(), MORE, f"/{STEP}/{MANIFEST}"),
+    "no manifest": (lambda run: (run / STEP / MANIFEST_FILE).unlink(), MORE, f"/{STEP}/{MANIFEST_FILE}"),
     "no progress": (edit_record(lambda r: r.pop("progress")), MORE, "progress is missing"),
     "another step": (edit_record(lambda r: r["progress"].update(step=1)), MORE, "progress.step 1, expected 2"),
     "code in metadata": (write_code, MORE, f"/{STEP}/delayed': .metadata is damaged"),

@@ -169,7 +169,7 @@ def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
     before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 2 else None)
     with pytest.raises(NonFiniteError):
         train(run)
-    record = Record.read(run.folder.post_mortem)
+    record = Record.read(run.folder.post_mortem_path)
     assert record.steps.tolist() == [1, 2]
     (alarm,) = record.alarms
     assert (alarm["rule"], alarm["layer"], alarm["operand"]) == ("nonfinite", LAYER, "weight")

@@ -80,7 +80,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     assert train(run)["status"] == "finished"
     assert_same(states[2], states[3])  # at the begin of steps 3 and 4
     assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
-    records = [record for record in read_metrics(run.folder.metrics) if record["kind"] != "validation"]
+    records = [record for record in read_metrics(run.folder.metrics_path) if record["kind"] != "validation"]
     kinds = [(record["step"], record["kind"]) for record in records]
     assert kinds == [(1, "step"), (2, "step"), (3, "skipped_step"), (4, "step")]
     assert "output of model.embed_tokens" in records[2]["reason"]
@@ -118,7 +118,7 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     assert str(error.value).endswith(message)
     folder = run.folder.path
     assert (list_checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
-    last = read_metrics(run.folder.metrics)[-1]
+    last = read_metrics(run.folder.metrics_path)[-1]
     assert (last["kind"], last["step"], last["model"]) == ("nonfinite_step", bad_step, run.models[0].name)
     assert "model.embed_tokens" in last["reason"]
 
@@ -249,7 +249,7 @@ def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_ea
     for name, deterministic in (("plain", False), ("deterministic", True)):
         config = changed(tiny_config, job={"name": name}, float8={"enable_float8_linear": True})
         run = run_to_end(changed(config, training={"steps": 2, "deterministic": deterministic}))
-        losses.append(read_losses(run.folder.metrics))
+        losses.append(read_losses(run.folder.metrics_path))
     assert modes == [False] * 2 + [True] * 2
     assert not torch.are_deterministic_algorithms_enabled()
     assert losses[0] == losses[1]
@@ -313,7 +313,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_ste
     before_each_step(lambda model, step: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     summary = train(run)  # before the first record: the curves are empty, and drawn
     assert (summary["status"], summary["steps"]) == ("interrupted", 0)
-    assert run.folder.curves.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert run.folder.curves_path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(

@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def read_all_losses(run: TrainingRun, name: str) -> list[float]:
     """Return the losses of training and of validation."""
-    records = [record for record in read_metrics(run.folder.metrics) if record["model"] == name]
+    records = [record for record in read_metrics(run.folder.metrics_path) if record["model"] == name]
     return [record["loss" if record["kind"] == "step" else "validation_loss"] for record in records]
 
 
@@ -35,7 +35,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
 
-    records = read_metrics(run.folder.metrics)
+    records = read_metrics(run.folder.metrics_path)
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "validation"] == [2, 4]
     summary = json.loads((folder / "summary.json").read_text())
@@ -72,7 +72,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert_same(float8_weights, weights)
     assert all(weights[name].data_ptr() != weight.data_ptr() for name, weight in float8_weights.items())
     summary = train(run)
-    turns = [(record["step"], record["model"][0]) for record in read_steps(run.folder.metrics)]
+    turns = [(record["step"], record["model"][0]) for record in read_steps(run.folder.metrics_path)]
     assert turns == [(1, "t"), (1, "b"), (2, "b"), (2, "t"), (3, "t"), (3, "b"), (4, "b"), (4, "t")]
     float8, baseline = (read_all_losses(run, model.name) for model in run.models)
     assert float8 != baseline

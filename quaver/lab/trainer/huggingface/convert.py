@@ -26,8 +26,8 @@ from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.lab.runs.checkpoint_folder import (
-    FORMAT,
-    RECORD,
+    RECORD_FILE,
+    RECORD_FORMAT,
     CheckpointFolder,
     RunProgress,
     read_record,
@@ -36,7 +36,7 @@ from quaver.lab.runs.checkpoint_folder import (
 from quaver.lab.runs.dcp import read_metadata
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.provenance import collect_provenance
-from quaver.lab.runs.run_folder import CONFIG_TOML
+from quaver.lab.runs.run_folder import CONFIG_FILE
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config
@@ -97,7 +97,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     weights = StoredTensors(folder)
     _check_tensors(weights, model, folder)
     record = {
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "models": ["model"],
         "world_size": 1,
@@ -208,7 +208,7 @@ def make_section(kind: type[S], record: dict[str, Any], checkpoint: Path) -> S:
         raise InputError(
             f"{str(checkpoint)!r} has {kind.section} settings that this version does not know: {join_names(unknown)}"
         )
-    with blame_input(f"{str(checkpoint / RECORD)!r} is damaged: config."):
+    with blame_input(f"{str(checkpoint / RECORD_FILE)!r} is damaged: config."):
         return kind(**settings)
 
 
@@ -217,11 +217,11 @@ def find_checkpoint(path: Path) -> Path | None:
 
     Raises FileNotFoundError if the run has no complete checkpoint.
     """
-    if (path / RECORD).is_file():
+    if (path / RECORD_FILE).is_file():
         return path
-    if not (path / CONFIG_TOML).is_file():
+    if not (path / CONFIG_FILE).is_file():
         return None
-    folder = CheckpointFolder(path / load_config(path / CONFIG_TOML).checkpoint.folder)
+    folder = CheckpointFolder(path / load_config(path / CONFIG_FILE).checkpoint.folder)
     steps = folder.list_steps() if folder.path.is_dir() else []
     if not steps:
         raise FileNotFoundError(

@@ -14,9 +14,9 @@ from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
-from quaver.lab.runs.checkpoint_folder import RECORD
+from quaver.lab.runs.checkpoint_folder import RECORD_FILE
 from quaver.lab.runs.dcp import load_state, read_metadata
-from quaver.lab.runs.manifest import CHOOSE
+from quaver.lab.runs.manifest import CHECKPOINT_HINT
 from quaver.lab.runs.model_state import set_scales
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
@@ -84,14 +84,16 @@ def _list_decisions(checked: CheckedModel, config: Float8) -> dict[str, FilterDe
         return {}
     report = checked.record.get("conversion_report")
     if report is None:
-        raise InputError(f"{str(checked.weights.parent / RECORD)!r} is damaged: conversion_report is missing; {CHOOSE}")
+        raise InputError(
+            f"{str(checked.weights.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; {CHECKPOINT_HINT}"
+        )
     return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
 
 
 def _decide_as_run(decisions: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
     listed = name if name in decisions else f"{name}.down_proj"  # experts are listed by weight
     if listed not in decisions:
-        raise InputError(f"the conversion_report of the checkpoint does not list {name}; {CHOOSE}")
+        raise InputError(f"the conversion_report of the checkpoint does not list {name}; {CHECKPOINT_HINT}")
     return decisions[listed]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.dcp import find_innermost_cause, ignore_single_process_warning, load_state, read_metadata
+from quaver.lab.runs.dcp import describe_innermost_cause, ignore_single_process_warning, load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import make_meta_llama
@@ -115,7 +115,9 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
         cause = next(iter(error.failures.values()))[0]
         if not isinstance(cause, Exception):  # Ctrl-C
             raise cause from None
-        raise NotWrittenError(f"cannot write the weights to {str(folder)!r}: {find_innermost_cause(error)}") from error
+        raise NotWrittenError(
+            f"cannot write the weights to {str(folder)!r}: {describe_innermost_cause(error)}"
+        ) from error
 
 
 class _LazyPlanner(DefaultSavePlanner):
