@@ -26,8 +26,8 @@ from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.data.documents import SPLITS
 from quaver.lab.data.samples import TokenSplit
 from quaver.lab.data.tokenizer import Tokens
+from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
-from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.runtime.errors import InputError
 
 FORMAT = 1

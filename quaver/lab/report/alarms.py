@@ -7,7 +7,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.lab.settings.json_file import STRICT
+from quaver.lab.json_file import STRICT
 from quaver.numerics.record import Record
 from quaver.runtime.errors import InputError
 

@@ -9,10 +9,10 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.status import RunStatus
-from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
 

@@ -23,9 +23,9 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.export.folders import rename, sync_all
+from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
-from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError

@@ -10,9 +10,9 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from quaver.lab.json_file import STRICT
 from quaver.lab.runs.errors import CheckpointError, convert_to_output_error
 from quaver.lab.settings.fields import NotNegative
-from quaver.lab.settings.json_file import STRICT
 from quaver.runtime.files import replace_file
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import TypeAdapter
 
-from quaver.lab.settings.json_file import read_json
+from quaver.lab.json_file import read_json
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
 

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from xxhash import xxh3_128
 
 from quaver.export.folders import make_file_threads
+from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
-from quaver.lab.settings.json_file import STRICT, read_json
 from quaver.runtime.errors import InputError
 
 MANIFEST_FILE = "manifest.json"
