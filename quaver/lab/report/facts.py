@@ -11,7 +11,7 @@ from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.terminal.byte_sizes import format_bytes
-from quaver.lab.trainer.metrics import compute_median_after_warmup
+from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.numerics.history import make_order_key
 from quaver.numerics.record import Record
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
 from quaver.lab.runs.run_folder import RunFolder
-from quaver.lab.trainer.metrics import Logger
+from quaver.lab.trainer.loggers import Logger
 from quaver.numerics.record import RecordWriter
 
 LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")

@@ -13,11 +13,12 @@ from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
 from quaver.lab.trainer.flops import compute_utilization
+from quaver.lab.trainer.loggers import Logger, list_scalars, open_loggers
 from quaver.lab.trainer.memory import read_device_memory
-from quaver.lab.trainer.metrics import Logger, is_spike, list_scalars, open_loggers, remember
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_monitor import close_monitor, open_monitor
+from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel, ValidationResult
 from quaver.lab.trainer.training_run import TrainingRun
 
@@ -58,7 +59,7 @@ class Outputs:
         record = _make_step_record(self.run, model, step, result) | summarize_saturation(scaling)
         recent = progress.recent_losses.setdefault(model.name, [])
         record["loss_spike"] = is_spike(result.loss, recent, metrics.loss_spike_deviations)
-        remember(result.loss, recent)
+        append_recent_loss(result.loss, recent)
         self.write(record)
         self.display.print_step(record)
         if self.scales and scaling and step % metrics.float8_scales_freq == 0:

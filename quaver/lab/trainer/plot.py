@@ -6,7 +6,7 @@ from typing import Any
 
 from quaver.lab.figure import open_figure
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.trainer.metrics import WARMUP_STEPS
+from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 
 Record = dict[str, Any]
 

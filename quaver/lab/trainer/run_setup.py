@@ -21,7 +21,7 @@ from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.metrics import check_loggers
+from quaver.lab.trainer.loggers import check_loggers
 from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretend_mesh
 from quaver.runtime.devices import is_cuda_device, resolve_device

@@ -5,7 +5,7 @@ from typing import Any
 from quaver.lab.runs.provenance import describe_environment
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.trainer.flops import compute_utilization
-from quaver.lab.trainer.metrics import compute_median_after_warmup
+from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 

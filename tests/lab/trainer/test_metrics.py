@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from quaver.lab.settings import Metrics
-from quaver.lab.trainer.metrics import (
+from quaver.lab.trainer.loggers import check_loggers
+from quaver.lab.trainer.step_statistics import (
     SPIKE_MIN_STEPS,
     SPIKE_WINDOW,
-    check_loggers,
+    append_recent_loss,
     compute_median_after_warmup,
     is_spike,
-    remember,
 )
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
@@ -28,11 +28,11 @@ def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():
     false_alarms = 0
     for value in (2 + 0.05 * torch.randn(500, generator=generator)).tolist():
         false_alarms += is_spike(value, recent, 6.0)
-        remember(value, recent)
+        append_recent_loss(value, recent)
     assert false_alarms == 0
     assert len(recent) == SPIKE_WINDOW
     assert is_spike(2.5, recent, 6.0)
-    remember(2.5, recent)
+    append_recent_loss(2.5, recent)
     assert is_spike(2.5, recent, 6.0)
     assert not is_spike(1.5, recent, 6.0), "a lower loss is no spike"
     assert not is_spike(2.5, recent, 0.0)

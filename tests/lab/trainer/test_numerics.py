@@ -14,7 +14,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
-from quaver.lab.trainer.metrics import open_loggers
+from quaver.lab.trainer.loggers import open_loggers
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run

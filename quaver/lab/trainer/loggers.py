@@ -1,9 +1,8 @@
-"""The numbers of a run's steps in TensorBoard and Weights & Biases, and loss spikes."""
+"""The numbers of a run's steps in TensorBoard and Weights & Biases."""
 
 import importlib
 import importlib.util
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,6 @@ from quaver.lab.runs.run_folder import WANDB_ID_FILE, RunFolder
 from quaver.lab.settings import Metrics, require
 from quaver.lab.terminal.console import print_line
 from quaver.runtime.files import replace_file
-
-WARMUP_STEPS = 3
-"""The first steps, which medians leave out: they compile, allocate and measure memory."""
-
-SPIKE_WINDOW, SPIKE_MIN_STEPS = 64, 16
-"""The largest and the smallest number of previous losses with which a loss is compared."""
-MAD_TO_STD = 1.4826
-"""Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
-MIN_RELATIVE_STD = 1e-3
-"""A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
 
 
 class _TensorBoard:
@@ -46,7 +35,7 @@ class _TensorBoard:
             self._writer.close()
 
 
-_WANDB = "Weights & Biases"
+_WANDB_NAME = "Weights & Biases"
 
 
 class _Wandb:
@@ -58,20 +47,20 @@ class _Wandb:
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], resume_step: int | None) -> None:
         identity, is_new = _choose_wandb_id(folder)
-        with _convert_errors(_WANDB):
+        with _convert_errors(_WANDB_NAME):
             self._run = importlib.import_module("wandb").init(
                 project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
             self._run.define_metric("*", step_metric="step")  # its own step counts the calls of log
         if is_new and resume_step is not None:
-            print_line(f"{_WANDB}: a new run, {identity}, begins after step {resume_step}")
+            print_line(f"{_WANDB_NAME}: a new run, {identity}, begins after step {resume_step}")
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
-        with _convert_errors(_WANDB):
+        with _convert_errors(_WANDB_NAME):
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
-        with _convert_errors(_WANDB):
+        with _convert_errors(_WANDB_NAME):
             self._run.finish()
 
 
@@ -143,27 +132,3 @@ def open_loggers(
         for logger in loggers:
             with failures.catch():
                 logger.close()
-
-
-def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
-    """Return whether `loss` is more than `deviations` robust standard deviations above the median of `recent`.
-
-    Median and median absolute deviation are robust: a spike in the window does not hide the next one. False with fewer
-    than `SPIKE_MIN_STEPS` losses, or with `deviations` 0.
-    """
-    if not deviations or len(recent) < SPIKE_MIN_STEPS:
-        return False
-    median = statistics.median(recent)
-    std = MAD_TO_STD * statistics.median(abs(past - median) for past in recent)
-    return loss > median + deviations * max(std, MIN_RELATIVE_STD * abs(median))
-
-
-def remember(loss: float, recent: list[float]) -> None:
-    """Append `loss` to `recent` and drop all but the last `SPIKE_WINDOW` losses."""
-    recent.append(loss)
-    del recent[:-SPIKE_WINDOW]
-
-
-def compute_median_after_warmup(values: Sequence[float]) -> float:
-    """Return the median of the values after the warm-up steps, or of all values if there are no more."""
-    return statistics.median(values[WARMUP_STEPS:] or values)
