@@ -57,7 +57,7 @@ PHASES = (
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     "torch.distributed.checkpoint.filesystem._write_item",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-    "quaver.lab.runs.checkpoint._read_back",
+    "quaver.lab.runs.checkpoint._check_readable",
     "quaver.lab.runs.checkpoint_folder.write_manifest",
     "quaver.lab.runs.checkpoint_folder.sync_all",
     "quaver.lab.runs.checkpoint_folder.rename",
@@ -363,12 +363,12 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
     )
 
 
-_READ_BACK = {"quaver.lab.runs.checkpoint._read_back": lambda *_: None}
+_CHECK_READABLE = {"quaver.lab.runs.checkpoint._check_readable": lambda *_: None}
 _MANIFEST_ADAPTER = {
     "quaver.lab.runs.checkpoint.hash_files_of_rank": lambda *_: {},
     "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
 }
-_LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST_ADAPTER}, _READ_BACK, {}]
+_LEFT_OUT: list[dict[str, object]] = [{**_CHECK_READABLE, **_MANIFEST_ADAPTER}, _CHECK_READABLE, {}]
 """The patches for a save without manifest and reading back, with a manifest, and with both."""
 
 

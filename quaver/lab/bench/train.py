@@ -139,7 +139,7 @@ def _make_row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedMod
         "timing": asdict(timing),
         "tokens_per_s": tokens / (1e-6 * timing.median_us),
         "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
-        "eager": model.note_on_compile,
+        "eager": model.compile_note,
         "peak_bytes": peak.peak_bytes,
         "peak_source": peak.source,
         "peak_over_high_precision": ratio,

@@ -95,7 +95,7 @@ class Checkpointer:
         }
         is_async = self.config.async_mode != "disabled"
         self._saved_step = progress.step
-        self._pending = _start_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
+        self._pending = _run_in_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
         if not is_async:
             self.wait()
 
@@ -168,7 +168,7 @@ class Checkpointer:
                 digest = partial(hash_files_of_rank, folder.get_partial_path(step), name, self.ranks.rank)
                 for rank_digests in self._run_on_every_rank(digest):
                     digests |= rank_digests
-            self._run_on_first_rank(partial(_read_back, folder.get_partial_path(step), list(state)))
+            self._run_on_first_rank(partial(_check_readable, folder.get_partial_path(step), list(state)))
             self._run_on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
         except Exception as error:
             if self.ranks.is_first:
@@ -208,7 +208,7 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
         trained.precompute_scales()
 
 
-def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
+def _run_in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     """Run `write` in a thread, and return its future.
 
     Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
@@ -255,7 +255,7 @@ def _describe_newest(folder: CheckpointFolder) -> str:
     return f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier one"
 
 
-def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
+def _check_readable(checkpoint: Path, names: Sequence[str]) -> None:
     """Check that the metadata of each model can be read, and that its files are long enough for it."""
     for name in names:
         CheckpointReader(checkpoint / name).read_metadata()

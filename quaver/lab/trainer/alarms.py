@@ -37,7 +37,7 @@ class RunAlarms:
     """The model whose linears and experts fall back."""
     fallen_back: set[str]
     """The layers that have fallen back. A linear, and all weights of a layer's experts, fall back once."""
-    reason: str = ""
+    stop_reason: str = ""
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
@@ -53,20 +53,20 @@ class RunAlarms:
         alarms = Alarms(action=self.config.on_alarm)
         recalls = None if self.config.on_alarm == "stop" else folder.numerics_path
         files = {"post_mortem": folder.post_mortem_path, "recalls": recalls}
-        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._handle, **files)
+        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._handle_event, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
         """Return the layers to change now, and forget them."""
         taken, self.fallbacks = self.fallbacks, {}
         return taken
 
-    def _handle(self, event: Alarm | Cleared) -> None:
+    def _handle_event(self, event: Alarm | Cleared) -> None:
         if isinstance(event, Cleared):
             self.display.print_line(f"step {event.step}: {event.message}")
             return
         self.display.print_line(f"step {event.step}: alarm: {event.message}")
-        if self.config.on_alarm == "stop" and not self.reason:
-            self.reason = event.message
+        if self.config.on_alarm == "stop" and not self.stop_reason:
+            self.stop_reason = event.message
         elif self.config.on_alarm == "fallback" and event.rule in REMEDIED_RULES:
             module = _find_module_name(self.model, event.layer)
             if module not in self.fallen_back:
@@ -106,7 +106,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
     entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
     trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
     for name, recipe in changes.items():
-        _change(model.get_submodule(name), float8, recipe)
+        _convert_layer(model.get_submodule(name), float8, recipe)
     if float8.fused_producers:
         fuse_producers(model)
     torch.compiler.reset()
@@ -124,7 +124,7 @@ def _find_module_name(model: nn.Module, name: str) -> str:
     raise ValueError(f"{name!r} is neither a linear nor an expert weight of this model")
 
 
-def _change(module: nn.Module, config: Float8, recipe: str) -> None:
+def _convert_layer(module: nn.Module, config: Float8, recipe: str) -> None:
     convert_to_high_precision(module)
     if recipe != HIGH_PRECISION:
         convert_to_float8_training(module, config=make_linear_config(config, recipe))

@@ -38,7 +38,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     Raises:
         InputError: an entry of filter_fqns matches no linear, or no linear is left to convert.
     """
-    convert_chosen(model, config, make_filter(model, config, tokens=tokens, device=device))
+    convert_filtered(model, config, make_filter(model, config, tokens=tokens, device=device))
     report = conversion_report(model)
     if not report.converted:
         raise InputError(report.explain_no_conversion())
@@ -83,7 +83,7 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
     return decide
 
 
-def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
+def convert_filtered(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
@@ -134,7 +134,7 @@ def _are_float8(*readers: nn.Module) -> bool:
     )
 
 
-def run_in_high_precision(model: Llama, matmuls: Callable[[str], Collection[str]]) -> None:
+def switch_high_precision_matmuls(model: Llama, matmuls: Callable[[str], Collection[str]]) -> None:
     """Call `set_high_precision_matmuls`, and update what norms and SwiGLUs save in front of the changed linears."""
     set_high_precision_matmuls(model, matmuls)
     if model.fuses_producers:
@@ -149,10 +149,10 @@ def in_high_precision(model: Llama) -> Iterator[None]:
     """
     configs = {name: module.float8_config for name, module in iter_float8_modules(model)}
     try:
-        run_in_high_precision(model, lambda name: tuple(MATMULS))
+        switch_high_precision_matmuls(model, lambda name: tuple(MATMULS))
         yield
     finally:
-        run_in_high_precision(model, lambda name: configs[name].high_precision_matmuls)
+        switch_high_precision_matmuls(model, lambda name: configs[name].high_precision_matmuls)
 
 
 def _find_skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:

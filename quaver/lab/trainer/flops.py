@@ -19,7 +19,7 @@ from quaver.linear.backends import GemmBackend, predict_backend
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 
-MASKED = "masked"
+MASKED_FLOPS = "masked"
 """The key, next to precisions, of the half of attention's FLOPs that a causal kernel skips."""
 
 
@@ -68,7 +68,7 @@ def list_linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device
 
 
 def _list_matmuls(
-    config: Float8LinearConfig | None, hp_dtype: str, device: torch.device, backend_of: Callable[..., GemmBackend]
+    config: Float8LinearConfig | None, hp_dtype: str, device: torch.device, choose_backend: Callable[..., GemmBackend]
 ) -> tuple[dict[str, str], dict[str, str]]:
     operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
     if config is None:
@@ -78,7 +78,7 @@ def _list_matmuls(
         if left.is_disabled:
             continue
         operands[matmul] = f"{left} x {right}"
-        if backend_of(left, right, device, emulate=config.emulate) is GemmBackend.NATIVE:
+        if choose_backend(left, right, device, emulate=config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
         elif not has_bfloat16_units(device):
             runs_in[matmul] = "float32"
@@ -99,10 +99,10 @@ def count_flops_per_token_by_precision(
 ) -> dict[str, int]:
     """Return the FLOPs of forward and backward per token, by the precision that computes them.
 
-    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `count_training_flops_per_token`.
+    Attention counts as `hp_dtype`, and half of it as `MASKED_FLOPS`. The sum is `count_training_flops_per_token`.
     """
     masked = count_attention_flops_per_token(config, seq_len) // 2
-    flops = {MASKED: masked, hp_dtype: count_training_flops_per_token(config, seq_len) - masked}
+    flops = {MASKED_FLOPS: masked, hp_dtype: count_training_flops_per_token(config, seq_len) - masked}
     for linear in list_linear_precisions(model, hp_dtype, device):
         for precision in linear.runs_in.values():
             if precision != hp_dtype:
@@ -118,15 +118,17 @@ def compute_utilization(
 
     `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak, in all precisions, so that these compare. Both
     count all of attention, as is usual. `mfu_by_precision`: the share with each matmul at the peak of its precision,
-    without `MASKED` FLOPs; None if a peak is unknown. No run is above 1 of a data sheet's peaks; a measured rate may be
+    without `MASKED_FLOPS`; None if a peak is unknown. No run is above 1 of a data sheet's peaks; a measured rate may be
     exceeded.
 
     Args:
-        flops_per_token: forward and backward FLOPs, by precision, and `MASKED`.
+        flops_per_token: forward and backward FLOPs, by precision, and `MASKED_FLOPS`.
         tokens_per_s: tokens per second of this device.
     """
     flops_per_s = sum(flops_per_token.values()) * tokens_per_s
-    seconds_per_token = peak.compute_seconds({name: flops for name, flops in flops_per_token.items() if name != MASKED})
+    seconds_per_token = peak.compute_seconds(
+        {name: flops for name, flops in flops_per_token.items() if name != MASKED_FLOPS}
+    )
     return {
         "tflops": flops_per_s / 1e12,
         "mfu": flops_per_s / peak.flops_per_s,

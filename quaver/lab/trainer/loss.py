@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 SLICE_ELEMENTS = 1 << 25
 """Elements of a slice of the logits: 128 MiB in float32."""
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of tokens that do not count, as in torch."""
 
-_SUM = 2  # torch's number of the reduction
+_SUM_REDUCTION = 2  # torch's number of the reduction
 _aten = torch.ops.aten
 
 
@@ -55,10 +55,10 @@ def compute_next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if _is_split(logits):
         return _compute_split_loss(logits, targets)
-    rows, wanted = logits.flatten(0, 1), targets.flatten()
+    rows, row_targets = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
-        return F.cross_entropy(rows.float(), wanted)
-    loss: Tensor = _SlicedCrossEntropy.apply(rows, wanted)
+        return F.cross_entropy(rows.float(), row_targets)
+    loss: Tensor = _SlicedCrossEntropy.apply(rows, row_targets)
     return loss
 
 
@@ -66,21 +66,23 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        counted = (targets != IGNORED).sum()
+        counted = (targets != IGNORE_INDEX).sum()
         total = logits.new_zeros((), dtype=torch.float32)
-        for rows, wanted in _iter_slices(logits, targets):
-            total += F.cross_entropy(rows.float(), wanted, reduction="sum")
+        for rows, row_targets in _iter_slices(logits, targets):
+            total += F.cross_entropy(rows.float(), row_targets, reduction="sum")
         return total / counted
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
-        grad_per_token = grad / (targets != IGNORED).sum()
+        grad_per_token = grad / (targets != IGNORE_INDEX).sum()
         weight = torch.ones_like(grad_per_token)  # unused by the reduction "sum"
-        for rows, wanted in _iter_slices(logits, targets):
+        for rows, row_targets in _iter_slices(logits, targets):
             log_probabilities = F.log_softmax(rows.float(), dim=1)
-            grads = _aten.nll_loss_backward(grad_per_token, log_probabilities, wanted, None, _SUM, IGNORED, weight)
+            grads = _aten.nll_loss_backward(
+                grad_per_token, log_probabilities, row_targets, None, _SUM_REDUCTION, IGNORE_INDEX, weight
+            )
             rows.copy_(_aten._log_softmax_backward_data(grads, log_probabilities, 1, torch.float32))
         return logits.detach(), None
 
@@ -119,7 +121,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         whole_sum = (sums * (largest - top).exp()).sum(0)
         ctx.save_for_backward(logits, targets, top, whole_sum)
         ctx.first_token = first_token
-        is_counted = targets != IGNORED
+        is_counted = targets != IGNORE_INDEX
         losses = torch.where(is_counted, top - chosen.sum(0) + whole_sum.log(), 0)
         is_outside = is_counted & ((targets < 0) | (targets >= vocab_size))
         return losses.masked_fill(is_outside, torch.nan).sum() / is_counted.sum()
@@ -128,7 +130,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, top, whole_sum = ctx.saved_tensors
-        is_counted = targets != IGNORED
+        is_counted = targets != IGNORE_INDEX
         grad_losses = torch.where(is_counted, grad / is_counted.sum(), 0)
         # Dynamo does not trace a backward that writes over what the forward saved.
         written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
@@ -138,34 +140,34 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return written.detach(), None, None, None, None
 
 
-def _compute_parts(logits: Tensor, wanted: Tensor) -> Tensor:
+def _compute_parts(logits: Tensor, row_targets: Tensor) -> Tensor:
     """Return the largest logit of each row, the sum of exponentials relative to it, and the target's logit or 0.
 
     float32 [3, rows]. A rank without logits has a largest logit of -inf and a sum of 0.
     """
-    parts = logits.new_zeros((3, len(wanted)), dtype=torch.float32)
+    parts = logits.new_zeros((3, len(row_targets)), dtype=torch.float32)
     parts[0] = -torch.inf
-    for rows, columns, largest, sums, chosen in _iter_slices(logits, wanted, *parts):
+    for rows, columns, largest, sums, chosen in _iter_slices(logits, row_targets, *parts):
         largest.copy_(rows.amax(1))
         base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
         sums.copy_((rows - base[:, None]).exp_().sum(1))
-        index, is_held = _locate(columns, rows)
+        index, is_held = _locate_targets(columns, rows)
         chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
     return parts
 
 
-def _compute_gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, grad_loss: Tensor) -> Tensor:
-    """Return the gradient of a slice in float32: (softmax(rows) - one_hot(wanted)) * grad_loss.
+def _compute_gradient(rows: Tensor, row_targets: Tensor, top: Tensor, factor: Tensor, grad_loss: Tensor) -> Tensor:
+    """Return the gradient of a slice in float32: (softmax(rows) - one_hot(row_targets)) * grad_loss.
 
     `factor` [rows] is grad_loss / sum(exp(logits - top)) over the whole vocabulary, so exp(rows - top) * factor is the
     first term.
     """
     grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
-    index, is_held = _locate(wanted, rows)
+    index, is_held = _locate_targets(row_targets, rows)
     return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, grad_loss[:, None], 0))
 
 
-def _locate(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _locate_targets(row_targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the column of each row's target, or 0 if another rank has it, and whether it is here; both [rows, 1]."""
-    is_held = (wanted >= 0) & (wanted < rows.shape[1])
-    return torch.where(is_held, wanted, 0)[:, None], is_held[:, None]
+    is_held = (row_targets >= 0) & (row_targets < rows.shape[1])
+    return torch.where(is_held, row_targets, 0)[:, None], is_held[:, None]

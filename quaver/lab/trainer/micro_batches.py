@@ -30,7 +30,7 @@ _Batch = TypeVar("_Batch")
 
 
 @contextmanager
-def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> Iterator[Iterable[_Batch]]:
+def accumulate_gradients(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> Iterator[Iterable[_Batch]]:
     """Yield the micro-batches of one step. Run forward and backward of each before taking the next.
 
     At the exit every `.grad` has the dtype of its parameter. Every rank must pass the same number of batches.
@@ -43,7 +43,7 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
         try:
             yield _reduce_last(model, batches, reduce, stays_gathered)
         finally:  # also after an error, for an evaluation
-            _set(model, reduce, stays_gathered, is_last=True)
+            _set_reduction(model, reduce, stays_gathered, is_last=True)
     else:
         with _sum_in_float32(model):
             yield batches
@@ -51,11 +51,11 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
 
 def _reduce_last(model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool) -> Iterator[_Batch]:
     for number, batch in enumerate(batches, 1):
-        _set(model, reduce, stays_gathered, is_last=number == len(batches))
+        _set_reduction(model, reduce, stays_gathered, is_last=number == len(batches))
         yield batch
 
 
-def _set(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool) -> None:
+def _set_reduction(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool) -> None:
     if reduce == "last_all_reduce":
         model.set_requires_all_reduce(is_last)
         return
@@ -76,8 +76,8 @@ def _sum_in_float32(model: nn.Module) -> Iterator[None]:
         elif grad is not None:
             sums[parameter] = grad.float()
 
-    low = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
-    hooks = [weight.register_post_accumulate_grad_hook(add) for weight in low]
+    weights = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
+    hooks = [weight.register_post_accumulate_grad_hook(add) for weight in weights]
     try:
         yield
     finally:

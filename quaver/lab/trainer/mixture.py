@@ -24,7 +24,7 @@ from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.function import get_output_dtype
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 
-Kind = TypeVar("Kind", bound=nn.Module)
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 class Router(nn.Module):
@@ -67,9 +67,9 @@ class Router(nn.Module):
         return chosen, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-_NOT_CAST = CastConfig(scaling_type=ScalingType.DISABLED)
-_HIGH_PRECISION = Float8LinearConfig(
-    cast_config_input=_NOT_CAST, cast_config_weight=_NOT_CAST, cast_config_grad_output=_NOT_CAST
+_DISABLED_CAST = CastConfig(scaling_type=ScalingType.DISABLED)
+_HIGH_PRECISION_CONFIG = Float8LinearConfig(
+    cast_config_input=_DISABLED_CAST, cast_config_weight=_DISABLED_CAST, cast_config_grad_output=_DISABLED_CAST
 )
 
 
@@ -99,7 +99,7 @@ class Experts(RoutedExperts):
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
         else:  # torch.compile traces F.grouped_mm in bfloat16 only; this matmul has the same bits as its eager one
-            output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
+            output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION_CONFIG)
         return output if combine is None else send_back(output, combine)
 
 
@@ -119,20 +119,20 @@ class Mixture(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
-def list_modules(model: nn.Module, kind: type[Kind]) -> list[Kind]:
+def list_modules(model: nn.Module, kind: type[ModuleType]) -> list[ModuleType]:
     """Return the modules of class `kind`, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def take_expert_load(routers: Sequence[Router], add_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
+def take_expert_load(routers: Sequence[Router], all_reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Return each expert's share of the tokens since the last call, [layers, E]; None for a model without experts.
 
     Args:
-        add_ranks: sums a tensor over the ranks.
+        all_reduce: sums a tensor over the ranks.
     """
     if not routers:
         return None
-    counts = add_ranks(torch.stack([router.tokens_per_expert for router in routers]))
+    counts = all_reduce(torch.stack([router.tokens_per_expert for router in routers]))
     for router in routers:
         router.tokens_per_expert.zero_()
     return counts / counts.sum(dim=1, keepdim=True)

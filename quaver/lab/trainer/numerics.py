@@ -8,7 +8,7 @@ from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.loggers import Logger
 from quaver.numerics.record import RecordWriter
 
-LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
+LOGGED_STATISTICS = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 """The statistics that loggers show; numerics.jsonl has all of them."""
 
 
@@ -42,7 +42,7 @@ def make_logger_name(tensor: dict[str, Any]) -> str:
 
 
 def _iter_scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    for statistic in LOGGED:
+    for statistic in LOGGED_STATISTICS:
         for name, value in zip(names, sample[statistic], strict=True):
             if value is not None:
                 yield f"numerics/{statistic}/{name}", value

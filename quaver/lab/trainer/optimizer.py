@@ -14,12 +14,13 @@ from quaver.lab.settings import LRScheduler, Optimizer
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, find_embedding_weights
 
-REMAINING: dict[str, Callable[[float], float]] = {
+DECAY_FUNCTIONS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""The remaining share of the learning rate above its floor, by the share (0 to 1) of the decay's steps that are done.
+"""Functions from the share (0 to 1) of the decay's steps that are done to what remains of the learning rate above its
+floor, by decay_type.
 
 sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.18392."""
 
@@ -35,14 +36,14 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
         return _make_adamw(parameters, model, config)
     hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
     matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
-    muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
+    muon_class: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    muons = set(matrices)
-    rest = [parameter for parameter in parameters if parameter not in muons]
-    muon_optimizer = muon(matrices, lr=config.lr, **options)
-    if isinstance(muon_optimizer, Float8Muon):
-        muon_optimizer.name_parameters(model)
-    return CombinedOptimizer(muon_optimizer, _make_adamw(rest, model, config))
+    stepped_by_muon = set(matrices)
+    rest = [parameter for parameter in parameters if parameter not in stepped_by_muon]
+    muon = muon_class(matrices, lr=config.lr, **options)
+    if isinstance(muon, Float8Muon):
+        muon.name_parameters(model)
+    return CombinedOptimizer(muon, _make_adamw(rest, model, config))
 
 
 def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -59,9 +60,9 @@ def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimi
     # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
     groups = [group for group in groups if group["params"]]
     if config.has_float8_states:
-        float8 = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
-        float8.name_parameters(model)
-        return float8
+        adamw = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        adamw.name_parameters(model)
+        return adamw
     kernels: dict[str, Any] = {"fused": config.implementation in ("auto", "fused")}
     if not kernels["fused"]:  # torch refuses both
         kernels["foreach"] = config.implementation == "foreach"
@@ -72,12 +73,12 @@ def compute_learning_rate(step: int, steps: int, config: Optimizer, schedule: LR
     """Return the rate of `step` (1 to `steps`): linear up to lr at `warmup_steps`, then as `schedule` says."""
     if step <= schedule.warmup_steps:
         return config.lr * step / schedule.warmup_steps
-    stable = schedule.schedule == "wsd"
-    decay_begin = steps - schedule.count_decay_steps(steps) if stable else schedule.warmup_steps
+    is_wsd = schedule.schedule == "wsd"
+    decay_begin = steps - schedule.count_decay_steps(steps) if is_wsd else schedule.warmup_steps
     if schedule.schedule == "constant" or step <= decay_begin:
         return config.lr
     progress = (step - decay_begin) / max(1, steps - decay_begin)
-    remaining = REMAINING[schedule.decay_type if stable else schedule.schedule](progress)
+    remaining = DECAY_FUNCTIONS[schedule.decay_type if is_wsd else schedule.schedule](progress)
     return config.lr * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * remaining)
 
 

@@ -10,7 +10,7 @@ from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 
 Record = dict[str, Any]
 
-COLORS = ("#d1495b", "#30638e")
+MODEL_COLORS = ("#d1495b", "#30638e")
 """The float8 model, then its bfloat16 baseline."""
 
 
@@ -28,14 +28,14 @@ def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
 
 
 def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
-    for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
+    for name, color, marker, width in zip(names, MODEL_COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
         steps, losses = _list_points(records, name, "loss")
         axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
         axis.plot(steps, smooth(losses), color=color, linewidth=width, label=f"{name}, train")
         steps, losses = _list_points(records, name, "validation_loss")
         axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
     axis.set(title="Loss (nats per token)", xlabel="step")
-    _finish(axis)
+    _finish_axis(axis)
 
 
 def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
@@ -46,23 +46,23 @@ def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
         if key == "loss":
             pair = [smooth(curve) for curve in pair]
         gaps = [100 * (loss / reference - 1) for loss, reference in zip(*pair, strict=True)]
-        axis.plot(steps, gaps, style, color=COLORS[0], linewidth=1.2, label=label)
+        axis.plot(steps, gaps, style, color=MODEL_COLORS[0], linewidth=1.2, label=label)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.axhspan(-0.5, 0.5, color="gray", alpha=0.15, linewidth=0, label="within 0.5 %")
     axis.set(title=f"Loss gap of {names[0]} to {names[1]} (%)", xlabel="step")
-    _finish(axis)
+    _finish_axis(axis)
 
 
 def _draw_speed(axis: Any, records: list[Record], names: list[str]) -> None:
-    for name, color in zip(names, COLORS, strict=False):
+    for name, color in zip(names, MODEL_COLORS, strict=False):
         steps, speeds = _list_points(records, name, "tokens_per_s")
         axis.plot(steps[WARMUP_STEPS:], speeds[WARMUP_STEPS:], color=color, linewidth=1, label=name)
     axis.set(title="Tokens per second", xlabel="step")
     axis.set_ylim(bottom=0)
-    _finish(axis)
+    _finish_axis(axis)
 
 
-def _finish(axis: Any) -> None:
+def _finish_axis(axis: Any) -> None:
     axis.grid(alpha=0.25)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False)

@@ -3,7 +3,7 @@
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.schedule import list_high_precision_matmuls
-from quaver.lab.trainer.float8 import run_in_high_precision
+from quaver.lab.trainer.float8 import switch_high_precision_matmuls
 from quaver.lab.trainer.model import Llama
 from quaver.recipes.linear_casts import MATMULS
 
@@ -30,7 +30,7 @@ class PrecisionSchedule:
             name: list_high_precision_matmuls(self._entries, step, steps, block_of.get(id(module)), len(blocks))
             for name, module in iter_float8_modules(self._model)
         }
-        run_in_high_precision(self._model, wanted.__getitem__)
+        switch_high_precision_matmuls(self._model, wanted.__getitem__)
         matmul_sets = set(wanted.values())
         if matmul_sets == {()}:
             self.precision = self._name

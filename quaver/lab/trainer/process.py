@@ -20,13 +20,13 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.trainer.model import Llama
 from quaver.recipes.linear_casts import MATMULS
 
-CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+CUBLAS_WORKSPACE_VARIABLE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """cuBLAS reads it at start and needs it for reproducible results (its documentation, "Results Reproducibility")."""
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
 
-VARIANTS_OF_A_BLOCK = 8
+MAX_BLOCK_VARIANTS = 8
 """The compiled variants of a block: training or validation, float8 or high precision, with or without a monitor."""
 
 
@@ -39,9 +39,11 @@ def silence_other_ranks(is_first: bool) -> Iterator[None]:
     if is_first:
         yield
         return
-    known = [logger for name, logger in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "torch"]
-    loggers = [logger for logger in known if isinstance(logger, logging.Logger) and logger.level < logging.ERROR]
-    levels = [(logger, logger.level) for logger in loggers]
+    levels = [
+        (logger, logger.level)
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger) and logger.level < logging.ERROR
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger, level in levels:
@@ -54,17 +56,17 @@ def silence_other_ranks(is_first: bool) -> Iterator[None]:
 
 
 @dataclass
-class Requests:
-    """Requests that this process received as signals."""
+class SignalRequests:
+    """The requests that this process received as signals."""
 
-    stop: bool = False
+    must_stop: bool = False
     """SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal was closed) arrived."""
-    snapshots: int = 0
+    snapshot_count: int = 0
     """The number of SIGUSR1 that arrived."""
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[Requests]:
+def catch_stop_signals() -> Iterator[SignalRequests]:
     """Turn SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
 
     A SIGINT after any of them raises KeyboardInterrupt. A second SIGTERM or SIGHUP has no effect: a scheduler signals
@@ -72,17 +74,17 @@ def catch_stop_signals() -> Iterator[Requests]:
     terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread receives
     signals; in another thread nothing changes.
     """
-    requests = Requests()
+    requests = SignalRequests()
     numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers += (signal.SIGHUP,)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and requests.stop:
+        if number == signal.SIGINT and requests.must_stop:
             signal.default_int_handler(number, frame)
-        requests.stop = True
+        requests.must_stop = True
 
-    with _handle(numbers, stop):
+    with _install_handlers(numbers, stop):
         _end_with_launcher()
         yield requests
 
@@ -94,19 +96,19 @@ def _end_with_launcher() -> None:
 
 
 @contextmanager
-def count_snapshot_signals() -> Iterator[Requests]:
+def count_snapshot_signals() -> Iterator[SignalRequests]:
     """Count each SIGUSR1 in the block, which would otherwise end the process, as a request for a memory snapshot."""
-    requests = Requests()
+    requests = SignalRequests()
 
     def count(_signal: int, _frame: FrameType | None) -> None:
-        requests.snapshots += 1
+        requests.snapshot_count += 1
 
-    with _handle((signal.SIGUSR1,), count):
+    with _install_handlers((signal.SIGUSR1,), count):
         yield requests
 
 
 @contextmanager
-def _handle(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
+def _install_handlers(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -114,8 +116,8 @@ def _handle(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> 
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 @dataclass
@@ -130,36 +132,36 @@ class Watchdog:
     path: Path
 
     @contextmanager
-    def watch(self, seconds: float, what: str) -> Iterator[None]:
+    def watch(self, seconds: float, phase: str) -> Iterator[None]:
         """Append all stacks of this process to the file each time that the block has taken `seconds` more; 0 disables.
 
-        The first time, a line on stderr says that `what` is late. The step continues until a collective times out or
+        The first time, a line on stderr says that `phase` is late. The step continues until a collective times out or
         the user ends it.
         """
         if not seconds:
             yield
             return
         is_over = threading.Event()
-        late = threading.Thread(target=self._watch, args=(seconds, what, is_over), name="watchdog", daemon=True)
-        late.start()
+        watcher = threading.Thread(target=self._watch, args=(seconds, phase, is_over), name="watchdog", daemon=True)
+        watcher.start()
         try:
             yield
         finally:
             is_over.set()
-            late.join()
+            watcher.join()
 
-    def _watch(self, seconds: float, what: str, is_over: threading.Event) -> None:
+    def _watch(self, seconds: float, phase: str, is_over: threading.Event) -> None:
         is_reported = False
         while not is_over.wait(seconds):
-            where = f"its stacks are in {self.path}"
+            place = f"its stacks are in {self.path}"
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)  # machines may not share the first rank's disk
                 with self.path.open("a", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file=file, all_threads=True)
             except OSError as error:
-                where = f"its stacks could not be written to {self.path}: {error.strerror or error}"
+                place = f"its stacks could not be written to {self.path}: {error.strerror or error}"
             if not is_reported:
-                print(f"quaver: {what} takes longer than {seconds:g} s; {where}", file=sys.stderr, flush=True)
+                print(f"quaver: {phase} takes longer than {seconds:g} s; {place}", file=sys.stderr, flush=True)
                 is_reported = True
 
 
@@ -177,7 +179,7 @@ def use_determinism(enabled: bool) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
     )
-    name, size = CUBLAS_WORKSPACE
+    name, size = CUBLAS_WORKSPACE_VARIABLE
     had_workspace = name in os.environ
     os.environ.setdefault(name, size)
     torch.use_deterministic_algorithms(True)
@@ -205,5 +207,5 @@ def raise_recompile_limit(config: TrainConfig, models: Iterable[Llama]) -> Itera
     torch.compiler.reset()
     phases_of_block = 2 ** len(MATMULS) if config.float8.high_precision_schedule else 1
     blocks = sum(len(list(model.iter_blocks())) for model in models)
-    with recompile_limit(VARIANTS_OF_A_BLOCK * phases_of_block * blocks):
+    with recompile_limit(MAX_BLOCK_VARIANTS * phases_of_block * blocks):
         yield

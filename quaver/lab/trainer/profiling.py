@@ -32,7 +32,7 @@ from quaver.lab.recorder.timeline import record_timeline
 from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.float8 import make_file_name
-from quaver.lab.trainer.process import Requests, count_snapshot_signals
+from quaver.lab.trainer.process import SignalRequests, count_snapshot_signals
 from quaver.linear.scale_state import LinearScales
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
@@ -51,8 +51,8 @@ class Profiler:
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._failures = failures
         self._stack = ExitStack()
-        self._requests = Requests()
-        self._served: dict[str, int] = {}
+        self._requests = SignalRequests()
+        self._served_snapshots: dict[str, int] = {}
 
     def __enter__(self) -> "Profiler":
         if self._config.profiling.enable_memory_snapshot:
@@ -134,9 +134,9 @@ class Profiler:
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
         """Return whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
-        asked, served = self._requests.snapshots, self._served.get(name, 0)
-        self._served[name] = asked
-        return step == self._config.profiling.memory_snapshot_step or asked > served
+        requested, served = self._requests.snapshot_count, self._served_snapshots.get(name, 0)
+        self._served_snapshots[name] = requested
+        return step == self._config.profiling.memory_snapshot_step or requested > served
 
     def _name_file(self, folder: str, step: int, name: str, ending: str) -> Path:
         return self._folder / folder / f"step-{step:06d}" / f"{make_file_name(name)}-rank{self._rank}{ending}"

@@ -4,7 +4,7 @@ from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.training_run import TrainingRun
 
 
-def introduce(run: TrainingRun, display: Display) -> None:
+def print_run_description(run: TrainingRun, display: Display) -> None:
     """Print the run folder, model, data, step, ranks and peak FLOPs of `run`, on the first rank."""
     if not run.ranks.is_first:
         return

@@ -18,7 +18,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
 from quaver.lab.trainer.parallelize import ignore_view_warning
 from quaver.lab.trainer.process import (
-    Requests,
+    SignalRequests,
     catch_stop_signals,
     raise_recompile_limit,
     silence_other_ranks,
@@ -27,7 +27,7 @@ from quaver.lab.trainer.process import (
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_end import conclude
 from quaver.lab.trainer.run_monitor import apply_fallbacks
-from quaver.lab.trainer.run_start import introduce
+from quaver.lab.trainer.run_start import print_run_description
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 
@@ -63,15 +63,15 @@ def train(run: TrainingRun) -> dict[str, Any]:
             raise_recompile_limit(run.config, [model.model for model in run.models]),
             open_outputs(run, failures) as outputs,
         ):
-            introduce(run, outputs.display)
+            print_run_description(run, outputs.display)
             _train_steps(run, outputs, requests)
-            end.note_last_step(alarm=run.ranks.gather(outputs.alarms.reason)[0])
+            end.note_last_step(alarm=run.ranks.gather(outputs.alarms.stop_reason)[0])
         return end.summary
     finally:
         run.folder.release()
 
 
-def _train_steps(run: TrainingRun, outputs: Outputs, requests: Requests) -> None:
+def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> None:
     """Train to the last step, or to a signal, an alarm or a write error on any rank; then save, or raise the error."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps and not _must_end(run, outputs, requests):
@@ -91,13 +91,14 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: Requests) -> None
         _save(run, waits=True)
 
 
-def _must_end(run: TrainingRun, outputs: Outputs, requests: Requests) -> bool:
+def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
-    reasons = requests.stop, run.checkpoints.has_failed, bool(outputs.failures.first_error), bool(outputs.alarms.reason)
+    has_error = run.checkpoints.has_failed or bool(outputs.failures.first_error)
+    must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):
-        return run.ranks.holds_on_any(any(reasons), run.device)
+        return run.ranks.holds_on_any(must_end, run.device)
 
 
 def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
@@ -120,8 +121,8 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
                 error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
         outputs.record_step(model, step, result)
-        if is_first_here and model.note_on_compile:
-            outputs.display.print_line(f"{model.name}: {model.note_on_compile}")
+        if is_first_here and model.compile_note:
+            outputs.display.print_line(f"{model.name}: {model.compile_note}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 
@@ -154,8 +155,8 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
         return "; the weights are not finite, and are not saved"
     try:
         _save(run, waits=True)
-    except CheckpointError as failed:
-        return f"; {failed}"
+    except CheckpointError as save_error:
+        return f"; {save_error}"
     return f"; the checkpoint of step {run.progress.step} is from before it"
 
 
@@ -163,8 +164,8 @@ def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: 
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
-    is_free = model.has_countable_memory or not profiling.is_traced(step)
-    return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
+    is_countable = model.has_countable_memory or not profiling.is_traced(step)
+    return run.ranks.is_first and is_reached and is_countable and model.peak.peak_bytes is None
 
 
 def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:

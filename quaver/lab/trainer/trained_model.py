@@ -30,7 +30,7 @@ from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.loss import compute_next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
-from quaver.lab.trainer.micro_batches import accumulate
+from quaver.lab.trainer.micro_batches import accumulate_gradients
 from quaver.lab.trainer.mixture import (
     Experts,
     Router,
@@ -53,7 +53,9 @@ from quaver.lab.trainer.precision_schedule import PrecisionSchedule
 from quaver.numerics.monitoring import Monitor
 from quaver.runtime.devices import synchronize
 
-REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
+NONFINITE_REMEDY = (
+    "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
+)
 
 
 def make_autocast(training: Training, device: torch.device) -> torch.autocast:
@@ -177,12 +179,12 @@ class TrainedModel:
                 f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
                 "one process and float8 all-gathers cast those in " + training.dtype
             )
-        if self.step_seconds and self.note_on_compile:
-            notes.append(self.note_on_compile)
+        if self.step_seconds and self.compile_note:
+            notes.append(self.compile_note)
         return notes
 
     @property
-    def note_on_compile(self) -> str:
+    def compile_note(self) -> str:
         """The reason why training.compile has compiled nothing so far; "" if it has, or is off.
 
         A graph break inside a checkpoint makes Dynamo skip the whole frame, and expert parallelism breaks graphs.
@@ -244,7 +246,7 @@ class TrainedModel:
         clip_gradients(self.model, norm, config.training.max_norm)
         loss, grad_norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return loss, grad_norm, rate, self._skip(step, batches, loss, grad_norm)
+            return loss, grad_norm, rate, self._skip_step(step, batches, loss, grad_norm)
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
@@ -263,7 +265,7 @@ class TrainedModel:
         casts_once = self.ranks.is_alone or self.config.float8.cast_weights_once
         with (
             cast_weights_once(self.model) if casts_once else nullcontext(),
-            accumulate(self.model, self.config, list(batches)) as micro_batches,
+            accumulate_gradients(self.model, self.config, list(batches)) as micro_batches,
         ):
             for batch in micro_batches:
                 loss = self.compute_loss(batch) / len(batches)
@@ -284,7 +286,7 @@ class TrainedModel:
         with make_autocast(self.config.training, self.device):
             return compute_next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
-    def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
+    def _skip_step(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
         """Discard a non-finite step, and return where it became so. Raises NonFiniteError if the run must stop."""
         training = self.config.training
         with self.monitor.repeating() if self.monitor else nullcontext():
@@ -294,7 +296,7 @@ class TrainedModel:
         take_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
-            raise NonFiniteError(f"{where}; {REMEDY}")
+            raise NonFiniteError(f"{where}; {NONFINITE_REMEDY}")
         if self._skipped_in_a_row > training.max_nonfinite_steps:
             limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
             raise NonFiniteError(f"{where}; the previous steps were non-finite too, and {limit} of them were skipped")

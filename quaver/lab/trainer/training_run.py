@@ -23,7 +23,7 @@ from quaver.roofline.device_specs import get_peak_flops
 from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import InputError
 
-SLOW_PHASE_PATIENCE = 10
+SLOW_PHASE_FACTOR = 10
 """The watchdog's factor for the first step and the first validation, which may compile, and for checkpoints."""
 
 
@@ -42,7 +42,7 @@ class TrainingRun:
         """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`.
 
         Args:
-            notes: what does not continue as the checkpoint has it.
+            notes: what a resumed run does not continue as it was saved.
         """
         self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
         self.data, self.models, self.folder = setup.data, models, folder
@@ -56,10 +56,10 @@ class TrainingRun:
 
         Args:
             phase: what the block does, for the line on stderr.
-            is_slow: whether it may take `SLOW_PHASE_PATIENCE` times as long.
+            is_slow: whether it may take `SLOW_PHASE_FACTOR` times as long.
         """
         watchdog = Watchdog(self.folder.get_stacks_path(self.ranks.rank))
-        seconds = self.config.comm.watchdog_seconds * (SLOW_PHASE_PATIENCE if is_slow else 1)
+        seconds = self.config.comm.watchdog_seconds * (SLOW_PHASE_FACTOR if is_slow else 1)
         return watchdog.watch(seconds, f"{phase} on rank {self.ranks.rank}")
 
 
@@ -74,21 +74,21 @@ def prepare_run(config: TrainConfig) -> TrainingRun:
         raise
 
 
-def build_run(setup: RunSetup, opened: RunFolder | None) -> TrainingRun:
+def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
     """Parallelize the models of `setup`, initialize them or load a checkpoint, and begin the run folder.
 
     The initial weights are the same for any number of ranks. Every rank must call this, with a process group.
 
     Args:
-        opened: the run folder on the first rank, None on the others.
+        locked_folder: the run folder on the first rank, which holds its lock; None on the others.
     Raises:
         CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is unchanged.
         OutputError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
-    place = (str(opened.path), opened.resume_step) if opened else None
-    path, resume_step = ranks.gather(place)[0]
-    folder = opened or RunFolder(Path(path), resume_step)
+    location = (str(locked_folder.path), locked_folder.resume_step) if locked_folder else None
+    path, resume_step = ranks.gather(location)[0]
+    folder = locked_folder or RunFolder(Path(path), resume_step)
     loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
     torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
     mesh = make_mesh(setup.dims, setup.device.type)
@@ -103,10 +103,10 @@ def build_run(setup: RunSetup, opened: RunFolder | None) -> TrainingRun:
     progress = RunProgress()
     notes: list[str] = []
     if resume_step is not None:
-        progress, notes = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
+        progress, notes = checkpoints.load(resume_step, models, partial(_restore_fallbacks, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
-    run_on_every_rank(partial(begin_folder, opened, config, description))
+    run_on_every_rank(partial(begin_folder, locked_folder, config, description))
     return TrainingRun(setup, models, folder, checkpoints, progress, notes)
 
 
@@ -126,7 +126,7 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
         folder.write_json("conversion_report.json", description["conversion_report"])
 
 
-def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:
+def _restore_fallbacks(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:
     """Give the float8 model the recipes that alarms had set when the checkpoint was saved."""
     if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
         return

@@ -12,7 +12,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.dry_run import dry_run
-from quaver.lab.trainer.flops import MASKED, count_flops_per_token_by_precision, list_linear_precisions
+from quaver.lab.trainer.flops import MASKED_FLOPS, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear.backends import GemmBackend
 from tests.lab.trainer.runs import CONFIGS, changed
@@ -52,7 +52,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     count = partial(count_flops_per_token_by_precision, model, config.model, seq_len, "bfloat16", device)
     bfloat16 = count()
     masked = 6 * config.model.n_layers * config.model.dim * seq_len
-    assert bfloat16 == {MASKED: masked, "bfloat16": sum(bfloat16.values()) - masked}
+    assert bfloat16 == {MASKED_FLOPS: masked, "bfloat16": sum(bfloat16.values()) - masked}
     monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = count()
     monkeypatch.setattr("quaver.linear.backends.choose_backend", lambda *args, **options: GemmBackend.NATIVE)
@@ -60,7 +60,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     assert sum(native.values()) == sum(bfloat16.values())
     weights = sum(layer.flops_per_token for layer in list_linear_precisions(model, "bfloat16", device)[:-1])
     assert native["float8"] == float8_matmuls * weights
-    assert older == {MASKED: masked, "bfloat16": native["bfloat16"], "float32": native["float8"]}
+    assert older == {MASKED_FLOPS: masked, "bfloat16": native["bfloat16"], "float32": native["float8"]}
 
 
 def test_a_dry_run_prints_layers_and_layout_and_writes_nothing(run_quaver, tmp_path):

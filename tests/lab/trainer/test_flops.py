@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.lab.trainer.flops import MASKED, compute_utilization
+from quaver.lab.trainer.flops import MASKED_FLOPS, compute_utilization
 from quaver.roofline.device_specs import PeakFlops
 
 
@@ -15,7 +15,7 @@ def test_utilization_against_both_peaks_by_hand():
     unknown = compute_utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, ""))
     assert unknown["mfu_by_precision"] is None
     assert compute_utilization({"float32": 200}, 1e6, PeakFlops(1e9, "", 2e9))["mfu_by_precision"] is None
-    long = compute_utilization({"bfloat16": 120, MASKED: 80}, 1e7, PeakFlops(1.2e9, ""))
+    long = compute_utilization({"bfloat16": 120, MASKED_FLOPS: 80}, 1e7, PeakFlops(1.2e9, ""))
     assert long["mfu_by_precision"] == pytest.approx(1.0)
     assert long["mfu"] == pytest.approx(200 / 120)  # as usual
     measured = PeakFlops(1e9, "", float32_flops_per_s=4e9)  # a CPU without bfloat16 instructions

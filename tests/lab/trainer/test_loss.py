@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from quaver.lab.recorder.storages import TensorBytes
 from quaver.lab.trainer import loss as losses
-from quaver.lab.trainer.loss import IGNORED, compute_next_token_loss
+from quaver.lab.trainer.loss import IGNORE_INDEX, compute_next_token_loss
 from quaver.runtime.float8_collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import mesh_of, on_ranks
@@ -27,7 +27,7 @@ def make_logits_and_targets(dtype, ignored=0, words=WORDS):
     torch.manual_seed(0)
     logits = (5 * torch.randn(2, TOKENS, words)).to(dtype).requires_grad_()
     targets = torch.randint(words, (2, TOKENS))
-    targets.view(-1)[:ignored] = IGNORED
+    targets.view(-1)[:ignored] = IGNORE_INDEX
     return logits, targets
 
 
@@ -84,10 +84,10 @@ def test_a_compiled_loss_is_the_expression():
 
 CASES = {
     "plain": lambda logits, targets: None,
-    "ignored": lambda logits, targets: targets[0, :9].fill_(IGNORED),
-    "all ignored": lambda logits, targets: targets.fill_(IGNORED),
+    "ignored": lambda logits, targets: targets[0, :9].fill_(IGNORE_INDEX),
+    "all ignored": lambda logits, targets: targets.fill_(IGNORE_INDEX),
     "NaN": lambda logits, targets: logits[0, 0, -1].fill_(torch.nan),
-    "NaN, ignored": lambda logits, targets: (logits[0, 0, -1].fill_(torch.nan), targets[0, 0].fill_(IGNORED)),
+    "NaN, ignored": lambda logits, targets: (logits[0, 0, -1].fill_(torch.nan), targets[0, 0].fill_(IGNORE_INDEX)),
     "inf": lambda logits, targets: logits[0, 0, -1].fill_(torch.inf),
     "-inf": lambda logits, targets: logits[:, :, 0].fill_(-torch.inf),
     "a row of -inf": lambda logits, targets: logits[0, 0].fill_(-torch.inf),

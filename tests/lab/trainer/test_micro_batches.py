@@ -9,7 +9,7 @@ import torch
 
 from quaver.lab.data import Batch
 from quaver.lab.settings import Model, TrainConfig
-from quaver.lab.trainer.micro_batches import accumulate
+from quaver.lab.trainer.micro_batches import accumulate_gradients
 from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from tests.lab.trainer.runs import build_on_rank, changed
 from tests.ranks import run as run_on_ranks
@@ -30,7 +30,7 @@ CASES = {
 def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> dict[str, torch.Tensor]:
     trained, _ = build_on_rank(config, ranks)
     tokens = torch.arange(32).view(2, 16) * 7 % 32
-    with accumulate(trained.model, config, scales) as micro_batches:
+    with accumulate_gradients(trained.model, config, scales) as micro_batches:
         for scale in micro_batches:
             (trained.compute_loss(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
     return {name: list_plain_tensors(parameter.grad)[0] for name, parameter in trained.model.named_parameters()}
@@ -57,7 +57,10 @@ def train_after_an_error(config: TrainConfig, ranks: int) -> bool:
     """Return whether every parameter gets a gradient."""
     trained, _ = build_on_rank(config, ranks)
     tokens = torch.zeros(1, 16, dtype=torch.long)
-    with pytest.raises(RuntimeError, match="mine"), accumulate(trained.model, config, [1, 2, 3]) as micro_batches:
+    with (
+        pytest.raises(RuntimeError, match="mine"),
+        accumulate_gradients(trained.model, config, [1, 2, 3]) as micro_batches,
+    ):
         for number in micro_batches:
             trained.compute_loss(Batch(tokens, tokens, None)).backward()
             if number == 2:

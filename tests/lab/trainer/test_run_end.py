@@ -203,7 +203,7 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
             time.sleep(0.01)
 
     before_each_step(hang_in_step_2)
-    monkeypatch.setattr(training_run, "SLOW_PHASE_PATIENCE", 30)
+    monkeypatch.setattr(training_run, "SLOW_PHASE_FACTOR", 30)
     assert train(run)["status"] == "finished"
     assert "hang_in_step_2" in path.read_text()
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
@@ -238,7 +238,7 @@ def test_a_phase_that_is_stuck_leaves_its_stack(
         return work(*arguments)
 
     monkeypatch.setattr(owner, method, hang_and_work)
-    monkeypatch.setattr(training_run, "SLOW_PHASE_PATIENCE", 1)
+    monkeypatch.setattr(training_run, "SLOW_PHASE_FACTOR", 1)
     assert train(run)["status"] == "finished"
     assert f"quaver: {phase} on rank 0 takes longer than 1 s; its stacks are in {path}" in capsys.readouterr().err
 

@@ -56,12 +56,12 @@ from quaver.lab.trainer.huggingface.weights import (
 from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import join_names
 
-S = TypeVar("S", bound=Settings)
+Section = TypeVar("Section", bound=Settings)
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_IMPORTED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The supported dtypes of imported weights, by their names in a safetensors file."""
 
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_DERIVED_BUFFER_NAME = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; they follow from the config."""
 
 
@@ -98,13 +98,13 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     _check_tensors(weights, model, folder)
     record = {
         "format": RECORD_FORMAT,
-        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%Section%z"),
         "models": ["model"],
         "world_size": 1,
         "progress": asdict(RunProgress()),
         "config": {"model": asdict(model)},
         "provenance": collect_provenance(torch.device("cpu")),
-        "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage(config)},
+        "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage_settings(config)},
     }
     with new_folder(out) as partial:
         write_weights(weights, partial / "model", model, getattr(torch, dtype))
@@ -140,7 +140,7 @@ def export_hf(
     check_new(out)
     copied = list_tokenizer_files(tokenizer) if tokenizer else []
     checked = open_checkpoint(find_checkpoint(checkpoint) or checkpoint, name)
-    config = make_hf_config(checked.model, dtype=dtype, usage=find_usage(checked))
+    config = make_hf_config(checked.model, dtype=dtype, usage=find_usage_settings(checked))
     with new_folder(out) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
@@ -153,14 +153,14 @@ def export_hf(
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     expected = make_file_state(model)
     known = expected | {HEAD: make_meta_state(model)[HEAD]} | make_empty_shared_experts(model)
-    unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
+    unexpected = sorted(name for name in stored if name not in known and not _DERIVED_BUFFER_NAME.fullmatch(name))
     if unexpected:
         raise InputError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
     if HEAD in stored:
         expected[HEAD] = known[HEAD]
     _check_shapes({name: stored.get_shape(name) for name in stored}, expected, folder)
     for name in expected:
-        if stored.get_dtype(name) not in _DTYPES:
+        if stored.get_dtype(name) not in _IMPORTED_DTYPES:
             dtypes = "float32, bfloat16 or float16"
             raise NotImplementedError(f"{name} must be {dtypes}, got {stored.get_dtype(name)}; dequantize the model")
     if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
@@ -197,19 +197,19 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     return checked
 
 
-def make_section(kind: type[S], record: dict[str, Any], checkpoint: Path) -> S:
+def make_section(section: type[Section], record: dict[str, Any], checkpoint: Path) -> Section:
     """Return a section of the settings of a checkpoint, or its defaults for a converted one, which has no run.
 
     Raises InputError if this version does not know a setting, or refuses its value.
     """
-    settings = record["config"].get(kind.section, {})
-    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
+    settings = record["config"].get(section.section, {})
+    unknown = sorted(settings.keys() - {field.name for field in fields(section)})
     if unknown:
         raise InputError(
-            f"{str(checkpoint)!r} has {kind.section} settings that this version does not know: {join_names(unknown)}"
+            f"{str(checkpoint)!r} has {section.section} settings that this version does not know: {join_names(unknown)}"
         )
     with blame_input(f"{str(checkpoint / RECORD_FILE)!r} is damaged: config."):
-        return kind(**settings)
+        return section(**settings)
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -230,14 +230,14 @@ def find_checkpoint(path: Path) -> Path | None:
     return folder.find_checkpoint(steps[-1])
 
 
-def _select_usage(config: dict[str, Any]) -> dict[str, Any]:
+def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def find_usage(checked: CheckedModel) -> dict[str, Any]:
+def find_usage_settings(checked: CheckedModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
     if "huggingface" in checked.record:
-        return _select_usage(checked.record["huggingface"])
+        return _select_usage_settings(checked.record["huggingface"])
     scaling = checked.model.rope_scaling
     longest = checked.record["config"]["training"]["seq_len"]
     if scaling:

@@ -20,9 +20,9 @@ from quaver.lab.runs.manifest import CHECKPOINT_HINT
 from quaver.lab.runs.model_state import set_scales
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
-from quaver.lab.trainer.float8 import convert_chosen
+from quaver.lab.trainer.float8 import convert_filtered
 from quaver.lab.trainer.huggingface.config import make_hf_config
-from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage, make_section, open_checkpoint
+from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage_settings, make_section, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.runtime.errors import InputError
@@ -55,7 +55,7 @@ def make_run_source(
     model = make_meta_llama(checked.model)
     decide = partial(_decide_as_run, decisions) if decisions else make_name_filter(filter_fqns)
     if recipe is None:
-        convert_chosen(model, config, decide)
+        convert_filtered(model, config, decide)
         _load_scales(model, CheckpointReader(checked.weights))
     else:
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
@@ -70,7 +70,7 @@ def make_run_source(
     return ExportSource(
         model=model,
         weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.open_weights())),
-        config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage(checked)),
+        config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage_settings(checked)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
         rounded_from=_choose_forward_dtype(checked, config),
