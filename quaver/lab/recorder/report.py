@@ -12,7 +12,7 @@ from typing import Any
 from quaver.lab.recorder.recorder import CATEGORIES, Allocation, Recorder
 from quaver.runtime.names import mask_layer_numbers
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 State = dict[Allocation, tuple[int, int]]

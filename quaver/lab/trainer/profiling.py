@@ -122,7 +122,7 @@ class Profiler:
             return
         with record_timeline(model, optimizer, persistent_scales=list_persistent_scales(model)) as timeline:
             yield
-        report = timeline.report() | {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
+        report = timeline.report() | {"model": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
         file = self._name_file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
         title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
 

@@ -78,7 +78,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
     timelines = [f"memory_snapshot/step-000002/{n}-rank1.{e}" for n in sorted(models) for e in ("json", "png")]
     assert list_files(tmp_path) == timelines + traces
     report = json.loads((tmp_path / timelines[-2]).read_text())
-    assert (report["schema"], report["run"], report["step"], report["rank"]) == (3, "tensorwise", 2, 1)
+    assert (report["schema"], report["model"], report["step"], report["rank"]) == (4, "tensorwise", 2, 1)
     assert report["config"]["profiling"]["memory_snapshot_step"] == 2
     assert report["peak_bytes"] == sum(row["bytes"] for row in report["at_peak"]) > 0
 
