@@ -7,7 +7,7 @@ from rich.table import Table
 
 from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.settings.config_file import parse_arguments
-from quaver.lab.settings.fields import MostRanks, Settings, setting
+from quaver.lab.settings.fields import RankCount, Settings, setting
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.dry_run import DryRun, dry_run
@@ -19,7 +19,7 @@ class DryRunOptions(Settings):
     """Options of `quaver train --dry-run`."""
 
     dry_run: bool = setting(False, "Print the plan of the run, and train and write nothing.")
-    ranks: MostRanks | None = setting(None, "With --dry-run: processes of the run; by default those of torchrun, or 1.")
+    ranks: RankCount | None = setting(None, "With --dry-run: processes of the run; by default those of torchrun, or 1.")
 
     def check(self) -> None:
         """Raise InputError for --ranks without --dry-run."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quaver.lab.settings import Data, Model, require
-from quaver.lab.settings.data import BYTES
+from quaver.lab.settings.data import BYTE_TOKENIZER
 from quaver.lab.settings.fields import expand_user
 from quaver.runtime.errors import InputError
 
@@ -47,7 +47,7 @@ def load_tokenizer(data: Data) -> Tokenizer:
         FileNotFoundError: if there is no such file.
         InputError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
     """
-    if data.tokenizer == BYTES:
+    if data.tokenizer == BYTE_TOKENIZER:
         return make_byte_tokenizer()
     path = _find_tokenizer_file(data.tokenizer)
     if importlib.util.find_spec("tokenizers") is None:
@@ -58,7 +58,7 @@ def load_tokenizer(data: Data) -> Tokenizer:
 def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
     """Raise InputError if the model has fewer tokens than the tokenizer."""
     size = tokenizer.vocab_size
-    is_bytes = data.tokenizer == BYTES
+    is_bytes = data.tokenizer == BYTE_TOKENIZER
     why = "because text is read as bytes" if is_bytes else f"the tokens of data.tokenizer {data.tokenizer!r}"
     require(
         model.vocab_size >= size, "model.vocab_size", f"at least {size}, {why}", model.vocab_size, f"set it to {size}"
@@ -67,7 +67,9 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
 
 def make_byte_tokenizer() -> Tokenizer:
     """Return the tokenizer to bytes of UTF-8. A 0 byte, which no text contains, ends a document: 256 tokens suffice."""
-    return Tokenizer(BYTES, 256, 0, BYTES, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
+    return Tokenizer(
+        BYTE_TOKENIZER, 256, 0, BYTE_TOKENIZER, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    )
 
 
 def _find_tokenizer_file(name: str) -> Path:
@@ -77,10 +79,12 @@ def _find_tokenizer_file(name: str) -> Path:
         if not path.is_file():
             raise FileNotFoundError(f"data.tokenizer {name!r} is a folder without a tokenizer.json")
     if not path.is_file():
-        raise FileNotFoundError(f"data.tokenizer {name!r} does not exist; give {BYTES}, a tokenizer.json or its folder")
+        raise FileNotFoundError(
+            f"data.tokenizer {name!r} does not exist; give {BYTE_TOKENIZER}, a tokenizer.json or its folder"
+        )
     if path.suffix != ".json":
         raise InputError(
-            f"data.tokenizer must be {BYTES}, a Hugging Face tokenizer.json or its folder, got {name!r}; "
+            f"data.tokenizer must be {BYTE_TOKENIZER}, a Hugging Face tokenizer.json or its folder, got {name!r}; "
             "the tokenizer.json of the same model has the tokens of a tokenizer.model or tiktoken file"
         )
     return path

@@ -28,7 +28,7 @@ from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.terminal.progress import SetActivity
 from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
 from quaver.runtime.errors import InputError
@@ -149,7 +149,7 @@ class _AdviceSearch:
         self._compute_peak = compute_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._set_activity = spec, set_activity
-        resolved, self._dims = resolve(config, rank=0, world_size=ranks)
+        resolved, self._dims = resolve_config(config, rank=0, world_size=ranks)
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
         self._less_precise_saves = 0
@@ -233,7 +233,7 @@ class _AdviceSearch:
     def _compute_cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
-            resolved, dims = resolve(config, rank=0, world_size=self._ranks)
+            resolved, dims = resolve_config(config, rank=0, world_size=self._ranks)
             find_float8_shares(resolved)  # converts the model, and stores the result for the cost
         except (InputError, NotImplementedError):
             return None

@@ -12,7 +12,7 @@ from typing import Any
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.settings.training import REDUCE
+from quaver.lab.settings.training import REDUCE_MODES
 from quaver.runtime.errors import InputError
 
 CHECKPOINTING = {
@@ -177,7 +177,7 @@ def _edit_precision(precision: str) -> Edit:
 
 def _iter_communication(config: TrainConfig, dims: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
     if batch > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
-        for reduce in REDUCE[: 3 if dims.replicate > 1 else 2]:
+        for reduce in REDUCE_MODES[: 3 if dims.replicate > 1 else 2]:
             yield f"gradients reduced after micro-batches: {reduce}", _edit_section("training", reduce=reduce)
     if dims.shard == 1:
         return

@@ -26,7 +26,7 @@ from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, shares_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.loss import SLICE_ELEMENTS
 from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.optim.buckets import BYTES_PER_UPDATED_ELEMENT, MAX_BUCKET_ELEMENTS, MIN_BUCKETS
@@ -82,14 +82,14 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
     """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
 
     Raises:
-        InputError: the degrees do not fit the ranks, as `resolve` says.
+        InputError: the degrees do not fit the ranks, as `resolve_config` says.
     """
-    config, dims = resolve(config, rank=0, world_size=ranks)
+    config, dims = resolve_config(config, rank=0, world_size=ranks)
     return Estimate(config, dims).count_peak_bytes()
 
 
 class Estimate:
-    """The bytes of one rank at the moments of a step, for the `config` and `dims` that `resolve` returned."""
+    """The bytes of one rank at the moments of a step, for the `config` and `dims` that `resolve_config` returned."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:
         self.config, self.dims, self.model = config, dims, config.model

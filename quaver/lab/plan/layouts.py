@@ -22,7 +22,7 @@ from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, wi
 from quaver.lab.plan.run import shares_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.settings.training import Training
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
@@ -103,7 +103,7 @@ class Layouts:
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
         """Add a run if the trainer accepts it."""
         try:
-            resolved, dims = resolve(config, rank=0, world_size=ranks)
+            resolved, dims = resolve_config(config, rank=0, world_size=ranks)
         except InputError as error:
             self.refuse(error, is_configured=is_configured)
             return

@@ -23,7 +23,7 @@ from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.float8 import BFLOAT16
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.terminal.progress import SetActivity
 from quaver.runtime.errors import InputError
 
@@ -193,5 +193,5 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
 
 def make_bfloat16_run(row: FittingLayout) -> PlannedRun:
     """Return the run of the same layout in bfloat16, even if that does not fit."""
-    resolved, dims = resolve(with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks)
+    resolved, dims = resolve_config(with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks)
     return make_planned_run(resolved, dims)

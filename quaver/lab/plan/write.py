@@ -8,7 +8,7 @@ from quaver.export.folders import new_folder
 from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.runtime.errors import InputError
 
 
@@ -47,7 +47,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     """
     if path.suffix != ".toml":
         raise InputError(f"expected a config whose name ends with .toml, got {str(path)!r}")
-    resolve(config, world_size=ranks)
+    resolve_config(config, world_size=ranks)
     texts = {
         path: format_config(config, comment),
         **_place_beside(path, make_launch_files(config, ranks, gpus_per_node, path)),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from quaver.lab.settings.fields import (
     AtLeast1,
-    AtMost,
+    Integer,
     NotNegative,
     OneOf,
     Settings,
@@ -37,7 +37,7 @@ class Checkpoint(Settings, section="checkpoint"):
         "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: "
         "refuse to start without a checkpoint.",
     )
-    load_step: AtMost = setting(
+    load_step: Integer = setting(
         -1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints."
     )
     verify: bool = setting(True, "Compare size and xxh3_128 of every file with the manifest before loading.")

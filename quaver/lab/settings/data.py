@@ -7,7 +7,7 @@ from annotated_types import Ge, Le
 
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 
-BYTES = "bytes"
+BYTE_TOKENIZER = "bytes"
 """The tokenizer that needs no file."""
 
 
@@ -24,7 +24,7 @@ class Data(Settings, section="data"):
     on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = setting(
         "skip", "Whether to skip or to refuse unreadable records."
     )
-    tokenizer: str = setting(BYTES, "bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one.")
+    tokenizer: str = setting(BYTE_TOKENIZER, "bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one.")
     eos_token: str = setting("", "Token that ends a document; empty for the tokenizer's own.")
     cache_folder: str = setting("", "Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache.")
     document_mask: bool = setting(False, "Attention does not cross the end of a document.")
@@ -33,8 +33,8 @@ class Data(Settings, section="data"):
         """Raise InputError for empty strings, and for a token that the tokenizer does not read."""
         self.require(bool(self.path), "path", "stdlib, a file or a folder")
         self.require(bool(self.field), "field", "the name of a field")
-        self.require(bool(self.tokenizer), "tokenizer", f"{BYTES}, a file or a folder")
-        if self.tokenizer == BYTES:
+        self.require(bool(self.tokenizer), "tokenizer", f"{BYTE_TOKENIZER}, a file or a folder")
+        if self.tokenizer == BYTE_TOKENIZER:
             hint = "with bytes a 0 byte ends a document"
             self.require_default("eos_token", unless="data.tokenizer is a file", hint=hint)
 

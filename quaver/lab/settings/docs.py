@@ -8,7 +8,7 @@ from typing import Any
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import Settings, format_default, get_choices, get_help, get_types
 
-HEAD = """# Configuration
+PAGE_HEAD = """# Configuration
 
 Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = value`) or a flag
 (`--section.name value`; flags win). A setting that is true or false: `--float8.emulate`, `--float8.emulate false` or
@@ -18,7 +18,7 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 def format_configuration_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([HEAD, *(_format_section(cls) for cls in get_types(TrainConfig).values())])
+    return "\n".join([PAGE_HEAD, *(_format_section(cls) for cls in get_types(TrainConfig).values())])
 
 
 def _format_section(cls: type[Settings]) -> str:

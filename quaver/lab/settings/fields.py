@@ -20,12 +20,12 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from quaver.runtime.errors import InputError
 
-MOST = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 """The largest integer of TOML and of torch."""
-AtLeast1 = Annotated[int, Ge(1), Le(MOST)]
-NotNegative = Annotated[int, Ge(0), Le(MOST)]
-AtMost = Annotated[int, Le(MOST)]
-MostRanks = Annotated[int, Ge(1), Le(100_000)]
+AtLeast1 = Annotated[int, Ge(1), Le(MAX_INTEGER)]
+NotNegative = Annotated[int, Ge(0), Le(MAX_INTEGER)]
+Integer = Annotated[int, Le(MAX_INTEGER)]
+RankCount = Annotated[int, Ge(1), Le(100_000)]
 """The number of ranks of a run that is planned or predicted, not started."""
 FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]

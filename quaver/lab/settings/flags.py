@@ -114,7 +114,7 @@ class _Parser(ArgumentParser):
         self._spellings: dict[str, str] = {}
         self._switches: set[str] = set()
         self._has_arguments = any(map(is_positional, fields(cls)))
-        self._add(self.add_argument, cls, "")
+        self._add_flags(self.add_argument, cls, "")
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError, where argparse would end the process."""
@@ -135,13 +135,13 @@ class _Parser(ArgumentParser):
             return word.lower() in ("true", "false")
         return not word.startswith("-") and not set(word) & set("./\\")
 
-    def _add(self, add: Callable[..., object], cls: type, section: str) -> None:
+    def _add_flags(self, add: Callable[..., object], cls: type, section: str) -> None:
         texts = get_help(cls)
         for field in fields(cls):
             annotation, name = get_types(cls)[field.name], section + field.name
             if is_section(annotation):
                 group = self.add_argument_group(field.name, _join_lines(annotation.__doc__))
-                self._add(group.add_argument, annotation, f"{name}.")
+                self._add_flags(group.add_argument, annotation, f"{name}.")
                 continue
             base, item = get_base_type(annotation), get_item_type(annotation)
             text = f"{texts[field.name]} {_describe_default(field)}".replace("%", "%%")
@@ -158,13 +158,13 @@ class _Parser(ArgumentParser):
                 for negated in (f"{section}no_{field.name}", f"no_{name}"):
                     self._spellings[f"__{negated}"] = f"{flag}=false"
             if item is not None:
-                options = {"action": _List, "nargs": "*"}
+                options = {"action": _ListAction, "nargs": "*"}
             add(flag, dest=name, metavar=metavar, help=text, **options)
             self._spellings[f"__{name}"] = flag
             self._spellings |= {f"__{short}": flag for short, long in SHORTHANDS.items() if long == name}
 
 
-class _List(Action):
+class _ListAction(Action):
     """Stores words split at commas, or a list written as in TOML. A repeated flag appends."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:

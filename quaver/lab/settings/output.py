@@ -17,7 +17,7 @@ from quaver.lab.settings.fields import (
 from quaver.numerics.accumulation import ACCUMULATION_BY_GPU
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
-FALLBACKS = (
+FALLBACK_RECIPES = (
     HIGH_PRECISION,
     *(
         recipe.value
@@ -88,7 +88,7 @@ class Numerics(Settings, section="numerics"):
         "log: print and record it. stop: end the run with a checkpoint. fallback: from the next step on, the linear "
         "that the alarm names uses fallback_recipe; followers do if they stay bad. Checkpoints record this.",
     )
-    fallback_recipe: Annotated[str, OneOf(FALLBACKS)] = setting(
+    fallback_recipe: Annotated[str, OneOf(FALLBACK_RECIPES)] = setting(
         HIGH_PRECISION, "The recipe of a linear that falls back."
     )
 

@@ -6,7 +6,7 @@ from math import prod
 from quaver.lab.settings import TrainConfig, Training, require
 from quaver.runtime.errors import InputError
 
-DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+DEGREE_SETTINGS = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ParallelDims:
         return f"{self.world_size}{': ' + dims if dims else ''}{split}"
 
 
-def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
+def resolve_config(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
     """Return `config` with its global batch size resolved, and its parallel dims on `world_size` ranks.
 
     Every rank must pass the same config. The results differ in `ParallelDims.rank` only.
@@ -100,7 +100,7 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
 
 
 def _make_parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelDims:
-    replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREES)
+    replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREE_SETTINGS)
     if shard == -1 and world_size % (replicate * tensor) == 0:
         shard = world_size // (replicate * tensor)
     degrees = (replicate, shard, tensor)
@@ -110,7 +110,8 @@ def _make_parallel_dims(config: TrainConfig, rank: int, world_size: int) -> Para
         require(shard % expert == 0, "parallelism.expert_parallel_degree", divides, expert)
         return ParallelDims(*degrees, rank, expert)
     product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
+    names = [f"parallelism.{name}" for name in DEGREE_SETTINGS]
     raise InputError(
-        f"{' * '.join(f'parallelism.{name}' for name in DEGREES)} must be the number of processes = {world_size}, "
+        f"{' * '.join(names)} must be the number of processes = {world_size}, "
         f"got {product}; change a degree, or start torchrun with another --nproc-per-node"
     )

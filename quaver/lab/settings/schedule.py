@@ -11,10 +11,10 @@ from math import ceil
 from quaver.recipes.linear_casts import BACKWARD_MATMULS, MATMULS
 from quaver.runtime.errors import InputError
 
-PARTS = {"forward": ("output",), "backward": BACKWARD_MATMULS, "all": tuple(MATMULS)} | {
+MATMULS_BY_PART = {"forward": ("output",), "backward": BACKWARD_MATMULS, "all": tuple(MATMULS)} | {
     name: (name,) for name in BACKWARD_MATMULS
 }
-_RANGE = re.compile(r"(first|last) ([1-9][0-9]*)(%?)(?: of)? (step|block)s?")
+_RANGE_PATTERN = re.compile(r"(first|last) ([1-9][0-9]*)(%?)(?: of)? (step|block)s?")
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Range:
 
     is_last: bool
     number: int
-    is_share: bool
+    is_percentage: bool
     """`number` is a percentage, which is rounded up to whole steps or blocks."""
 
     def count(self, total: int) -> int:
         """Return how many of `total` steps or blocks are in the range."""
-        return ceil(self.number * total / 100) if self.is_share else self.number
+        return ceil(self.number * total / 100) if self.is_percentage else self.number
 
     def contains(self, index: int, total: int) -> bool:
         """Return whether step or block `index`, from 0, of `total` is in the range."""
@@ -48,15 +48,15 @@ class ScheduleEntry:
     def parse(cls, text: str) -> "ScheduleEntry":
         """Parse an entry. Raises InputError for any other form."""
         part, colon, where = text.partition(":")
-        matches = [_RANGE.fullmatch(part_range.strip()) for part_range in where.split(" in ")]
+        matches = [_RANGE_PATTERN.fullmatch(part_range.strip()) for part_range in where.split(" in ")]
         ranges = {match[4]: Range(match[1] == "last", int(match[2]), bool(match[3])) for match in matches if match}
-        fits = colon and part.strip() in PARTS and len(ranges) == len(matches)
-        if not fits or any(part_range.is_share and part_range.number > 100 for part_range in ranges.values()):
+        fits = colon and part.strip() in MATMULS_BY_PART and len(ranges) == len(matches)
+        if not fits or any(part_range.is_percentage and part_range.number > 100 for part_range in ranges.values()):
             raise InputError(
                 'entries such as "forward: last 18% of steps" or "all: last 9 steps in first 2 blocks", each of one '
-                f"of {', '.join(PARTS)}, got {text!r}"
+                f"of {', '.join(MATMULS_BY_PART)}, got {text!r}"
             )
-        return cls(text, PARTS[part.strip()], ranges.get("step"), ranges.get("block"))
+        return cls(text, MATMULS_BY_PART[part.strip()], ranges.get("step"), ranges.get("block"))
 
 
 def list_high_precision_matmuls(

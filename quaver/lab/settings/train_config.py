@@ -11,7 +11,13 @@ from quaver.lab.settings.model import Model
 from quaver.lab.settings.output import Job, Metrics, Numerics, Profiling
 from quaver.lab.settings.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
 
-SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
+SPLIT_SIZES = (
+    "model.n_heads",
+    "model.n_kv_heads",
+    "model.hidden_dim",
+    "model.vocab_size",
+    "training.seq_len",
+)
 """Sizes that tensor parallel ranks split."""
 
 MAX_ELEMENTS = 10**16
@@ -84,7 +90,7 @@ class TrainConfig(Settings):
     def _check_tensor_parallel(self) -> None:
         degree = self.parallelism.tensor_parallel_degree
         setting = f"parallelism.tensor_parallel_degree = {degree}"
-        for name in SPLIT:
+        for name in SPLIT_SIZES:
             section, size = name.split(".")
             self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
         hint = "experts are split by parallelism.expert_parallel_degree"

@@ -9,8 +9,8 @@ from quaver.checkpointing import MODES as CHECKPOINT_MODES
 from quaver.checkpointing.policy import find_operations, find_savable_operations, parse_selective_option
 from quaver.lab.settings.fields import (
     AtLeast1,
-    AtMost,
     FiniteNotNegative,
+    Integer,
     NotNegative,
     OneOf,
     Settings,
@@ -22,7 +22,7 @@ from quaver.runtime.errors import blame_input
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
 OPTIMIZERS = ("AdamW", "Float8AdamW", "Muon", "Float8Muon")
-REDUCE = ("every", "last", "last_all_reduce")
+REDUCE_MODES = ("every", "last", "last_all_reduce")
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 MAX_SECONDS = 10**7
@@ -39,7 +39,7 @@ class Training(Settings, section="training"):
     global_batch_size: Annotated[int, Le(10**9)] = setting(
         -1, "Sequences in one optimizer step; -1 for one local batch per data-parallel rank."
     )
-    reduce: Annotated[str, OneOf(REDUCE)] = setting(
+    reduce: Annotated[str, OneOf(REDUCE_MODES)] = setting(
         "every",
         "When ranks reduce gradients. every: after each micro-batch. last: once per step, from whole float32 sums. "
         "last_all_reduce: reduce-scatter after each micro-batch, all-reduce once per step.",
@@ -95,7 +95,7 @@ class Training(Settings, section="training"):
 
     @property
     def step_batch_size(self) -> int:
-        """Sequences in one optimizer step. Before `parallel_dims.resolve`, -1 counts one data-parallel rank."""
+        """Sequences in one optimizer step. Before `parallel_dims.resolve_config`, -1 counts one data-parallel rank."""
         return self.local_batch_size if self.global_batch_size == -1 else self.global_batch_size
 
     @property
@@ -216,7 +216,7 @@ class Parallelism(Settings, section="parallelism"):
     """How ranks share the work; the degrees multiply to their number."""
 
     data_parallel_replicate_degree: AtLeast1 = setting(1, "Copies of the weights, each on a group of ranks (HSDP).")
-    data_parallel_shard_degree: AtMost = setting(-1, "Ranks over which FSDP2 shards a copy; -1 for the rest.")
+    data_parallel_shard_degree: Integer = setting(-1, "Ranks over which FSDP2 shards a copy; -1 for the rest.")
     tensor_parallel_degree: AtLeast1 = setting(1, "Ranks that share each linear and, between linears, the sequence.")
     expert_parallel_degree: AtLeast1 = setting(
         1, "Ranks of each shard group that split the experts; FSDP2 shards those of a rank over the rest."

@@ -12,7 +12,7 @@ from quaver.conversion.report import ConversionReport
 from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.flops import LinearPrecision, group_linears, list_linear_precisions
 from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
@@ -48,7 +48,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
 
     The data is found but not read; the device may be missing here. Raises the errors with which the run would begin.
     """
-    config, dims = resolve(config, rank=0, world_size=ranks)
+    config, dims = resolve_config(config, rank=0, world_size=ranks)
     device = config.training.device
     check_environment(config, None if device == "auto" else torch.device(device))
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)

@@ -18,7 +18,7 @@ from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import will_resume
 from quaver.lab.settings import TrainConfig, require
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.loggers import check_loggers
@@ -82,7 +82,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: quaver does not support the settings.
         MissingDeviceError: the device does not exist here.
     """
-    config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
+    config, dims = resolve_config(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.choose_device(resolve_device(config.training.device))
     check_environment(config, device)
     models = make_models(config, device)

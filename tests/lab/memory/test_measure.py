@@ -15,7 +15,7 @@ from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.integration.train_on_ranks import compile_quickly
@@ -129,7 +129,7 @@ def measure_with_even_load(config):
     def choose_evenly(scores, k, **_):
         return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
 
-    resolved, dims = resolve(config, rank=dist.get_rank(), world_size=2)
+    resolved, dims = resolve_config(config, rank=dist.get_rank(), world_size=2)
     with patch("quaver.lab.trainer.mixture.torch.topk", choose_evenly):
         return measure_rank(resolved, dims, Ranks(dims.rank, dims.rank, 2), torch.device("cpu"))
 

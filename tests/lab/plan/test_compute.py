@@ -10,7 +10,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import time_block, time_head
 from quaver.lab.plan.run import HEAD, Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.trainer.model import SPLIT_DIMS
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import choose_kernel, predict_attention_seconds
@@ -94,13 +94,13 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
 )
 def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
     config = TrainConfig(float8=Float8(**float8))
-    assert make_planned_run(*resolve(config)).in_float8 == expected
+    assert make_planned_run(*resolve_config(config)).in_float8 == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
 def test_states_of_bfloat16_parameters(tiny_config, name, expected):
     config = changed(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
-    assert make_planned_run(*resolve(config)).state_bytes == expected
+    assert make_planned_run(*resolve_config(config)).state_bytes == expected
 
 
 def test_slower_settings_take_longer():

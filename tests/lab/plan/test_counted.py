@@ -16,7 +16,7 @@ from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings import Model, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
@@ -51,7 +51,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
 
     monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_, **__: 1.0)
-    run, cluster = replace(make_planned_run(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
+    run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)
     spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]
     seconds = sum(span.end_s - span.start_s for span in spans)
@@ -85,7 +85,7 @@ def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(pre
 
 def test_blocks_that_differ_are_not_counted():
     config = changed(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
-    run = make_planned_run(*resolve(config, rank=0, world_size=1))
+    run = make_planned_run(*resolve_config(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
         count_costs(config, 1, run, Cluster(H200))
 

@@ -9,8 +9,8 @@ from benchmarks.plan_memory import predict_peak_bytes
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.settings.training import REDUCE
+from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.training import REDUCE_MODES
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
@@ -56,7 +56,7 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     ],
 )
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
-    config, dims = resolve(changed(tiny_config, **sections), rank=0, world_size=ranks)
+    config, dims = resolve_config(changed(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
     with pretend_mesh(dims) as mesh:
         parallelize(model, config, mesh)
@@ -179,7 +179,7 @@ DRAWN = [
     {"parallelism": {"tensor_parallel_degree": 2}},
     {"parallelism": {"fsdp_reshard_after_forward": "never"}},
     *({"training": values} for values in ({"dtype": "bfloat16"}, {"residual_dtype": "bfloat16"}, {"compile": True})),
-    *({"training": {"global_batch_size": 256, "reduce": reduce}} for reduce in REDUCE[:2]),
+    *({"training": {"global_batch_size": 256, "reduce": reduce}} for reduce in REDUCE_MODES[:2]),
     *({"optimizer": {"name": name}} for name in ("Muon", "Float8AdamW")),
     *({"optimizer": {"implementation": name}} for name in ("foreach", "for-loop")),
     *({"float8": {"recipe_name": name}} for name in ("rowwise", "rowwise_with_gw_hp", "blockwise")),
@@ -205,7 +205,7 @@ def draw_config(random: Random) -> tuple[TrainConfig, int]:
             config = changed(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
             for sections in random.sample(DRAWN, random.choice([0, 1, 2, 3])):
                 config = changed(config, **sections)
-            resolve(config, rank=0, world_size=ranks)
+            resolve_config(config, rank=0, world_size=ranks)
         except InputError:
             continue
         return config, ranks
@@ -243,7 +243,7 @@ def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     assert estimate(parallelism={"fsdp_reshard_after_forward": "never"}) > estimate()
     weights = 4 * sum(parameter.numel() for parameter in Llama(tiny_config.model).parameters())
     batch = {"seq_len": 512, "dtype": "float32", "global_batch_size": 64 * tiny_config.training.local_batch_size}
-    batches = [{**batch, "reduce": reduce} for reduce in REDUCE[:2]]
+    batches = [{**batch, "reduce": reduce} for reduce in REDUCE_MODES[:2]]
     every, last = (estimate_peak(changed(tiny_config, training=training), 4) for training in batches)
     assert 0.7 * weights < last - every <= weights  # of each parameter float32 instead of this rank's quarter
     assert estimate() > estimate(optimizer={"name": "Muon"})

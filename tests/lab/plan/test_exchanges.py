@@ -11,7 +11,7 @@ from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.step import GRADIENT_BYTES, build_step, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.memory.models import needs_gathers
@@ -42,7 +42,7 @@ def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, exp
 
 
 def plan_run(config):
-    return make_planned_run(*resolve(config, rank=0, world_size=RANKS))
+    return make_planned_run(*resolve_config(config, rank=0, world_size=RANKS))
 
 
 def count_block_exchanges(config):

@@ -29,7 +29,7 @@ from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import parse_arguments
-from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, UserPath, setting
+from quaver.lab.settings.fields import NotNegative, OneOf, RankCount, Settings, UserPath, setting
 from quaver.lab.settings.flags import split_options
 from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
 from quaver.lab.terminal.console import print_views
@@ -45,7 +45,7 @@ class MemoryOptions(Settings):
     fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
     """
 
-    ranks: MostRanks = setting(1, "Processes of the run; the first one is predicted.")
+    ranks: RankCount = setting(1, "Processes of the run; the first one is predicted.")
     device: Annotated[str, OneOf(("cuda", "cpu"))] | None = setting(
         None, "Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."
     )

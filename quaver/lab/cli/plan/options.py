@@ -10,7 +10,7 @@ from quaver.lab.plan.device_file import read_device_spec
 from quaver.lab.plan.layouts import round_step_sequences
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, UserPath, setting
+from quaver.lab.settings.fields import AtLeast1, RankCount, Settings, UserPath, setting
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -28,7 +28,7 @@ class PlanOptions(Settings):
     estimated, the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
     """
 
-    gpus: MostRanks = setting(8, "Number of GPUs of the run.")
+    gpus: RankCount = setting(8, "Number of GPUs of the run.")
     gpu: str = setting("h100", f"Kind of the GPUs: {DEVICE_NAMES.lower()}.")
     spec: UserPath | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
     nodes_of: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")

@@ -23,7 +23,7 @@ from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.initialize import allocate
 from quaver.lab.trainer.parallelize import ignore_view_warning, parallelize, pretend_mesh
 from quaver.lab.trainer.profiling import list_persistent_scales
@@ -120,7 +120,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         InputError, OSError: the run itself would refuse its model or its ranks.
     """
     device = torch.device("cpu")
-    config, dims = resolve(config, rank=0, world_size=ranks)
+    config, dims = resolve_config(config, rank=0, world_size=ranks)
     with pretend_mesh(dims) as mesh, ignore_view_warning():
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
