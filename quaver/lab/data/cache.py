@@ -13,8 +13,8 @@ from filelock import FileLock, Timeout
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import (
-    ENTRY,
-    FORMAT,
+    ENTRY_FILE,
+    ENTRY_FORMAT,
     CacheEntry,
     DamagedEntryError,
     check_content,
@@ -55,7 +55,7 @@ class TokenCache:
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
-        entry = self._open(check, CacheProgress())
+        entry = self._open_entry(check, CacheProgress())
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
@@ -66,21 +66,21 @@ class TokenCache:
             except Timeout:
                 self._wait_for_lock(lock)
         try:
-            entry = self._open(check, self.progress)
+            entry = self._open_entry(check, self.progress)
             if entry is None:
                 with self.progress.show_reading(label, total_bytes) as advance:
-                    self._make(build, advance)
+                    self._make_entry(build, advance)
                 entry = open_entry(self.entry_folder)
         finally:
             lock.release()
         return entry
 
-    def _open(self, check: bool, progress: CacheProgress) -> CacheEntry | None:
+    def _open_entry(self, check: bool, progress: CacheProgress) -> CacheEntry | None:
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
                 if entry.description[name] != getattr(self.tokenizer, name):
-                    raise DamagedEntryError(f"{ENTRY} has the {name} of another tokenizer")
+                    raise DamagedEntryError(f"{ENTRY_FILE} has the {name} of another tokenizer")
             if check:
                 check_content(self.entry_folder, entry, self.tokenizer.vocab_size)
         except FileNotFoundError:
@@ -102,24 +102,24 @@ class TokenCache:
         self.progress.print_line("waiting for another process, which makes the tokens")
         lock.acquire()
 
-    def _make(self, build: Build, advance: Advance) -> None:
+    def _make_entry(self, build: Build, advance: Advance) -> None:
         """Build aside, then rename: an entry is whole or absent."""
         partial = self.folder / f"{self.key}.partial"
         try:
             with name_cache_in_errors(self.folder):
-                _remove(partial)  # left by a process that was killed
+                _remove_folder(partial)  # left by a process that was killed
                 partial.mkdir()
             build(partial, advance)
             with name_cache_in_errors(self.folder):
-                _remove(self.entry_folder)
+                _remove_folder(self.entry_folder)
                 partial.rename(self.entry_folder)
         finally:
-            _remove(partial)
+            _remove_folder(partial)
 
 
 def compute_cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
     """Return the name of the entry, which depends on the files (names, sizes, times), the tokenizer and the format."""
-    identity = json.dumps([FORMAT, source.identity, tokenizer.digest])
+    identity = json.dumps([ENTRY_FORMAT, source.identity, tokenizer.digest])
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
@@ -131,6 +131,6 @@ def resolve_cache_folder(setting: str) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "quaver" / "tokens"
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)

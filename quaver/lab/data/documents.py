@@ -1,4 +1,4 @@
-"""Types of all sources of text: files, pieces of documents, and an account of the items that are not documents."""
+"""Types of all sources of text: files, pieces of documents, and a count of the items that are not documents."""
 
 import os
 import sysconfig
@@ -12,8 +12,8 @@ from quaver.runtime.errors import InputError
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
-PLACES_LISTED = 5
-"""The account lists the places of this many corrupt items and counts the others."""
+MAX_LISTED_PLACES = 5
+"""`SkippedItems` lists the places of this many corrupt items and counts the others."""
 
 NUL = "\0"
 """No text contains it, so it can end a document with the byte tokenizer."""
@@ -96,23 +96,23 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Account:
+class SkippedItems:
     """Counts the items of a source that are not documents."""
 
-    refuse: bool = False
+    refuses_corrupt: bool = False
     empty: int = 0
     corrupt: int = 0
     corrupt_places: list[str] = field(default_factory=list)
 
     def add_corrupt(self, place: str, reason: str) -> None:
-        """Count the item at `place` (file, or file:line) as corrupt; with `refuse`, raise InputError."""
-        if self.refuse:
-            raise make_refusal(f"{place}: {reason}")
+        """Count the item at `place` (file, or file:line) as corrupt; with `refuses_corrupt`, raise InputError."""
+        if self.refuses_corrupt:
+            raise make_corrupt_error(f"{place}: {reason}")
         self.corrupt += 1
-        if len(self.corrupt_places) < PLACES_LISTED:
+        if len(self.corrupt_places) < MAX_LISTED_PLACES:
             self.corrupt_places.append(f"{place}: {reason}")
 
-    def is_text(self, place: str, value: Any) -> TypeGuard[str]:
+    def accept_text(self, place: str, value: Any) -> TypeGuard[str]:
         """Return whether `value` is a non-empty string of Unicode without NUL; if not, count it as empty or corrupt."""
         reason = ""
         if not isinstance(value, str):
@@ -131,6 +131,6 @@ class Account:
         return not reason and bool(value)
 
 
-def make_refusal(problem: str) -> InputError:
+def make_corrupt_error(problem: str) -> InputError:
     """Return the error for corrupt data under data.on_corrupt = "refuse"."""
     return InputError(f"{problem}; repair or remove it, or set data.on_corrupt to skip")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.data.cache import TokenCache, compute_cache_key, resolve_cache_folder
-from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, make_refusal
+from quaver.lab.data.documents import SPLITS, STDLIB, Piece, SkippedItems, make_corrupt_error
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.samples import TokenData
 from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.token_files import (
-    FORMAT,
+    ENTRY_FORMAT,
     CacheEntry,
     choose_token_dtype,
     name_cache_in_errors,
@@ -23,7 +23,7 @@ from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenize
 from quaver.lab.settings import Data, TrainConfig
 from quaver.runtime.errors import InputError
 
-ENCODE_CHARACTERS = 1 << 22
+MAX_GROUP_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
 
 _COPIED_FIELDS = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")
@@ -58,7 +58,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
 
     entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
     if entry.description["corrupt"] and data.on_corrupt == "refuse":
-        raise make_refusal(entry.description["corrupt_places"][0])
+        raise make_corrupt_error(entry.description["corrupt_places"][0])
     _check_enough(entry, data, config.training.seq_len)
     return TokenData(
         entry.splits["train"],
@@ -70,10 +70,10 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
 
 def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
     """Write the tokens of both splits and entry.json to `folder`."""
-    account = Account(refuse=data.on_corrupt == "refuse")
+    skipped = SkippedItems(refuses_corrupt=data.on_corrupt == "refuse")
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_split_writers(folder, dtype) as writers:
-        for batch in _group_pieces(source.read_pieces(account, advance)):
+        for batch in _group_pieces(source.read_pieces(skipped, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
             with name_cache_in_errors(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
@@ -83,14 +83,14 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
         with name_cache_in_errors(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
     description = {
-        "format": FORMAT,
+        "format": ENTRY_FORMAT,
         "dtype": dtype.str,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
-        "empty": account.empty,
-        "corrupt": account.corrupt,
-        "corrupt_places": account.corrupt_places,
+        "empty": skipped.empty,
+        "corrupt": skipped.corrupt,
+        "corrupt_places": skipped.corrupt_places,
         "splits": splits,
     }
     if find_source(data).identity != source.identity:
@@ -105,7 +105,7 @@ def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     for piece in pieces:
         batch.append(piece)
         characters += len(piece.text) + 1
-        if characters > ENCODE_CHARACTERS:
+        if characters > MAX_GROUP_CHARACTERS:
             yield batch
             batch, characters = [], 0
     yield batch

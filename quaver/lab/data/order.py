@@ -16,7 +16,7 @@ import numpy as np
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
-ROUNDS = 8
+FEISTEL_ROUNDS = 8
 MIN_HALF_BITS = 3
 """With fewer bits in a half, the network produces too few of the possible orders."""
 
@@ -49,7 +49,7 @@ def _derive_keys(seed: int, epoch: int) -> Words:
 
 
 def _permute(numbers: Words, keys: Words, half_bits: int) -> Words:
-    """Send `numbers` [n] through the rounds, with `keys` [ROUNDS, n]."""
+    """Send `numbers` [n] through the rounds, with `keys` [FEISTEL_ROUNDS, n]."""
     shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = numbers >> shift, numbers & mask
     for key in keys:

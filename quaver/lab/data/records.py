@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from quaver.lab.data.documents import Account, SourceFile
+from quaver.lab.data.documents import SkippedItems, SourceFile
 from quaver.lab.data.progress import Advance
 from quaver.runtime.errors import InputError
 
-JSONL = (".jsonl", ".jsonl.gz")
-PARQUET = ".parquet"
-SUFFIXES = (*JSONL, PARQUET)
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
+PARQUET_SUFFIX = ".parquet"
+RECORD_SUFFIXES = (*JSONL_SUFFIXES, PARQUET_SUFFIX)
 
 STRING_TYPES = ("string", "large_string", "string_view")
 """The names of Arrow's types of text."""
@@ -26,10 +26,10 @@ BATCH_ROWS = 1024
 BUFFER_BYTES = 1 << 20
 
 
-def read_records(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+def read_records(file: SourceFile, field: str, skipped: SkippedItems, advance: Advance) -> Iterator[str]:
     """Yield the texts of `file`; a file that breaks off yields what precedes the break. Raises as `read_pieces`."""
-    read = _read_parquet if file.name.endswith(PARQUET) else _read_json_lines
-    return read(file, field, account, advance)
+    read = _read_parquet if file.name.endswith(PARQUET_SUFFIX) else _read_json_lines
+    return read(file, field, skipped, advance)
 
 
 def require_pyarrow() -> None:
@@ -38,39 +38,39 @@ def require_pyarrow() -> None:
         raise InputError("Parquet files need pyarrow, which is not installed; pip install 'quaver[data]'")
 
 
-def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+def _read_json_lines(file: SourceFile, field: str, skipped: SkippedItems, advance: Advance) -> Iterator[str]:
     done = number = 0
     with file.path.open("rb") as raw:
         lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
         try:
             for number, line in enumerate(lines, start=1):
                 place = f"{file.name}:{number}"
-                value = _get_field(line, field, place, account) if line.strip() else None
-                if value is not None and account.is_text(place, value):
+                value = _get_field(line, field, place, skipped) if line.strip() else None
+                if value is not None and skipped.accept_text(place, value):
                     yield value
                 advance(raw.tell() - done)
                 done = raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            account.add_corrupt(f"{file.name}:{number + 1}", f"the archive is broken here ({error}), the rest is lost")
+            skipped.add_corrupt(f"{file.name}:{number + 1}", f"the archive is broken here ({error}), the rest is lost")
 
 
-def _get_field(line: bytes, field: str, place: str, account: Account) -> Any:
+def _get_field(line: bytes, field: str, place: str, skipped: SkippedItems) -> Any:
     """Return the value of `field` in the JSON object `line`, or None, counted as corrupt, if it is missing."""
     try:
         content = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
-        account.add_corrupt(place, f"not JSON ({error})")
+        skipped.add_corrupt(place, f"not JSON ({error})")
         return None
     value = content.get(field) if isinstance(content, dict) else None
     if value is None:
         kind = f"a {type(content).__name__}"
         if isinstance(content, dict):
             kind = "null in it" if field in content else f"an object without the field {field!r}"
-        account.add_corrupt(place, f"expected an object with text in the field {field!r}, got {kind}")
+        skipped.add_corrupt(place, f"expected an object with text in the field {field!r}, got {kind}")
     return value
 
 
-def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+def _read_parquet(file: SourceFile, field: str, skipped: SkippedItems, advance: Advance) -> Iterator[str]:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -82,21 +82,21 @@ def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advan
             has_text = _has_strings(schema, field)
             if not has_text:
                 columns = ", ".join(schema.names)
-                account.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
+                skipped.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
             for row, scalar in enumerate(_iter_column(parquet, field) if has_text else (), start=1):
                 place = f"{file.name}:{row}"
                 try:
                     value = scalar.as_py()
                 except UnicodeDecodeError as error:
-                    account.add_corrupt(place, f"not UTF-8 ({error.reason})")
+                    skipped.add_corrupt(place, f"not UTF-8 ({error.reason})")
                     continue
-                if account.is_text(place, value):
+                if skipped.accept_text(place, value):
                     yield value
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the name of a column may be no UTF-8
         if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a damaged page
             raise
         reason = str(error).partition("\n")[0]
-        account.add_corrupt(f"{file.name}:{row + 1}", f"not readable as Parquet ({reason})")
+        skipped.add_corrupt(f"{file.name}:{row + 1}", f"not readable as Parquet ({reason})")
     advance(file.size)
 
 

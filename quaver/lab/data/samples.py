@@ -19,7 +19,7 @@ from quaver.lab.data.tokenizer import Tokens
 from quaver.lab.settings import Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
 
-ALONE = ParallelDims()
+SINGLE_RANK = ParallelDims()
 """One process, which takes every batch."""
 
 
@@ -61,7 +61,7 @@ class TokenData:
     origin: dict[str, Any] = field(repr=False)
     document_mask: bool = False
 
-    def make_step_batches(self, training: Training, consumed: int, dims: ParallelDims = ALONE) -> list[Batch]:
+    def make_step_batches(self, training: Training, consumed: int, dims: ParallelDims = SINGLE_RANK) -> list[Batch]:
         """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
 
         Micro-batch m of data-parallel rank r of n is micro-batch m * n + r of a single process.
@@ -74,7 +74,7 @@ class TokenData:
         return self._make_batches(self.train, indices * training.seq_len, training, dims)
 
     def make_validation_batches(
-        self, training: Training, validation: Validation, dims: ParallelDims = ALONE
+        self, training: Training, validation: Validation, dims: ParallelDims = SINGLE_RANK
     ) -> list[Batch]:
         """Return this rank's fixed validation batches: windows spread evenly over the validation split.
 
@@ -83,7 +83,7 @@ class TokenData:
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
         divides = validation.steps % dims.data_parallel_degree == 0
-        return self._make_batches(self.validation, starts, training, dims if divides else ALONE)
+        return self._make_batches(self.validation, starts, training, dims if divides else SINGLE_RANK)
 
     def _make_batches(self, split: TokenSplit, starts: Integers, training: Training, dims: ParallelDims) -> list[Batch]:
         size = training.local_batch_size

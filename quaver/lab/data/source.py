@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quaver.lab.data import records
-from quaver.lab.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile, find_files
+from quaver.lab.data.documents import TRAIN, VALIDATION, Piece, SkippedItems, SourceFile, find_files
 from quaver.lab.data.progress import Advance
 from quaver.lab.data.text_files import VALIDATION_SHARE, read_texts
 from quaver.lab.settings import Data
@@ -31,18 +31,18 @@ class TextSource:
         """JSON-able; equal for sources with the same documents, judged by names, sizes and times."""
         return [self.has_records, self.field if self.has_records else "", [file.identity for file in self.files]]
 
-    def read_pieces(self, account: Account, advance: Advance) -> Iterator[Piece]:
-        """Yield the documents, files in order of their names; `account` counts the items that are not documents.
+    def read_pieces(self, skipped: SkippedItems, advance: Advance) -> Iterator[Piece]:
+        """Yield the documents, files in order of their names; `skipped` counts the items that are not documents.
 
         Raises:
-            InputError: for a corrupt item, if `account` refuses them.
+            InputError: for a corrupt item, if `skipped` refuses them.
             OSError: if a file cannot be read.
         """
         if not self.has_records:
-            yield from read_texts(self.files, account, advance)
+            yield from read_texts(self.files, skipped, advance)
             return
         for file in self.files:
-            for text in records.read_records(file, self.field, account, advance):
+            for text in records.read_records(file, self.field, skipped, advance):
                 yield Piece(choose_split(text), text)
 
 
@@ -52,8 +52,8 @@ def find_source(data: Data) -> TextSource:
     Raises OSError as `find_files`, and InputError if pyarrow is missing for Parquet, or data.field is set for text.
     """
     files = find_files(data.path)
-    record_files = [file for file in files if file.name.endswith(records.SUFFIXES)]
-    if any(file.name.endswith(records.PARQUET) for file in record_files):
+    record_files = [file for file in files if file.name.endswith(records.RECORD_SUFFIXES)]
+    if any(file.name.endswith(records.PARQUET_SUFFIX) for file in record_files):
         records.require_pyarrow()
     if not record_files:
         data.require_default("field", unless="data.path has JSONL or Parquet files", hint="plain text has no fields")

@@ -4,25 +4,25 @@ import codecs
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from quaver.lab.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile
+from quaver.lab.data.documents import TRAIN, VALIDATION, Piece, SkippedItems, SourceFile
 from quaver.lab.data.progress import Advance
 
 VALIDATION_SHARE = 0.1
 """Share of the files (of the bytes, for a single file) that is held out for validation."""
 
-READ_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of one read, and about the characters of one piece."""
 
-_decoder = codecs.getincrementaldecoder("utf-8")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) -> Iterator[Piece]:
+def read_texts(files: Sequence[SourceFile], skipped: SkippedItems, advance: Advance) -> Iterator[Piece]:
     """Yield the documents of text files in order of their names.
 
     A tenth of the text files is held out: those whose names have the lowest sha256. Files are read twice, first to find
     the text files; `advance` counts only the second pass.
     """
-    texts = [file for file in files if _is_text(file, account)]
+    texts = [file for file in files if _accept_text_file(file, skipped)]
     if len(texts) == 1:
         (file,) = texts
         cut = _find_character_start(file, file.size - int(file.size * VALIDATION_SHARE))
@@ -35,20 +35,20 @@ def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) 
         yield from _iter_pieces(VALIDATION if file.name in held_out else TRAIN, file, 0, file.size, advance)
 
 
-def _is_text(file: SourceFile, account: Account) -> bool:
+def _accept_text_file(file: SourceFile, skipped: SkippedItems) -> bool:
     if file.size == 0:
-        account.empty += 1
+        skipped.empty += 1
         return False
-    decoder = _decoder()
+    decoder = _Utf8Decoder()
     try:
         for chunk in _read_chunks(file, 0, file.size):
             if b"\0" in chunk:
-                account.add_corrupt(file.name, "a 0 byte, so not text")
+                skipped.add_corrupt(file.name, "a 0 byte, so not text")
                 return False
             decoder.decode(chunk)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        account.add_corrupt(file.name, f"not UTF-8 ({error.reason})")
+        skipped.add_corrupt(file.name, f"not UTF-8 ({error.reason})")
         return False
     return True
 
@@ -63,7 +63,7 @@ def _find_character_start(file: SourceFile, position: int) -> int:
 def _read_chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
     with file.path.open("rb") as opened:
         opened.seek(start)
-        while chunk := opened.read(min(READ_BYTES, end - start)):
+        while chunk := opened.read(min(CHUNK_BYTES, end - start)):
             start += len(chunk)
             yield chunk
     if start < end:
@@ -74,11 +74,11 @@ def _iter_pieces(split: str, file: SourceFile, start: int, end: int, advance: Ad
     """Yield the text of bytes `start` to `end` as a document, in pieces that end where tokens end: see `_find_seam`."""
     if start == end:
         return
-    decoder, rest = _decoder(), ""
+    decoder, rest = _Utf8Decoder(), ""
     for chunk in _read_chunks(file, start, end):
         advance(len(chunk))
         rest += decoder.decode(chunk)
-        if len(rest) > READ_BYTES:
+        if len(rest) > CHUNK_BYTES:
             seam = _find_seam(rest)
             yield Piece(split, rest[:seam], ends_document=False)
             rest = rest[seam:]

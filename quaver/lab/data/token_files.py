@@ -30,11 +30,11 @@ from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.errors import InputError
 
-FORMAT = 1
+ENTRY_FORMAT = 1
 """Version of this layout and of how sources become tokens: raise it when either changes."""
 
-ENTRY = "entry.json"
-PARTS = ("tokens", "ends")
+ENTRY_FILE = "entry.json"
+SPLIT_PARTS = ("tokens", "ends")
 ENDS_DTYPE = np.dtype("<i8")
 
 
@@ -84,7 +84,7 @@ class SplitWriter:
         for opened in self._files:
             opened.flush()
             os.fsync(opened.fileno())
-        parts = zip(PARTS, self._items, self._digests, strict=True)
+        parts = zip(SPLIT_PARTS, self._items, self._digests, strict=True)
         return {part: {"items": items, "sha256": digest.hexdigest()} for part, items, digest in parts}
 
 
@@ -96,7 +96,7 @@ def open_split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[st
         with name_cache_in_errors(folder.parent):
             writers = {}
             for split in SPLITS:
-                tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in PARTS)
+                tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in SPLIT_PARTS)
                 writers[split] = SplitWriter(tokens, ends, dtype)
         yield writers
     finally:
@@ -123,7 +123,7 @@ class _Description(TypedDict):
     """The content of entry.json."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
-    format: Literal[FORMAT]  # type: ignore[valid-type]
+    format: Literal[ENTRY_FORMAT]  # type: ignore[valid-type]
     dtype: Literal["|u1", "<u2", "<u4"]
     """A dtype of `choose_token_dtype`, and no other: numpy follows the bytes of an object array as addresses."""
     tokenizer: str
@@ -135,7 +135,7 @@ class _Description(TypedDict):
     splits: _Splits
 
 
-_DESCRIPTION = TypeAdapter(_Description)
+_DESCRIPTION_ADAPTER = TypeAdapter(_Description)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class DamagedEntryError(Exception):
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write entry.json, the last file of an entry."""
-    with (folder / ENTRY).open("w", encoding="utf-8") as opened:
+    with (folder / ENTRY_FILE).open("w", encoding="utf-8") as opened:
         json.dump(description, opened, indent=2)
         opened.flush()
         os.fsync(opened.fileno())
@@ -168,22 +168,24 @@ def open_entry(folder: Path) -> CacheEntry:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        checked = read_json(folder / ENTRY, _DESCRIPTION, "")
+        checked = read_json(folder / ENTRY_FILE, _DESCRIPTION_ADAPTER, "")
         description: dict[str, Any] = {**checked}
         if description["corrupt"] and not description["corrupt_places"]:
-            raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
+            raise DamagedEntryError(f"{ENTRY_FILE} has corrupt items without a place")
         dtype = np.dtype(description["dtype"])
         splits = {}
         for split in SPLITS:
             expected = description["splits"][split]
-            tokens = _map(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
-            splits[split] = TokenSplit(tokens, _map(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
+            tokens = _map_file(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
+            splits[split] = TokenSplit(
+                tokens, _map_file(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"])
+            )
     except (InputError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
     return CacheEntry(splits, description)
 
 
-def _map(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
+def _map_file(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
     expected, size = items * dtype.itemsize, path.stat().st_size
     if size != expected or not path.is_file():
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
@@ -193,7 +195,7 @@ def _map(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
 def check_content(folder: Path, entry: CacheEntry, vocab_size: int) -> None:
     """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
     for split, content in entry.splits.items():
-        for part in PARTS:
+        for part in SPLIT_PARTS:
             with (folder / f"{split}.{part}").open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             if digest != entry.description["splits"][split][part]["sha256"]:

@@ -19,10 +19,10 @@ from quaver.runtime.errors import InputError
 Tokens = np.ndarray[Any, np.dtype[Any]]
 """1-d, unsigned."""
 
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files in the folder of a tokenizer.json that may name its eos_token, as transformers writes them."""
 
-END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
+EOS_TOKEN_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 """Names of the special token that ends a document: Llama 3, GPT-2, Llama 2, Gemma, and another variant."""
 
 
@@ -121,7 +121,7 @@ def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
 
 
 def _find_name_in_companions(path: Path) -> str:
-    for file in (path.with_name(companion) for companion in COMPANIONS):
+    for file in (path.with_name(companion) for companion in COMPANION_FILES):
         if file.is_file():
             try:
                 entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
@@ -135,8 +135,8 @@ def _find_name_in_companions(path: Path) -> str:
 
 def _find_special_name(inner: Any, path: Path) -> str:
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-    named = [name for name in END_NAMES if name in special]
+    named = [name for name in EOS_TOKEN_NAMES if name in special]
     if len(named) != 1:
-        which = f"several: {', '.join(named)}" if named else f"none of {', '.join(END_NAMES)}"
+        which = f"several: {', '.join(named)}" if named else f"none of {', '.join(EOS_TOKEN_NAMES)}"
         raise InputError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
     return named[0]

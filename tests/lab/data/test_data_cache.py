@@ -287,13 +287,13 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     advanced: Counter[str] = Counter()
     pieces = TextSource.read_pieces
 
-    def count_pieces(self, account, advance):
+    def count_pieces(self, skipped, advance):
         def count(amount: int) -> None:
             assert amount >= 0
             advanced[self.path] += amount
             advance(amount)
 
-        yield from pieces(self, account, count)
+        yield from pieces(self, skipped, count)
 
     monkeypatch.setattr(TextSource, "read_pieces", count_pieces)
     for path in (folder, text_folder):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from quaver.lab.data import TokenData, records, text_files
 from quaver.lab.data import tokenizer as tokenizer_module
-from quaver.lab.data.documents import VALIDATION, Account, SourceFile, find_files
+from quaver.lab.data.documents import VALIDATION, SkippedItems, SourceFile, find_files
 from quaver.lab.data.source import choose_split
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, Model
@@ -265,12 +265,12 @@ def test_a_field_is_refused_where_there_are_none(text_folder, load):
 
 
 def test_long_texts_are_read_in_pieces_that_end_between_lines(tmp_path, monkeypatch, load):
-    monkeypatch.setattr(text_files, "READ_BYTES", 100)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 100)
     text = "".join(f"  line {number} \N{SNOWMAN}\n\n" + "word " * (number % 5) + "\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt").write_text("x" * 1000)
     documents = [[]]
-    for _, piece, ends_document in text_files.read_texts(find_files(str(tmp_path)), Account(), lambda count: None):
+    for _, piece, ends_document in text_files.read_texts(find_files(str(tmp_path)), SkippedItems(), lambda count: None):
         documents[-1].append(piece)
         documents += [[]] * ends_document
     pieces, without_lines, rest = documents
@@ -334,7 +334,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_token(hf_file, tmp_path, loa
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text(text)
     whole = load(tmp_path / "text", tokenizer=str(hf_file), cache_folder=str(tmp_path / "whole"))
-    monkeypatch.setattr(text_files, "READ_BYTES", 200)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 200)
     cut = load(tmp_path / "text", tokenizer=str(hf_file), cache_folder=str(tmp_path / "cut"))
     assert whole.origin["sha256"] == cut.origin["sha256"]
     assert whole.train.tokens.dtype == np.uint16

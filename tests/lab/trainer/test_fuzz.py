@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quaver.export.files import StoredTensors
-from quaver.lab.data.documents import Account, SourceFile
+from quaver.lab.data.documents import SkippedItems, SourceFile
 from quaver.lab.data.records import read_records
 from quaver.lab.data.token_files import DamagedEntryError, check_content, open_entry
 from quaver.lab.data.tokenizer import load_tokenizer
@@ -135,7 +135,7 @@ def test_any_hugging_face_index_is_read_or_refused_in_one_line(examples, tmp_pat
 
 
 def read_texts(path: Path) -> None:
-    for text in read_records(SourceFile.from_path(path.name, path), "text", Account(refuse=False), lambda _: None):
+    for text in read_records(SourceFile.from_path(path.name, path), "text", SkippedItems(), lambda _: None):
         assert isinstance(text, str)
         text.encode()
 
