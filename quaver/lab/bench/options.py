@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from annotated_types import Ge, Le
 
-from quaver.lab.bench.results import Result, Row
+from quaver.lab.bench.results import Result, Row, UnfinishedError
 from quaver.lab.bench.shapes import MAX_SIZE, Shape, parse_shapes
 from quaver.lab.output_file import Output, check_outputs
 from quaver.lab.runs.provenance import describe_measurement
@@ -89,23 +89,23 @@ class BenchOptions(Settings):
     def run_cases(self, cases: Iterable[tuple[Any, ...]], make_rows: Callable[..., list[Row]], **fields: Any) -> Result:
         """Measure each case with `make_rows(*case)`, and return the result of all rows.
 
-        Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
+        Raises:
+            UnfinishedError: an error or Ctrl-C ended a case after the first; it has the rows of the finished cases.
         """
         rows: list[Row] = []
-        is_complete = True
         try:
             with recompile_limit(MAX_COMPILED_VARIANTS), show_progress("preparing") as set_activity:
                 for case in cases:
                     set_activity(", ".join(map(str, case)))
                     torch.compiler.reset()
                     rows += make_rows(*case)
-        except KeyboardInterrupt:
+        except (Exception, KeyboardInterrupt) as error:
             if not rows:
                 raise
-            is_complete = False
-        return self.make_result(rows, is_complete, **fields)
+            raise UnfinishedError(self.make_result(rows, is_complete=False, **fields), error) from error
+        return self.make_result(rows, **fields)
 
-    def make_result(self, rows: list[Row], is_complete: bool, **fields: Any) -> Result:
+    def make_result(self, rows: list[Row], *, is_complete: bool = True, **fields: Any) -> Result:
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
         surroundings = describe_measurement(self.torch_device)
         surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}

@@ -16,6 +16,16 @@ Result = dict[str, Any]
 """See `options.BenchOptions.make_result`."""
 
 
+class UnfinishedError(Exception):
+    """An error or Ctrl-C ended a benchmark after its first rows."""
+
+    def __init__(self, result: Result, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.result = result
+        """The result with the finished rows."""
+        self.cause = cause
+
+
 def make_contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
     """Return a row per contestant ("bfloat16", "quaver RECIPE"), with the ratio of its median to bfloat16's."""
     rows = {}

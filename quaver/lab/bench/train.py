@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import MAX_COMPILED_VARIANTS, BenchOptions, Recipes
-from quaver.lab.bench.results import Result, Row
+from quaver.lab.bench.results import Result, Row, UnfinishedError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
@@ -77,32 +77,37 @@ class TrainBenchmark(Recipes, BenchOptions):
 
         Raises:
             NonFiniteError: as `quaver train` does.
+            UnfinishedError: an error or Ctrl-C ended a later step than the first timed one.
         """
         setup, recipe_models = compared
-        config, tokens = setup.config, setup.config.training.step_tokens
         with (
             recompile_limit(MAX_COMPILED_VARIANTS),
-            use_determinism(config.training.deterministic),
+            use_determinism(setup.config.training.deterministic),
             show_progress("making the models") as set_activity,
         ):
             models = _make_models(setup, recipe_models)
             steps = self.warmup + self.rounds
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
-            is_complete = True
             try:
                 for step, model, step_s in _train(models, setup, steps):
                     set_activity(f"step {step} of {steps}, {model.name}")
                     if step > self.warmup:
                         seconds[model.name].append(step_s)
-            except KeyboardInterrupt:
+            except (Exception, KeyboardInterrupt) as error:
                 if not all(seconds.values()):
                     raise
-                is_complete = False
+                raise UnfinishedError(self._summarize(setup, models, seconds, is_complete=False), error) from error
+        return self._summarize(setup, models, seconds)
+
+    def _summarize(
+        self, setup: RunSetup, models: list[TrainedModel], seconds: dict[str, list[float]], *, is_complete: bool = True
+    ) -> Result:
+        config, tokens = setup.config, setup.config.training.step_tokens
         timings = {name: Timing.from_seconds(times) for name, times in seconds.items()}
         rows = [_make_row(model, timings, models[0], tokens) for model in models]
         parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
         fields = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
-        return replace(self, device=setup.device.type).make_result(rows, is_complete, **fields)
+        return replace(self, device=setup.device.type).make_result(rows, is_complete=is_complete, **fields)
 
     def format_note(self, result: Result) -> str:
         sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 
@@ -82,23 +83,34 @@ def test_shapes_that_mean_nothing(text):
         parse_shapes(text, tokens=1, matrices=True)
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "quaver: interrupted\n"),
+        (torch.OutOfMemoryError("too much"), 2, "quaver: error: this machine lacks the memory (too much); "),
+        (NotImplementedError("no such scales"), 2, "quaver: error: no such scales\n"),
+    ],
+)
 @pytest.mark.parametrize("finished", [2, 0])
-def test_an_interrupted_benchmark_keeps_the_rows_that_it_has(finished, tmp_path, capsys, monkeypatch):
+def test_a_benchmark_that_ends_early_keeps_rows(error, code, line, finished, tmp_path, capsys, monkeypatch):
     output, calls = tmp_path / "gemm.json", count()
 
-    def time_or_interrupt(*arguments, **options):
+    def time_or_raise(*arguments, **options):
         if next(calls) == finished:
-            raise KeyboardInterrupt
+            raise error
         return time_alternating(*arguments, **options)
 
-    monkeypatch.setattr(gemm, "time_alternating", time_or_interrupt)
+    monkeypatch.setattr(gemm, "time_alternating", time_or_raise)
     words = ["bench", "gemm", "--device", "cpu", "--shapes", "16", "--rounds", "1", "--output", str(output)]
-    assert main(words) == 130
+    with pytest.raises(SystemExit) if isinstance(error, NotImplementedError) else nullcontext() as stopped:
+        assert main(words) == code
+    assert stopped is None or stopped.value.code == code
     printed = capsys.readouterr()
+    assert printed.err.startswith(line)
     if not finished:
-        assert printed.err == "quaver: interrupted\n"
+        assert not output.exists()
         return
     saved = json.loads(output.read_text())
     assert not saved["complete"]
     assert {row["gemm"] for row in saved["rows"]} == {"output", "grad_input"}
-    assert "interrupted, not complete" in printed.out
+    assert "not complete" in printed.out

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from quaver.lab.bench.train import TrainBenchmark
+from quaver.lab.cli import main
 from quaver.lab.settings.config_file import build_config
+from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.trained_model import TrainedModel
 
 
@@ -57,3 +59,21 @@ def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text_fol
         assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
         assert row["time_over_high_precision"] == median_us / plain["timing"]["median_us"]
         assert row["peak_over_high_precision"] == row["peak_bytes"] / plain["peak_bytes"]
+
+
+def test_a_step_that_is_not_finite_keeps_the_rows_of_the_steps_before(text_folder, tmp_path, capsys, monkeypatch):
+    train_step = TrainedModel.train_step
+
+    def train_until_step_5(self, step, batches, **options):
+        if step == 5:
+            raise NonFiniteError("the loss of step 5 is nan")
+        return train_step(self, step, batches, **options)
+
+    monkeypatch.setattr(TrainedModel, "train_step", train_until_step_5)
+    sections, output = make_sections(text_folder).items(), tmp_path / "train.json"
+    flags = [f"--{section}.{key}={value}" for section, settings in sections for key, value in settings.items()]
+    words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "4", "--warmup", "2"]
+    assert main([*words, "--output", str(output)]) == 3
+    assert capsys.readouterr().err == "quaver: error: the loss of step 5 is nan\n"
+    saved = json.loads(output.read_text())
+    assert (saved["complete"], [row["timing"]["samples"] for row in saved["rows"]]) == (False, [2, 2])

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from rich.table import Table
 
 from quaver.lab.bench.options import BenchOptions
-from quaver.lab.bench.results import Result, format_table, format_title, group_cases
+from quaver.lab.bench.results import Result, UnfinishedError, format_table, format_title, group_cases
 from quaver.lab.cli.dispatch import find_verb
-from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, print_error, report_bad_input
+from quaver.lab.cli.errors import EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.output_file import write_json
 from quaver.lab.settings.config_file import parse_arguments
@@ -46,13 +46,26 @@ def run(argv: list[str]) -> int:
     with report_bad_input():
         options, measure = _prepare(verb, argv[1:])
     try:
-        result = measure()
+        _measure_and_save(options, measure)
     except NonFiniteError as error:
         print_error(error)
         return EXIT_NONFINITE
+    return 0
+
+
+def _measure_and_save(options: BenchOptions, measure: Callable[[], Result]) -> None:
+    """Measure, save and print the result. An error that ends the benchmark is raised after its rows are saved."""
+    error = None
+    try:
+        with report_bad_input():
+            result = measure()
+    except UnfinishedError as unfinished:
+        result, error = unfinished.result, unfinished.cause
     write_json(result, options.result_file)
     print_views(iter_views(options, result))
-    return 0 if result["complete"] else EXIT_INTERRUPTED
+    if error is not None:
+        with report_bad_input():
+            raise error
 
 
 def iter_views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
@@ -63,7 +76,7 @@ def iter_views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
             names, rows = format_table(case_rows, fields)
             yield make_table(title, names, rows=rows, wrapped=names[:1])
     yield options.format_note(result)
-    yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
+    yield f"saved {options.result_file}" + ("" if result["complete"] else ": not complete")
 
 
 def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
