@@ -7,7 +7,7 @@ import re
 
 from quaver.runtime.errors import InputError
 
-UNITS_BYTES = {
+BYTES_OF_UNIT = {
     "": 1,
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
@@ -17,12 +17,14 @@ UNITS_BYTES = {
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+DISPLAY_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def choose_unit(size_bytes: float) -> tuple[int, str]:
     """Return the bytes and the name of the smallest unit in which `size_bytes`, in four digits, is below 1024."""
-    return next((unit for unit in reversed(UNITS) if float(f"{size_bytes / unit[0]:.4g}") < 1024), UNITS[0])
+    return next(
+        (unit for unit in reversed(DISPLAY_UNITS) if float(f"{size_bytes / unit[0]:.4g}") < 1024), DISPLAY_UNITS[0]
+    )
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -41,7 +43,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     is_bits = match is not None and match[2][:1].isupper() and match[2].endswith("b")  # Gb, Gib
-    unit_bytes = UNITS_BYTES.get(match[2].lower(), 0) if match and not is_bits else 0
+    unit_bytes = BYTES_OF_UNIT.get(match[2].lower(), 0) if match and not is_bits else 0
     size_bytes = float(match[1]) * unit_bytes if match else 0
     if not 1 <= size_bytes < math.inf:
         raise InputError(f"{name} must be a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 SetActivity = Callable[[str], None]
 """Changes the activity that is shown."""
 
-EVERY_S = 0.2
-EVERY_LINE_S = 10.0
+REDRAW_INTERVAL_S = 0.2
+LINE_INTERVAL_S = 10.0
 """Seconds between two lines in a file or a pipe."""
 
 
@@ -20,7 +20,7 @@ def show_progress(activity: str) -> Iterator[SetActivity]:
     """Show `activity` on stderr while the block runs; the block may change it.
 
     A thread writes, because a single call may take long. A terminal's line has no escape codes. A file or a pipe gets a
-    line every EVERY_LINE_S seconds, so a short command writes none.
+    line every LINE_INTERVAL_S seconds, so a short command writes none.
     """
     if sys.stderr is None:
         yield lambda activity: None
@@ -33,7 +33,7 @@ def show_progress(activity: str) -> Iterator[SetActivity]:
 
     def redraw_line() -> None:
         shown = ""
-        while not is_done.wait(EVERY_S):
+        while not is_done.wait(REDRAW_INTERVAL_S):
             if format_line() != shown:
                 shown = format_line()
                 print(f"\r{shown[:width]:<{width}}", end="", file=sys.stderr, flush=True)
@@ -41,7 +41,7 @@ def show_progress(activity: str) -> Iterator[SetActivity]:
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
     def print_lines() -> None:
-        while not is_done.wait(EVERY_LINE_S):
+        while not is_done.wait(LINE_INTERVAL_S):
             print(format_line(), file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=redraw_line if sys.stderr.isatty() else print_lines, daemon=True)

@@ -11,9 +11,9 @@ from rich.containers import Lines
 from rich.table import Column, Table
 from rich.text import Text
 
-_PART = re.compile(r"(?:^\s+)?(?:[^\s./]|[./](?=\d))*[./]*\s*")
+_UNBROKEN_PART = re.compile(r"(?:^\s+)?(?:[^\s./]|[./](?=\d))*[./]*\s*")
 """A part of a line that is not broken: a word, or a part of a name or path with the separator after it."""
-_LEAST = 6
+_MIN_BROKEN_COLUMNS = 6
 """Columns in which a part is broken, if the terminal is too narrow for parts."""
 
 
@@ -62,28 +62,28 @@ def fit_table(table: Table, width: int) -> int:
     broken. Columns that do not wrap stay whole, and may make the table wider than `width`.
     """
     for padding, breaks_parts in ((1, False), (0, False), (0, True)):
-        least = [_measure(column, breaks_parts=breaks_parts) for column in table.columns]
-        gaps = (1 + padding) * (len(least) - 1) + 2  # and the two edges
-        if sum(least) + gaps <= width:
+        min_widths = [_measure_min_width(column, breaks_parts=breaks_parts) for column in table.columns]
+        gaps = (1 + padding) * (len(min_widths) - 1) + 2  # and the two edges
+        if sum(min_widths) + gaps <= width:
             break
     table.padding = (0, padding, 0, 0)
     widths = [_measure_longest_line(column) for column in table.columns]
-    while sum(widths) + gaps > width and widths != least:
-        _, widest = max((size, index) for index, size in enumerate(widths) if size > least[index])
+    while sum(widths) + gaps > width and widths != min_widths:
+        _, widest = max((size, index) for index, size in enumerate(widths) if size > min_widths[index])
         widths[widest] -= 1
     for column, size in zip(table.columns, widths, strict=True):
         column.width = size
     return max(width, sum(widths) + gaps)
 
 
-def _measure(column: Column, *, breaks_parts: bool) -> int:
+def _measure_min_width(column: Column, *, breaks_parts: bool) -> int:
     """Return the least width of a column: its longest line, or part of one if the column is wrapped."""
     longest = _measure_longest_line(column)
     if column.no_wrap:
         return longest
     if breaks_parts:
-        return min(longest, _LEAST)
-    return max(cell_len(part.rstrip()) for line in _list_lines(column) for part in _PART.findall(line))
+        return min(longest, _MIN_BROKEN_COLUMNS)
+    return max(cell_len(part.rstrip()) for line in _list_lines(column) for part in _UNBROKEN_PART.findall(line))
 
 
 def _measure_longest_line(column: Column) -> int:
@@ -97,7 +97,7 @@ def _list_lines(column: Column) -> list[str]:
 def _find_breaks(line: str, width: int) -> list[int]:
     """Return the offsets at which to divide `line` into lines of `width`."""
     breaks = [0]
-    for part in _PART.finditer(line):
+    for part in _UNBROKEN_PART.finditer(line):
         if cell_len(line[breaks[-1] : part.end()].rstrip()) > width and part.start() > breaks[-1]:
             breaks.append(part.start())
         while cell_len(line[breaks[-1] : part.end()].rstrip()) > width:

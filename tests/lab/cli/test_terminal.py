@@ -111,8 +111,8 @@ def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_p
 def count_twice(monkeypatch):
     """Return a command of two activities, each of which ends when its line is on stderr. The clock stands still."""
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr(progress, "EVERY_S", 0.001)
-    monkeypatch.setattr(progress, "EVERY_LINE_S", 0.001)
+    monkeypatch.setattr(progress, "REDRAW_INTERVAL_S", 0.001)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.001)
 
     def wait_for(line):
         while line not in sys.stderr.getvalue():
@@ -138,7 +138,7 @@ def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeyp
 
 def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(progress, "EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "REDRAW_INTERVAL_S", 0.001)
     assert main([*ROOFLINE, str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out
