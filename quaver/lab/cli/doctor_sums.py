@@ -31,13 +31,13 @@ def _describe_accumulation(matmul: MatmulSums) -> str:
 
 
 def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:
-    costly = [matmul for matmul in sums if matmul.margin < 0]
+    costly = [matmul for matmul in sums if matmul.margin_db < 0]
     if not sums:
         return f"no matmul of these recipes runs in float8 on {hardware.upper()}"
     if not costly:
         return f"in all {len(sums)} float8 matmuls the sums lose less than the casts, or than rounding to bfloat16"
     names = ", ".join(f"{matmul.name} {matmul.matmul}" for matmul in costly[:MAX_NAMED_MATMULS])
     more = f" and {len(costly) - MAX_NAMED_MATMULS} more" if len(costly) > MAX_NAMED_MATMULS else ""
-    is_remedy = any(matmul.use_fast_accum and matmul.sums.exact > matmul.used for matmul in costly)
+    is_remedy = any(matmul.use_fast_accum and matmul.sums.exact > matmul.used_db for matmul in costly)
     remedy = "; float8.use_fast_accum=false, gemm_config_output=Float8GemmConfig(), adds exactly" if is_remedy else ""
     return f"sums lose more than the casts in {len(costly)} of {len(sums)} float8 matmuls: {names}{more}{remedy}"

@@ -126,7 +126,9 @@ def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) 
     if find_config_obstacle(config):  # experts stay in high precision
         pairs = {name: (disable(left), disable(right)) for name, (left, right) in pairs.items()}
     powers_of_2 = config.round_scales_to_power_of_2
-    experts = [_describe_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()]
+    experts = [
+        _describe_expert_matmul(name, *pair, spec, scales_are_powers_of_2=powers_of_2) for name, pair in pairs.items()
+    ]
     return RecipeOnGpu(recipe, linear, experts)
 
 
@@ -142,17 +144,17 @@ def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, sp
 
 
 def _describe_expert_matmul(
-    matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, scales_are_powers_of_2: bool
+    matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, *, scales_are_powers_of_2: bool
 ) -> MatmulOnGpu:
-    grouped = (spec.compute_capability or 0) // 10 in GROUPED_MM_CAPABILITIES
-    alone = "experts one by one, after a wait for the sizes of their groups"
+    has_grouped_mm = (spec.compute_capability or 0) // 10 in GROUPED_MM_CAPABILITIES
+    one_by_one = "experts one by one, after a wait for the sizes of their groups"
     if left.is_disabled or right.is_disabled:
-        return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if grouped else alone)
+        return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if has_grouped_mm else one_by_one)
     if fits_grouped_matmul(left, right) and find_native_obstacle(spec, ScaleKind.GROUPS) is None:
         return MatmulOnGpu(matmul, "native", "torch._scaled_grouped_mm")
-    if scales_are_powers_of_2 and grouped:
+    if scales_are_powers_of_2 and has_grouped_mm:
         return MatmulOnGpu(matmul, "exact", "codes widened to bfloat16: torch._grouped_mm")
-    return MatmulOnGpu(matmul, "exact", alone)
+    return MatmulOnGpu(matmul, "exact", one_by_one)
 
 
 def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
@@ -162,13 +164,13 @@ def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceS
         note = layer.reason
         if layer.converted:
             config = configs.get(layer.name) or configs[layer.name.rpartition(".")[0]]
-            padding = _describe_padding(layer.in_features, layer.out_features, _find_multiple(config, spec))
-            note = "; ".join(filter(None, (_describe_difference(config, recipe), padding)))
+            padding = _describe_padding(layer.in_features, layer.out_features, _find_padding_multiple(config, spec))
+            note = "; ".join(filter(None, (_describe_other_recipe(config, recipe), padding)))
         counts[mask_layer_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
 
 
-def _describe_difference(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
+def _describe_other_recipe(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
     """Return "in rowwise:dequantized" if a layer casts otherwise than the model's recipe, else ""."""
     if config.casts == recipe.casts:
         return ""
@@ -177,7 +179,7 @@ def _describe_difference(config: Float8LinearConfig, recipe: Float8LinearConfig)
     return f"in {name}" + (f":{config.backward}" if config.backward != "float8" else "")
 
 
-def _find_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
+def _find_padding_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
     """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
     kinds = [find_cast_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
     native = [kind for kind in kinds if kind is not None and find_native_obstacle(spec, kind) is None]

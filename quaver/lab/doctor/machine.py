@@ -21,9 +21,9 @@ from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.devices import get_compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
-_SIZE = 64
+_FEATURES = 64
 """M, K and N of the linear that is tried."""
-_ENOUGH_DB = 20.0
+_MIN_SQNR_DB = 20.0
 """A wrong result has about 0 dB, and the coarsest recipe about 24."""
 
 
@@ -55,7 +55,7 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
 
 def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
     """Run a small linear forward and backward and compare with float64."""
-    verdict, detail = _judge(Float8LinearConfig.from_recipe_name(recipe), device)
+    verdict, detail = _try_config(Float8LinearConfig.from_recipe_name(recipe), device)
     return {"device": str(device), "recipe": recipe.value, "verdict": verdict, "detail": detail}
 
 
@@ -73,9 +73,9 @@ def recommend_recipe(device: str, findings: list[Finding]) -> str:
     return ", ".join(f"{recipe} for {goal}" for goal, recipe in goals.items() if recipe)
 
 
-def _judge(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
+def _try_config(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     try:
-        linear = Float8Linear(_SIZE, _SIZE, bias=False, device=device, config=config)
+        linear = Float8Linear(_FEATURES, _FEATURES, bias=False, device=device, config=config)
         convert_to_float8_training(linear, config=config)  # adds a state if the recipe has persistent scales
         worst_db = _measure_worst_sqnr(linear)
         if config.has_persistent_scales:
@@ -84,13 +84,13 @@ def _judge(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
             worst_db = min(worst_db, _measure_worst_sqnr(linear))
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return "impossible", str(error).splitlines()[0]
-    if worst_db < _ENOUGH_DB:
+    if worst_db < _MIN_SQNR_DB:
         return "impossible", f"wrong results ({worst_db:.1f} dB)"
-    verdict, how = _name_backend(config, device)
+    verdict, how = _describe_backend(config, device)
     return verdict, f"{how}; worst gradient {worst_db:.1f} dB"
 
 
-def _name_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
+def _describe_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     if is_cuda_device(device):
         kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config).values()}
         failures = {
@@ -106,7 +106,9 @@ def _name_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str
 
 def _measure_worst_sqnr(module: Float8Linear) -> float:
     generator = torch.Generator().manual_seed(0)
-    input, grad_output = (torch.randn(_SIZE, _SIZE, generator=generator).to(module.weight.device) for _ in range(2))
+    input, grad_output = (
+        torch.randn(_FEATURES, _FEATURES, generator=generator).to(module.weight.device) for _ in range(2)
+    )
     input.requires_grad_()
     with torch.enable_grad():
         output = module(input)
@@ -117,8 +119,8 @@ def _measure_worst_sqnr(module: Float8Linear) -> float:
 
 
 def _try_compile() -> str:
-    module = Float8Linear(_SIZE, _SIZE, bias=False)
-    input = torch.randn(_SIZE, _SIZE)
+    module = Float8Linear(_FEATURES, _FEATURES, bias=False)
+    input = torch.randn(_FEATURES, _FEATURES)
     try:
         # The sine makes the compiler generate a kernel; the linear may only call existing ones.
         torch.compile(lambda input: module(input).sin(), fullgraph=True)(input).sum().backward()

@@ -53,7 +53,7 @@ def survey_linears(
         InputError: no linear was called with gradients.
     """
     linears: dict[str, SurveyedLinear] = {}
-    with hook_linears(model, partial(_observe, linears, recipes)):
+    with hook_linears(model, partial(_observe_linear, linears, recipes)):
         forward_backward()
     surveyed = [
         linear for linear in linears.values() if all("grad_output" in operands for operands in linear.db.values())
@@ -85,7 +85,7 @@ def hook_linears(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Te
             handle.remove()
 
 
-def _observe(
+def _observe_linear(
     linears: dict[str, SurveyedLinear],
     recipes: Sequence[str],
     name: str,
@@ -111,11 +111,11 @@ def sort_recipes(preferred: str, recipes: Sequence[str] = DYNAMIC_RECIPES) -> li
 def choose_recipes(
     budget_db: float,
     surveyed: Sequence[SurveyedLinear],
-    skipped: Callable[[str], bool],
+    is_skipped: Callable[[str], bool],
     preferred: str = "tensorwise",
     experts: Sequence[str] = (),
 ) -> LayerRecipes:
-    """Choose, for each linear that is not `skipped`, the recipe with most float8 whose operands reach `budget_db`.
+    """Choose, for each linear that is not skipped, the recipe with most float8 whose operands reach `budget_db`.
 
     Args:
         preferred: the recipe that is tried first.
@@ -123,7 +123,7 @@ def choose_recipes(
             if no linear reaches the budget.
     """
     order = sort_recipes(preferred)
-    chosen = {linear.name: linear.choose_recipe(budget_db, order) for linear in surveyed if not skipped(linear.name)}
+    chosen = {linear.name: linear.choose_recipe(budget_db, order) for linear in surveyed if not is_skipped(linear.name)}
     in_float8 = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
     if not in_float8:
         return LayerRecipes(preferred, dict.fromkeys((*chosen, *experts), HIGH_PRECISION))
@@ -132,13 +132,13 @@ def choose_recipes(
 
 
 def compute_float8_share(
-    recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool], backward: str
+    recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], is_skipped: Callable[[str], bool], backward: str
 ) -> float:
     """Return the share of the linears' FLOPs that run in float8 with `backward`, a value of float8.backward."""
     total = sum(linear.multiply_adds for linear in surveyed)
     in_float8 = 0.0
     for linear in surveyed:
-        recipe = HIGH_PRECISION if skipped(linear.name) else recipes.get_recipe(linear.name)
+        recipe = HIGH_PRECISION if is_skipped(linear.name) else recipes.get_recipe(linear.name)
         if recipe != HIGH_PRECISION:
             in_float8 += linear.multiply_adds * len(find_scale_kinds(f"{recipe}:{backward}")) / len(MATMULS)
     return in_float8 / total if total else 0.0

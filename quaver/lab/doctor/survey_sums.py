@@ -29,13 +29,13 @@ class MatmulSums:
     use_fast_accum: bool
 
     @property
-    def used(self) -> float:
+    def used_db(self) -> float:
         return self.sums.get_used(self.use_fast_accum)
 
     @property
-    def margin(self) -> float:
+    def margin_db(self) -> float:
         """Decibels between the sums' SQNR and the lowest acceptable SQNR; negative if the sums are too coarse."""
-        return self.used - self.sums.compute_bound()
+        return self.used_db - self.sums.compute_bound()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decibels for JSON, where infinite ones are null."""
@@ -46,14 +46,14 @@ class MatmulSums:
 @dataclass
 class _LinearSums:
     config: Float8LinearConfig
-    numbers: dict[str, Tensor] = field(default_factory=dict)
+    sums_by_matmul: dict[str, Tensor] = field(default_factory=dict)
 
 
 def survey_sums(
     model: nn.Module,
     forward_backward: Callable[[], Any],
     get_config: Callable[[str], Float8LinearConfig | None],
-    rule: Accumulation,
+    accumulation: Accumulation,
 ) -> list[MatmulSums]:
     """Run `forward_backward` once and return the sums of every float8 matmul, the smallest margin first.
 
@@ -78,7 +78,7 @@ def survey_sums(
 
         def observe_gradient(grad_output: Tensor) -> None:
             grad_rows = _sample_operand(grad_output.detach(), "grad_output", config)
-            _add(linear_sums, rows | grad_rows, [name for name in MATMULS if is_run[name]], rule)
+            _add_sums(linear_sums, rows | grad_rows, [name for name in MATMULS if is_run[name]], accumulation)
 
         output.register_hook(observe_gradient)
 
@@ -87,10 +87,10 @@ def survey_sums(
     matmuls = [
         MatmulSums(name, matmul, sums, getattr(linear.config.matmuls, matmul).use_fast_accum)
         for name, linear in surveyed.items()
-        for matmul, numbers in linear.numbers.items()
-        if (sums := MatmulSqnrs.from_values(numbers.tolist())) is not None
+        for matmul, values in linear.sums_by_matmul.items()
+        if (sums := MatmulSqnrs.from_values(values.tolist())) is not None
     ]
-    return sorted(matmuls, key=lambda matmul: matmul.margin)
+    return sorted(matmuls, key=lambda matmul: matmul.margin_db)
 
 
 @torch.no_grad()
@@ -106,11 +106,11 @@ def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dic
     }
 
 
-def _add(
-    linear: _LinearSums, rows: dict[tuple[str, str], SampledRows], matmuls: Iterable[str], rule: Accumulation
+def _add_sums(
+    linear: _LinearSums, rows: dict[tuple[str, str], SampledRows], matmuls: Iterable[str], accumulation: Accumulation
 ) -> None:
     for matmul in matmuls:
         left, right = (rows.get(key) for key in MATMULS[matmul])
         if left is not None and right is not None:
-            numbers = observe_sums(left, right, rule)
-            linear.numbers[matmul] = linear.numbers.get(matmul, 0) + numbers
+            observed = observe_sums(left, right, accumulation)
+            linear.sums_by_matmul[matmul] = linear.sums_by_matmul.get(matmul, 0) + observed

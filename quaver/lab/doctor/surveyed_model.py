@@ -82,7 +82,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     config = build_config(sections)
     model = make_run_source(checkpoint, recipe="tensorwise").high_precision_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
-    return _add_batch(model, config, _set_batch(config, data, sequences, seq_len), can_train=True)
+    return _attach_batch(model, config, _replace_batch_settings(config, data, sequences, seq_len), can_train=True)
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
@@ -92,21 +92,23 @@ def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: i
     except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_choose_tokenizer(folder)))
-    return _add_batch(model, config, _set_batch(config, data, sequences, seq_len), can_train=can_train)
+    return _attach_batch(model, config, _replace_batch_settings(config, data, sequences, seq_len), can_train=can_train)
 
 
 def _choose_tokenizer(folder: Path) -> str:
     return str(folder) if (folder / "tokenizer.json").is_file() else Data().tokenizer
 
 
-def _set_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:
+def _replace_batch_settings(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:
     training = replace(
         config.training, local_batch_size=sequences, global_batch_size=-1, seq_len=seq_len or config.training.seq_len
     )
     return replace(config, training=training, data=replace(config.data, path=data or config.data.path))
 
 
-def _add_batch(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> SurveyedModel:
+def _attach_batch(
+    model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool
+) -> SurveyedModel:
     training = batch_config.training
     (batch,) = load_data(batch_config).make_step_batches(training, 0)
     model.train()
