@@ -12,9 +12,9 @@ from quaver.lab.figure import open_figure
 from quaver.lab.report.facts import select_memory_curves
 from quaver.lab.report.maps import Limits, encode_statistic, find_limits, get_sampling_interval
 from quaver.lab.report.merge import choose_grid
-from quaver.lab.report.palette import SPECIAL, make_palette
+from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import collect_curves, thin
+from quaver.lab.report.series import collect_curves, thin_curve
 from quaver.lab.report.statistics import BEST, MISSING, WORST, Statistic
 from quaver.numerics.record import Record
 
@@ -23,7 +23,9 @@ _MAX_ROWS, _MAX_COLUMNS = 400, 1000
 """Limits on the cells of a heat map, about its size in pixels."""
 _MAX_LABELS = 30
 _NONE = "#f5f7f9"
-_COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(make_palette(WORST - 1)), *SPECIAL["light"][1:]])
+_COLORS = ListedColormap(
+    [_NONE, SPECIAL_COLORS["light"][0], *reversed(make_palette(WORST - 1)), *SPECIAL_COLORS["light"][1:]]
+)
 
 
 def draw_run(image: Path, run: RunData, statistic: Statistic) -> None:
@@ -42,7 +44,7 @@ def _draw_curves(axes: list[Any], run: RunData) -> None:
         ("Memory (GiB)", select_memory_curves(run)[1], 2**30),
     )
     for axis, (title, series, unit) in zip(axes, panels, strict=True):
-        for curve, color in zip(map(thin, series), _LINES, strict=False):
+        for curve, color in zip(map(thin_curve, series), _LINES, strict=False):
             axis.plot(curve.steps, np.array(curve.values) / unit, color=color, linewidth=0.9)
         for alarm in run.alarms:
             axis.axvline(alarm["since"], color="#b3261e", linewidth=0.8, linestyle=":")

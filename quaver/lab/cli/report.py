@@ -18,7 +18,7 @@ from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.runtime.errors import InputError
 
-_PAGE = "report.html"
+_DEFAULT_PAGE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
         with show_progress("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
-        page = first / _PAGE if options.html is None else Path(options.html)
+        page = first / _DEFAULT_PAGE if options.html is None else Path(options.html)
         check_outputs(Output(page, "--html", "HTML page"))
     print_views(iter_views(runs, options.top))
     with show_progress(f"writing {page}"), replace_output(page, "--html") as partial:

@@ -15,16 +15,16 @@ from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.numerics.history import make_order_key
 from quaver.numerics.record import Record
 
-MEMORY = {
+MEMORY_LABELS = {
     "memory_active_bytes": "peak memory of tensors",
     "memory_rss_bytes": "peak resident memory",
 }
-NO_STATISTICS = "no statistics of float8 matmuls; --numerics.every 100 records them"
+NO_STATISTICS_NOTE = "no statistics of float8 matmuls; --numerics.every 100 records them"
 
 
 def select_memory_curves(run: RunData) -> tuple[str, list[Curve]]:
     """Return the curves of the memory that the run recorded, and their label."""
-    by_label = ((label, collect_curves(run.records, name)) for name, label in MEMORY.items())
+    by_label = ((label, collect_curves(run.records, name)) for name, label in MEMORY_LABELS.items())
     return next(((label, recorded) for label, recorded in by_label if recorded), ("", []))
 
 
@@ -50,7 +50,7 @@ def describe_end(run: RunData) -> str:
 def _describe_numerics(run: RunData) -> str:
     record = run.numerics
     if record is None:
-        return NO_STATISTICS
+        return NO_STATISTICS_NOTE
     samples, tensors = format_count(len(record.steps), "sample"), format_count(len(record.tensors), "tensor")
     where = f"{samples} of {tensors}, up to step {record.steps[-1]:,}"
     non_finite = describe_nonfinite(record)

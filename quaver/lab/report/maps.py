@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from quaver.lab.report.merge import MAX_CELLS, Grid, choose_grid
-from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, Codes, Statistic
+from quaver.lab.report.merge import MAX_MAP_CELLS, Grid, choose_grid
+from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, CellBytes, Statistic
 from quaver.numerics.record import Record, encode_counts
 
-WORST_CELLS = 25
+MAX_WORST_CELLS = 25
 """Rows of the table of worst cells."""
 MAX_TRIALS = 500
 """Rows of the table of other recipes."""
-SQNR = STATISTICS[0].name
+SQNR_NAME = STATISTICS[0].name
 MAX_HISTOGRAM_BYTES = 400_000
 """Limit on the counts of all histograms of a page; in base64 they take 0.5 MB."""
 
@@ -43,7 +43,7 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
     """
     shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
-    grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MAX_CELLS))
+    grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MAX_MAP_CELLS))
     steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
     return {
         "every": get_sampling_interval(record),
@@ -92,28 +92,28 @@ def get_sampling_interval(record: Record) -> int:
     return every if isinstance(every, int) and every > 0 else 1
 
 
-def encode_statistic(record: Record, statistic: Statistic, limits: tuple[float, float]) -> Codes:
+def encode_statistic(record: Record, statistic: Statistic, limits: tuple[float, float]) -> CellBytes:
     """Return the bytes of a statistic, [samples, tensors].
 
     A NaN means that the statistic does not apply, unless the operand has non-finite elements.
     """
     values = record.statistics[statistic.name]
     applies = ~np.isnan(values)
-    codes = statistic.encode(values, applies, limits)
+    cells = statistic.encode(values, applies, limits)
     if "nonfinite" in record.statistics:
         is_not_finite = record.statistics["nonfinite"] > 0
-        codes[is_not_finite & applies.any(0) & (~applies | (statistic.name == "amax"))] = NOT_A_NUMBER
-    return codes
+        cells[is_not_finite & applies.any(0) & (~applies | (statistic.name == "amax"))] = NOT_A_NUMBER
+    return cells
 
 
-def _make_map(codes: Codes, grid: Grid) -> dict[str, Any]:
+def _make_map(sample_cells: CellBytes, grid: Grid) -> dict[str, Any]:
     """Return the rows that have a value, and their bytes row by row."""
-    cells = grid.merge(codes)
+    cells = grid.merge(sample_cells)
     rows = np.flatnonzero((cells != MISSING).any(1))
     return {"rows": rows.tolist(), "bytes": b64encode(np.ascontiguousarray(cells[rows]).tobytes()).decode()}
 
 
-def find_worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -> list[list[Any]]:
+def find_worst_cells(record: Record, statistic: Statistic, max_cells: int = MAX_WORST_CELLS) -> list[list[Any]]:
     """Return the worst sample of each tensor, worst first: [tensor, step, the value as text]."""
     values = record.statistics[statistic.name]
     badness = np.where(np.isnan(values), -np.inf, statistic.rank_badness(values))
@@ -123,18 +123,18 @@ def find_worst_cells(record: Record, statistic: Statistic, most: int = WORST_CEL
         value = values[sample, tensor]
         if not np.isnan(value):
             cells.append([tensor, int(record.steps[sample]), statistic.format_value(value)])
-    return cells[:most]
+    return cells[:max_cells]
 
 
 def _list_trials(record: Record) -> dict[str, Any]:
     """Return the SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
     rows = []
-    if record.whatif and SQNR in record.statistics:
+    if record.whatif and SQNR_NAME in record.statistics:
         tried = np.stack(list(record.whatif.values()))
         has_trial = np.logical_or.reduce(~np.isnan(tried))
         for tensor in np.flatnonzero(has_trial.any(0)).tolist():
             sample = int(np.flatnonzero(has_trial[:, tensor])[-1])
-            values = (record.statistics[SQNR][sample, tensor], *tried[:, sample, tensor])
+            values = (record.statistics[SQNR_NAME][sample, tensor], *tried[:, sample, tensor])
             rows.append([tensor, int(record.steps[sample]), *map(_round_decibels, values)])
     rows.sort(key=lambda row: np.inf if row[2] is None else row[2])
     return {"recipes": list(record.whatif), "rows": rows[:MAX_TRIALS]}
@@ -144,7 +144,7 @@ def _round_decibels(value: float) -> float | None:
     return round(float(value), 2) if np.isfinite(value) else None
 
 
-def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: int) -> dict[str, Any]:
+def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], max_bytes: int) -> dict[str, Any]:
     """Return counts before and after the cast, for evenly spaced samples and where an alarm began.
 
     If the last sample exceeds the limit by itself, only the tensors with the lowest SQNR are included.
@@ -153,18 +153,18 @@ def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], most_byte
     if record.histograms and record.tensors:
         samples = sorted(record.histograms)
         bins = record.histograms[samples[-1]].before.shape[1]
-        number = min(len(samples), max(1, most_bytes // (2 * bins * len(record.tensors))))
-        chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, number)}
-        tensors = _find_worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
+        count = min(len(samples), max(1, max_bytes // (2 * bins * len(record.tensors))))
+        chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, count)}
+        tensors = _find_worst_tensors(record, max(1, max_bytes // (2 * bins * len(chosen))))
         wanted = {(at, tensor) for at in chosen for tensor in tensors} | _find_alarm_histograms(record, samples, alarms)
         rows = [_encode_histogram(record, at, tensor) for at, tensor in sorted(wanted)]
     return {"samples": len(record.histograms), "kept": [row for row in rows if row[3]]}
 
 
-def _find_worst_tensors(record: Record, most: int) -> list[int]:
-    if most >= len(record.tensors) or SQNR not in record.statistics:
-        return list(range(min(most, len(record.tensors))))
-    return [tensor for tensor, *_ in find_worst_cells(record, STATISTICS[0], most)]
+def _find_worst_tensors(record: Record, max_tensors: int) -> list[int]:
+    if max_tensors >= len(record.tensors) or SQNR_NAME not in record.statistics:
+        return list(range(min(max_tensors, len(record.tensors))))
+    return [tensor for tensor, *_ in find_worst_cells(record, STATISTICS[0], max_tensors)]
 
 
 def _find_alarm_histograms(

@@ -8,13 +8,13 @@ from itertools import groupby
 
 import numpy as np
 
-from quaver.lab.report.statistics import Codes
+from quaver.lab.report.statistics import CellBytes
 
-MAX_CELLS = 3_000_000
+MAX_MAP_CELLS = 3_000_000
 """Bytes of all heat maps of a page; in base64 they take 4 MB."""
-MAX_COLUMNS = 2000
+MAX_MAP_COLUMNS = 2000
 """About the pixels of a screen's width."""
-FEWEST_COLUMNS = 200
+MIN_MAP_COLUMNS = 200
 """Samples are merged down to this number of columns before tensors are merged."""
 
 
@@ -27,10 +27,10 @@ class Grid:
     rows: list[list[int]]
     """The tensors of each row."""
 
-    def merge(self, codes: Codes) -> Codes:
-        """Return the worst byte of each cell, [rows, columns], of `codes`, [samples, tensors]."""
-        by_column = np.maximum.reduceat(codes, self.columns[:-1], axis=0)
-        if len(self.rows) == codes.shape[1]:
+    def merge(self, cells: CellBytes) -> CellBytes:
+        """Return the worst byte of each cell, [rows, columns], of `cells`, [samples, tensors]."""
+        by_column = np.maximum.reduceat(cells, self.columns[:-1], axis=0)
+        if len(self.rows) == cells.shape[1]:
             return by_column.T
         return np.stack([by_column[:, row].max(1) for row in self.rows])
 
@@ -38,7 +38,7 @@ class Grid:
 def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: int) -> Grid:
     """Choose the grid whose maps together have about `cells` cells or fewer.
 
-    Neighboring samples are merged first, down to `FEWEST_COLUMNS` columns, then neighboring tensors of one kind.
+    Neighboring samples are merged first, down to `MIN_MAP_COLUMNS` columns, then neighboring tensors of one kind.
 
     Args:
         samples: the number of samples, at least 1.
@@ -46,7 +46,7 @@ def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: i
         statistics: the number of maps.
     """
     per_sample = max(1, len(kinds) * statistics)
-    columns = min(samples, MAX_COLUMNS, max(FEWEST_COLUMNS, cells // per_sample))
+    columns = min(samples, MAX_MAP_COLUMNS, max(MIN_MAP_COLUMNS, cells // per_sample))
     together = max(1, -(-per_sample * columns // cells))
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if together == 1:

@@ -11,9 +11,9 @@ from typing import Any
 from quaver.lab.page import Parts, write_page
 from quaver.lab.report.facts import describe_health, is_healthy, list_facts, select_memory_curves
 from quaver.lab.report.maps import Limits, find_limits, make_maps
-from quaver.lab.report.palette import SPECIAL, make_palette
+from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import Curve, collect_curves, thin
+from quaver.lab.report.series import Curve, collect_curves, thin_curve
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import RecordKind
 
@@ -35,7 +35,7 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
     data = {
         "statistics": [_make_statistic(name, limits) for name in limits],
         "colors": make_palette(),
-        "special": SPECIAL,
+        "special": SPECIAL_COLORS,
         "runs": [_make_run(run, limits, 1 / len(runs)) for run in runs],
     }
     write_page(path, _PARTS, title=" and ".join(run.label for run in runs), data=data)
@@ -73,7 +73,7 @@ def _make_run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:
 
 
 def _make_curves(full_curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    return [asdict(thin(curve)) for curve in full_curves]
+    return [asdict(thin_curve(curve)) for curve in full_curves]
 
 
 def _list_events(run: RunData) -> list[tuple[int, str]]:

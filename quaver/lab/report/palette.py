@@ -3,14 +3,14 @@
 import matplotlib
 from matplotlib.colors import to_hex
 
-PALETTE = "magma"
+COLORMAP = "magma"
 """Lightness changes evenly, for color-blind readers too. The worse end stands out from the page."""
 
-SPECIAL = {"light": ("#dfe6ec", "#00a37a", "#0a84ff"), "dark": ("#2b333d", "#00c896", "#4aa8ff")}
+SPECIAL_COLORS = {"light": ("#dfe6ec", "#00a37a", "#0a84ff"), "dark": ("#2b333d", "#00c896", "#4aa8ff")}
 """Colors outside the scale for a best, an infinite and a NaN value, on a light and on a dark page."""
 
 
-def make_palette(number: int = 32) -> list[str]:
+def make_palette(count: int = 32) -> list[str]:
     """Return colors of the scale from dark to light, without its ends, which would look like a page's background."""
-    colors = matplotlib.colormaps[PALETTE]
-    return [to_hex(colors(0.06 + 0.9 * at / (number - 1))) for at in range(number)]
+    colors = matplotlib.colormaps[COLORMAP]
+    return [to_hex(colors(0.06 + 0.9 * at / (count - 1))) for at in range(count)]

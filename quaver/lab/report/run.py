@@ -16,7 +16,7 @@ from quaver.lab.runs.status import RunStatus
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
 
-FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl", "summary.json")
+_REPORTED_FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl", "summary.json")
 
 
 class ConvertedLayer(TypedDict):
@@ -42,7 +42,7 @@ class Conversion(TypedDict):
     float8_flops_fraction: float
 
 
-class Start(TypedDict):
+class RunStart(TypedDict):
     """A line of provenance.jsonl, written by each start of the run."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
@@ -56,7 +56,7 @@ class Start(TypedDict):
     changes: NotRequired[dict[str, Any]]
 
 
-class End(TypedDict):
+class RunEnd(TypedDict):
     """The end of a run in summary.json, after `steps` steps."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
@@ -65,7 +65,7 @@ class End(TypedDict):
     steps: int
 
 
-_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(Start), TypeAdapter(End)
+_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(RunStart), TypeAdapter(RunEnd)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class RunData:
     """The alarms of `numerics`, from `read_alarms`."""
     conversion: Conversion | None = None
     """conversion_report.json, or None if it was not written."""
-    starts: list[Start] = field(default_factory=list)
+    starts: list[RunStart] = field(default_factory=list)
     """The lines of provenance.jsonl, one per start of the run."""
-    end: End | None = None
+    end: RunEnd | None = None
     """How the last start ended; None while the run goes on, after it was killed, and for a record alone."""
 
     @property
@@ -120,7 +120,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 def _read(path: Path, label: str) -> RunData:
     if not path.exists():
         raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
-    metrics, numerics, conversion, starts, summary = (path / name for name in FILES)
+    metrics, numerics, conversion, starts, summary = (path / name for name in _REPORTED_FILES)
     if path.is_file():
         return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
@@ -142,14 +142,14 @@ def _read_numerics(path: Path) -> dict[str, Any]:
     return {"numerics": record, "alarms": read_alarms(record, repr(str(path)))}
 
 
-def _read_end(path: Path, records: list[dict[str, Any]]) -> End | None:
+def _read_end(path: Path, records: list[dict[str, Any]]) -> RunEnd | None:
     """Return the end of the run, or None if it has been resumed since: a step can be recorded that did not end."""
     end = read_json(path, _END, "remove the file")
     last_step = records[-1]["step"] if records else 0
     return None if last_step > end["steps"] + 1 else end
 
 
-def _read_starts(path: Path) -> list[Start]:
+def _read_starts(path: Path) -> list[RunStart]:
     """Return the lines of provenance.jsonl, without a last line that a killed run left incomplete."""
     starts = []
     with path.open("rb") as file:

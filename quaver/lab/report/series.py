@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_COLUMNS = 750
+MAX_CURVE_COLUMNS = 750
 """Columns of a thinned curve. Each keeps its lowest and its highest point."""
 
 
@@ -34,9 +34,9 @@ def collect_curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
     return [Curve(model, steps, values) for model, (steps, values) in by_model.items()]
 
 
-def thin(curve: Curve) -> Curve:
+def thin_curve(curve: Curve) -> Curve:
     """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
-    points = _find_extremes(curve.values, MAX_COLUMNS)
+    points = _find_extremes(curve.values, MAX_CURVE_COLUMNS)
     return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from quaver.numerics.record import Values
 
-Codes = np.ndarray[Any, np.dtype[np.uint8]]
+CellBytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MISSING, BEST, WORST, INFINITE, NOT_A_NUMBER = 0, 1, 253, 254, 255
 """A cell is one byte, and a larger byte is a worse value, so cells are merged by their maximum.
@@ -57,20 +57,20 @@ class Statistic:
             low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
         return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
 
-    def encode(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> Codes:
+    def encode(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> CellBytes:
         """Return the byte of each value, in the shape of `values`; `MISSING` where `present` is false."""
         low, high = limits
         scaled = self.apply_scale(values)
         with np.errstate(invalid="ignore"):
             share = np.clip((scaled - low) / (high - low), 0, 1)
         badness = 1 - share if self.is_low_worse else share
-        codes = np.full(values.shape, BEST, dtype=np.uint8)
+        cells = np.full(values.shape, BEST, dtype=np.uint8)
         finite = np.isfinite(scaled)
-        codes[finite] = 2 + np.round(badness[finite] * (WORST - 2)).astype(np.uint8)
-        codes[scaled == (-np.inf if self.is_low_worse else np.inf)] = INFINITE
-        codes[np.isnan(scaled)] = NOT_A_NUMBER
-        codes[~present] = MISSING
-        return codes
+        cells[finite] = 2 + np.round(badness[finite] * (WORST - 2)).astype(np.uint8)
+        cells[scaled == (-np.inf if self.is_low_worse else np.inf)] = INFINITE
+        cells[np.isnan(scaled)] = NOT_A_NUMBER
+        cells[~present] = MISSING
+        return cells
 
     def rank_badness(self, values: Values) -> Values:
         """Return numbers that order values from good to bad: NaN is the worst."""

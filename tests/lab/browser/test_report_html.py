@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quaver.lab.report.palette import SPECIAL, make_palette
+from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
 from quaver.lab.report.statistics import STATISTICS
 from tests.lab.browser.browser import Keys
 from tests.lab.browser.heat_map import HeatMap
@@ -61,7 +61,7 @@ def test_cells_stand_where_their_tensor_and_step_are(browser, reports, runs):
     for row in range(rows):
         for sample in range(40):
             pixel = pixels[int((row + 0.5) / rows * height), int((sample + 0.5) / 40 * width)]
-            assert (pixel == encode_color(SPECIAL["light"][0])) == (saturated[row, sample] == 0)
+            assert (pixel == encode_color(SPECIAL_COLORS["light"][0])) == (saturated[row, sample] == 0)
 
 
 @pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])

@@ -10,10 +10,10 @@ import pytest
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.report.facts import describe_health, is_healthy
 from quaver.lab.report.maps import find_limits, make_maps
-from quaver.lab.report.merge import MAX_CELLS, choose_grid
+from quaver.lab.report.merge import MAX_MAP_CELLS, choose_grid
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
-from quaver.lab.report.series import Curve, collect_curves, thin
+from quaver.lab.report.series import Curve, collect_curves, thin_curve
 from quaver.lab.report.statistics import BEST, INFINITE, MISSING, NOT_A_NUMBER, STATISTICS, WORST
 from quaver.numerics.record import Record
 from tests.lab.browser.reports import HOSTILE
@@ -130,7 +130,7 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     spans = list(zip(grid.columns, grid.columns[1:], strict=False))
     expected = [[codes[first:last, row].max() for first, last in spans] for row in grid.rows]
     assert np.array_equal(merged, expected)
-    small = choose_grid(50, kinds, 4, MAX_CELLS)
+    small = choose_grid(50, kinds, 4, MAX_MAP_CELLS)
     assert np.array_equal(small.merge(codes[:50]), codes[:50].T)
 
 
@@ -147,11 +147,11 @@ def test_curves_keep_their_extremes_and_no_value_that_is_not_finite():
     records[5]["loss"] = float("nan")
     (curve,) = collect_curves([*records, {"step": 3, "model": "a", "reason": "nan"}], "loss")
     assert 5 not in curve.steps
-    kept = thin(curve)
+    kept = thin_curve(curve)
     assert len(kept.steps) <= 1502
     assert {0, 777, 4321, 9999} <= set(kept.steps)
     assert kept.values[kept.steps.index(777)] == 2
-    assert thin(Curve("a", [1, 2], [3.0, 4.0])) == Curve("a", [1, 2], [3.0, 4.0])
+    assert thin_curve(Curve("a", [1, 2], [3.0, 4.0])) == Curve("a", [1, 2], [3.0, 4.0])
 
 
 def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
