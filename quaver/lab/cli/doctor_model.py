@@ -63,9 +63,11 @@ def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
     columns = ("linear\n  its worst operand; recipe", *SHOWN_RECIPES)
     rows = [_make_row(survey, linear) for linear in survey.linears]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN_RECIPES)
+    others = len(survey.recipes.layers)
+    exceptions = f"{others} layers in other recipes or high precision" if others else "no layer in another recipe"
     yield (
-        f"at least {survey.budget_db:g} dB: {survey.recipes.recipe}, and {len(survey.recipes.layers)} layers "
-        f"otherwise; {survey.float8_share:.1%} of the linears' FLOPs in float8"
+        f"recipes for at least {survey.budget_db:g} dB: {survey.recipes.recipe}, {exceptions}; "
+        f"{survey.float8_share:.1%} of the linears' FLOPs in float8"
     )
     if survey.not_surveyed:
         recipe = survey.get_recipe(survey.not_surveyed[0]).replace("_", " ")
