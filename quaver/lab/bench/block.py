@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quaver.lab.bench.harness import time_alternating
 from quaver.lab.bench.modules import OptimizerStep, make_steps
-from quaver.lab.bench.options import BenchOptions, Modes, Recipes, Size
+from quaver.lab.bench.options import BenchOptions, ModeOptions, RecipeOptions, Size
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model
 from quaver.lab.recorder.allocator import measure_usage
@@ -31,12 +31,12 @@ from quaver.lab.trainer.model import list_block_weights
 from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.errors import InputError
 
-_RESIDENT_BYTES = 16
+_RESIDENT_BYTES_PER_PARAMETER = 16
 """The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
 
 
 @dataclass(frozen=True)
-class BlockBenchmark(Modes, Recipes, BenchOptions):
+class BlockBenchmark(ModeOptions, RecipeOptions, BenchOptions):
     """Forward, backward and AdamW of one transformer block, per recipe."""
 
     model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = setting("debug", "The model of the block.")
@@ -79,7 +79,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         if not is_cuda_device(self.torch_device):
             return
         count = 1 + len(self.recipe_names)
-        needed = count * _RESIDENT_BYTES * sum(prod(shape) for _, shape in list_block_weights(self.shape))
+        needed = count * _RESIDENT_BYTES_PER_PARAMETER * sum(prod(shape) for _, shape in list_block_weights(self.shape))
         available = torch.cuda.get_device_properties(self.torch_device).total_memory
         if needed > available:
             raise InputError(
@@ -104,10 +104,10 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
         rows = []
         for precision, row in make_contestant_rows(timings).items():
-            ours = memory[precision]
+            usage = memory[precision]
             per_s = self.tokens / (1e-6 * timings[precision].median_us)
-            ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
-            rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
+            ratio = usage["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
+            rows.append({"mode": mode, **row, "tokens_per_s": per_s, **usage, "peak_over_bfloat16": ratio})
         return rows
 
     def format_note(self, result: Result) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.bench.harness import Rotation, time_alternating
-from quaver.lab.bench.options import OperandOptions, Shapes
+from quaver.lab.bench.options import OperandOptions, ShapeOptions
 from quaver.lab.bench.peer import make_torchao_cast
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
@@ -68,7 +68,7 @@ class CastKind:
         return self.passes * itemsize + (len(self.dims) if needs_layouts else 1)
 
 
-KINDS = {
+CAST_KINDS = {
     "tensorwise": CastKind("tensorwise", (1, 0), 2),
     "delayed": CastKind("delayed", (1, 0), 1),
     "rowwise": CastKind("rowwise", (1,), 1),
@@ -78,14 +78,14 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class CastBenchmark(Shapes, OperandOptions):
+class CastBenchmark(ShapeOptions, OperandOptions):
     """Casts of one matrix, the input of a linear, to float8: quaver's, compiled PyTorch's, torchao's; and a copy."""
 
     shapes: str = setting(
         "1024,2048x4096",
         "Sizes (1024), rows x columns (512x4096) or models (llama-8b, llama-70b), with commas between.",
     )
-    casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = setting(tuple(KINDS), "Kinds of casts.")
+    casts: tuple[Annotated[str, OneOf(tuple(CAST_KINDS))], ...] = setting(tuple(CAST_KINDS), "Kinds of casts.")
 
     are_matrices = True
     case_fields = ("matrix", "cast")
@@ -105,12 +105,12 @@ class CastBenchmark(Shapes, OperandOptions):
 
     def _make_rows(self, matrix: Shape, name: str) -> list[Row]:
         device, dtype = self.torch_device, self.torch_dtype
-        kind, source = KINDS[name], torch.randn(matrix.sizes, device=device, dtype=dtype)
+        kind, source = CAST_KINDS[name], torch.randn(matrix.sizes, device=device, dtype=dtype)
         inputs, target = Rotation(source.clone, source.nbytes, device), torch.empty_like(source)
-        casts = make_contestants(kind, source, self.with_torchao)
+        casts = make_contestants(kind, source, with_torchao=self.with_torchao)
         with torch.no_grad():
-            expected = _get_codes(casts["PyTorch", "eager"](source))
-            codes = {contestant: _get_codes(cast(source)) for contestant, cast in casts.items()}
+            expected = _select_codes(casts["PyTorch", "eager"](source))
+            codes = {contestant: _select_codes(cast(source)) for contestant, cast in casts.items()}
             same = {contestant: _has_same_codes(own, expected) for contestant, own in codes.items()}
             del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
             calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
@@ -135,7 +135,7 @@ def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:
     return cast(inputs.next())
 
 
-def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
+def make_contestants(kind: CastKind, source: Tensor, *, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
     """Return the casts by library and mode. A persistent scale, if `kind` has one, fits `source`."""
     config, dims, float8_dtype = kind.config, kind.dims, kind.cast.float8_dtype
     power_of_2 = config.round_scales_to_power_of_2
@@ -154,10 +154,10 @@ def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict
         codes, _, dequant = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
         return codes, dequant
 
-    eager = {"quaver": cast_with_quaver, "PyTorch": _lay_out(kind, cast_with_pytorch)}
+    eager = {"quaver": cast_with_quaver, "PyTorch": _make_cast_with_layouts(kind, cast_with_pytorch)}
     if with_torchao and scale is None:
         peers = {dim: make_torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
-        eager["torchao"] = _lay_out(kind, lambda hp, dim: (peers[dim](hp),))
+        eager["torchao"] = _make_cast_with_layouts(kind, lambda hp, dim: (peers[dim](hp),))
     functions: dict[tuple[str, str], CastFunction] = {}
     for library, cast in eager.items():
         functions[library, "eager"] = cast
@@ -165,7 +165,9 @@ def make_contestants(kind: CastKind, source: Tensor, with_torchao: bool) -> dict
     return functions
 
 
-def _lay_out(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
+def _make_cast_with_layouts(
+    kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]
+) -> CastFunction:
     """Return a cast whose codes are laid out for each matmul; `cast_along` gets a dim, or None for one scale."""
     scale_dims, dims = kind.scale_dims, kind.dims
 
@@ -181,7 +183,7 @@ def _lay_out(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Te
     return cast
 
 
-def _get_codes(results: Sequence[Tensor]) -> list[Tensor]:
+def _select_codes(results: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in results if tensor.dtype in FLOAT8_FORMATS]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.bench.harness import Rotation, time_alternating
-from quaver.lab.bench.options import BenchOptions, Shapes
+from quaver.lab.bench.options import BenchOptions, ShapeOptions
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
@@ -37,7 +37,7 @@ GRANULARITIES = ("tensorwise", "rowwise")
 
 
 @dataclass(frozen=True)
-class GemmBenchmark(Shapes, BenchOptions):
+class GemmBenchmark(ShapeOptions, BenchOptions):
     """The three matmuls of a linear, without casts: float8 against bfloat16."""
 
     scales: tuple[Annotated[str, OneOf(GRANULARITIES)], ...] = setting(GRANULARITIES, "Granularities of the scales.")
@@ -71,7 +71,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             operands = Rotation(partial(matmul.make_float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
-                calls[name] = _make_float8_call(operands, granularity, bool(fast))
+                calls[name] = _make_float8_call(operands, granularity, use_fast_accum=bool(fast))
                 contestants[name] = (backend.value, fast, len(operands))
         with torch.no_grad():
             timings = time_alternating(calls, device, rounds=self.rounds)
@@ -82,7 +82,7 @@ class GemmBenchmark(Shapes, BenchOptions):
             row: Row = {"shape": str(shape), "gemm": matmul.name, "m": m, "k": k, "n": n, "contestant": name}
             row |= {"backend": backend_name, "fast_accumulation": fast, "input_copies": copies}
             row |= {"timing": asdict(timing), "tflops_per_s": flops_per_s / 1e12}
-            row["share_of_peak"] = divide_by_peak(flops_per_s, name, self._peak)
+            row["share_of_peak"] = compute_share_of_peak(flops_per_s, name, self._peak)
             row["time_over_bfloat16"] = timing.median_us / timings[BFLOAT16].median_us
             rows.append(row)
         return rows
@@ -112,7 +112,7 @@ class Matmul:
         """Return bfloat16 [m, k] and [k, n], as the views that autograd multiplies."""
         m, k, n = self.sizes
         left, right = self.transposed
-        return _make_matrix(m, k, left, device), _make_matrix(k, n, right, device)
+        return _make_matrix(m, k, device, is_transposed=left), _make_matrix(k, n, device, is_transposed=right)
 
     def make_float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
         """Return the operands in float8, in the layout that the backend reads."""
@@ -138,19 +138,21 @@ def list_matmuls(shape: Shape) -> list[Matmul]:
     ]
 
 
-def _make_matrix(rows: int, columns: int, is_transposed: bool, device: torch.device) -> Tensor:
+def _make_matrix(rows: int, columns: int, device: torch.device, *, is_transposed: bool) -> Tensor:
     if is_transposed:
-        return _make_matrix(columns, rows, False, device).t()
+        return _make_matrix(columns, rows, device, is_transposed=False).t()
     return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
 
 
-def _make_float8_call(operands: Rotation[Float8Operands], granularity: str, fast: bool) -> Callable[[], object]:
+def _make_float8_call(
+    operands: Rotation[Float8Operands], granularity: str, *, use_fast_accum: bool
+) -> Callable[[], object]:
     powers_of_2 = Float8LinearConfig.from_recipe_name(granularity).round_scales_to_power_of_2
-    how: dict[str, Any] = {"use_fast_accum": fast, "scales_are_powers_of_2": powers_of_2}
-    return lambda: float8_mm(*operands.next(), out_dtype=torch.bfloat16, **how)
+    options: dict[str, Any] = {"use_fast_accum": use_fast_accum, "scales_are_powers_of_2": powers_of_2}
+    return lambda: float8_mm(*operands.next(), out_dtype=torch.bfloat16, **options)
 
 
-def divide_by_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
+def compute_share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
     """Return the share of the peak for the contestant's precision, or None if the peak is unknown."""
     if peak is None:
         return None

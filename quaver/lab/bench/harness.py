@@ -16,14 +16,14 @@ from quaver.runtime.devices import is_cuda_device, synchronize
 Input = TypeVar("Input")
 Name = TypeVar("Name", bound=Hashable)
 
-_SHORTEST_SAMPLE_S = 2e-3
+_MIN_SAMPLE_S = 2e-3
 """The wait for a GPU at its end takes about 10 us, which is 0.5% of it; a clock's tick takes less."""
 
-_UNKNOWN_CACHE_BYTES = 64 << 20
+_DEFAULT_CACHE_BYTES = 64 << 20
 """More than the 50 MiB of an H100's L2 and the 32 MiB of L3 that 8 cores of an EPYC share."""
-_MAX_BYTES = 512 << 20
+_MAX_ROTATION_BYTES = 512 << 20
 """Bounds the memory of all copies where a server's L3 is large. No GPU comes near: a B200's L2 has 126 MiB."""
-_MAX_COPIES = 256
+_MAX_ROTATION_COPIES = 256
 """With an unknown cache it is the limit of inputs below 0.5 MiB, which a CPU reads in 50 us at 10 GB/s."""
 
 
@@ -67,17 +67,17 @@ def time_alternating(
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            samples[name].append(_time_sample(contestants[name], device, calls[name], until_done))
+            samples[name].append(_time_sample(contestants[name], device, calls[name], until_done=until_done))
     return {name: Timing.from_seconds(times) for name, times in samples.items()}
 
 
 def _count_calls_per_sample(function: Callable[[], object], device: torch.device, warmup: int) -> int:
     for _ in range(warmup):
         function()
-    return max(1, round(_SHORTEST_SAMPLE_S / min(_time_sample(function, device, 1) for _ in range(3))))
+    return max(1, round(_MIN_SAMPLE_S / min(_time_sample(function, device, 1) for _ in range(3))))
 
 
-def _time_sample(function: Callable[[], object], device: torch.device, calls: int, until_done: bool = True) -> float:
+def _time_sample(function: Callable[[], object], device: torch.device, calls: int, *, until_done: bool = True) -> float:
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -100,15 +100,15 @@ def find_cache_bytes(device: torch.device) -> int | None:
 class Rotation(Generic[Input]):
     """Equal inputs in different memory. `next` returns them in turn, so that no call finds its input in cache.
 
-    The copies fill twice the last-level cache, at most `_MAX_BYTES`, or there are `_MAX_COPIES`: the call itself takes
-    most of the time of smaller inputs.
+    The copies fill twice the last-level cache, at most `_MAX_ROTATION_BYTES`, or there are `_MAX_ROTATION_COPIES`: the
+    call itself takes most of the time of smaller inputs.
     """
 
-    def __init__(self, make: Callable[[], Input], copy_bytes: int, device: torch.device) -> None:
-        """Call `make` once per copy of `copy_bytes` bytes, and at least once."""
-        wanted = 2 * (find_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
-        copies = -(-min(wanted, _MAX_BYTES) // max(1, copy_bytes))
-        self._inputs = [make() for _ in range(min(max(1, copies), _MAX_COPIES))]
+    def __init__(self, make_input: Callable[[], Input], copy_bytes: int, device: torch.device) -> None:
+        """Call `make_input` once per copy of `copy_bytes` bytes, and at least once."""
+        wanted = 2 * (find_cache_bytes(device) or _DEFAULT_CACHE_BYTES)
+        copies = -(-min(wanted, _MAX_ROTATION_BYTES) // max(1, copy_bytes))
+        self._inputs = [make_input() for _ in range(min(max(1, copies), _MAX_ROTATION_COPIES))]
         self._turn = 0
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation, time_alternating
-from quaver.lab.bench.options import Modes, OperandOptions, Recipes, Shapes
+from quaver.lab.bench.options import ModeOptions, OperandOptions, RecipeOptions, ShapeOptions
 from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import Shape
@@ -29,7 +29,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class LinearOptions(Modes, Recipes, OperandOptions):
+class LinearOptions(ModeOptions, RecipeOptions, OperandOptions):
     """The contestants of benchmarks of a linear."""
 
     def make_steps(self, shape: Shape, mode: str) -> dict[str, Callable[[], None]]:
@@ -57,7 +57,7 @@ class LinearOptions(Modes, Recipes, OperandOptions):
 
 
 @dataclass(frozen=True)
-class LinearBenchmark(Shapes, LinearOptions):
+class LinearBenchmark(ShapeOptions, LinearOptions):
     """Forward and backward of one linear, per recipe, against bfloat16 nn.Linear and torchao."""
 
     shapes: str = "1024,16"

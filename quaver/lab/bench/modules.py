@@ -42,9 +42,9 @@ class BenchedBlock(nn.Module):
 class OptimizerStep:
     """Runs one training step of a block per call."""
 
-    def __init__(self, block: BenchedBlock, sources: Rotation[Tensor], direction: Tensor) -> None:
-        """Take inputs [B, T, D] that require gradients, and `direction`, the gradient of the output, in its shape."""
-        self.block, self.sources, self.direction = block, sources, direction
+    def __init__(self, block: BenchedBlock, sources: Rotation[Tensor], grad_output: Tensor) -> None:
+        """Take inputs [B, T, D] that require gradients, and `grad_output`, the gradient of the output, in its shape."""
+        self.block, self.sources, self.grad_output = block, sources, grad_output
         self.optimizer = build_optimizer(block, Optimizer(lr=_SMALL_LR))
         self._has_persistent_scales = bool(float8_scaling_state(block))
 
@@ -52,7 +52,7 @@ class OptimizerStep:
         """Run forward, `forward_is_done()`, backward and the optimizer, and set the gradients to None."""
         source = self.sources.next()
         with torch.autocast(source.device.type, torch.bfloat16):
-            loss = (self.block(source * 1.5) * self.direction).sum()
+            loss = (self.block(source * 1.5) * self.grad_output).sum()
         forward_is_done()
         loss.backward()
         source.grad = None
@@ -76,9 +76,11 @@ def make_steps(
         return torch.randn(sequences, seq_len, model.dim, device=device)
 
     sources = Rotation(lambda: make_random().requires_grad_(), 4 * tokens * model.dim, device)
-    direction = make_random() / tokens
+    grad_output = make_random() / tokens
     return {
-        precision: OptimizerStep(build_block(model, precision, seq_len, device, compiled=compiled), sources, direction)
+        precision: OptimizerStep(
+            build_block(model, precision, seq_len, device, compiled=compiled), sources, grad_output
+        )
         for precision in precisions
     }
 

@@ -55,7 +55,7 @@ class BenchOptions(Settings):
     """The fields of a row that each printed table shows."""
 
     @property
-    def benchmark(self) -> str:
+    def verb(self) -> str:
         """The verb of `quaver bench` that runs it."""
         return type(self).__name__.removesuffix("Benchmark").lower()
 
@@ -67,7 +67,7 @@ class BenchOptions(Settings):
     @property
     def result_file(self) -> Path:
         """The file of the JSON."""
-        return Path(self.output or f"runs/bench-{self.benchmark}.json")
+        return Path(self.output or f"runs/bench-{self.verb}.json")
 
     @property
     def with_torchao(self) -> bool:
@@ -109,7 +109,7 @@ class BenchOptions(Settings):
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
         surroundings = describe_measurement(self.torch_device)
         surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}
-        head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
+        head = {"benchmark": self.verb, "environment": surroundings, "complete": is_complete}
         return head | fields | {"rows": rows}
 
     def format_note(self, result: Result) -> str:
@@ -147,7 +147,7 @@ class OperandOptions(BenchOptions):
 
 
 @dataclass(frozen=True)
-class Shapes(Settings):
+class ShapeOptions(Settings):
     """Which linears are timed."""
 
     shapes: str = setting(
@@ -171,7 +171,7 @@ class Shapes(Settings):
 
 
 @dataclass(frozen=True)
-class Recipes(Settings):
+class RecipeOptions(Settings):
     """Which recipes are timed."""
 
     recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting((), "Recipes; all by default.")
@@ -189,7 +189,7 @@ class Recipes(Settings):
 
 
 @dataclass(frozen=True)
-class Modes(Settings):
+class ModeOptions(Settings):
     """Whether the contestants are compiled."""
 
     modes: tuple[Annotated[str, OneOf(MODES)], ...] = setting(MODES, "Eager, compiled, or both.")

@@ -36,7 +36,7 @@ def make_torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device)
 
 def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
     """Convert the linears in a module with torchao, in place. On a CPU torchao emulates."""
-    with _quiet():
+    with _silence_warnings():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not is_cuda_device(device))
@@ -45,22 +45,22 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
 
 def make_torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
     """Return torchao's dynamic cast of a matrix to float8 codes, as its linears use it: tensorwise or along `dim`."""
-    with _quiet():
+    with _silence_warnings():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
 
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scaling_granularity": ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE,
         "axiswise_dim": {None: None, 0: 0, 1: -1}[dim],  # torchao accepts only -1 for the last dim
         "round_scales_to_power_of_2": power_of_2,
     }
     gemms = LinearMMConfig()
-    return lambda hp: hp_tensor_to_float8_dynamic(hp, float8_dtype, gemms, **how)._data
+    return lambda hp: hp_tensor_to_float8_dynamic(hp, float8_dtype, gemms, **options)._data
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_warnings() -> Iterator[None]:
     names = ("torchao", "torch.utils._pytree")  # torch 2.13 warns of how torchao 0.18 registers its enums
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def format_title(result: dict[str, Any]) -> str:
     return f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
 
 
-_COLUMNS = {
+_COLUMN_TITLES_AND_FORMATS = {
     "spread": ("p10 .. p90", ""),
     "time_over_bfloat16": ("/\nbfloat16", ".2f"),
     "time_over_high_precision": ("/ high\nprecision", ".2f"),
@@ -63,7 +63,7 @@ _COLUMNS = {
     "peak_over_high_precision": ("peak / high\nprecision", ".2f"),
 }
 """The titles and formats of fields. Other fields are printed unformatted under their names."""
-_UNKNOWN = {
+_TEXTS_FOR_NONE = {
     "torchao_time_over_this": "",
     "same_codes": "",
     "share_of_peak": "",
@@ -81,11 +81,16 @@ def group_cases(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, l
 
 def format_table(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of a table of `fields`, including the fields that `_add_printed_fields` adds."""
-    columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
+    columns = {field: _COLUMN_TITLES_AND_FORMATS.get(field, (field, "")) for field in fields}
     cells = []
     for row in map(_add_printed_fields, rows):
-        values = ((row[field], form, _UNKNOWN.get(field, "unknown")) for field, (_, form) in columns.items())
-        cells.append([unknown if value is None else format(value, form) for value, form, unknown in values])
+        values = (
+            (row[field], format_spec, _TEXTS_FOR_NONE.get(field, "unknown"))
+            for field, (_, format_spec) in columns.items()
+        )
+        cells.append(
+            [unknown if value is None else format(value, format_spec) for value, format_spec, unknown in values]
+        )
     return [title for title, _ in columns.values()], cells
 
 
@@ -93,13 +98,15 @@ def _add_printed_fields(row: Row) -> Row:
     """Return the row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
     unit_us, unit = (1.0, "us") if row["timing"]["median_us"] < 1e4 else (1e3, "ms")
     median, low, high = (_format_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
-    more: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
+    printed: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
     library, recipe = row.get("library"), row.get("recipe")
-    more["precision"] = row.get("precision") or (recipe if library == "quaver" else f"{library} {recipe or ''}".strip())
-    more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
-    more["same_codes"] = {"True": "same", "False": "others"}.get(str(row.get("same_codes")))
-    more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
-    return row | more
+    printed["precision"] = row.get("precision") or (
+        recipe if library == "quaver" else f"{library} {recipe or ''}".strip()
+    )
+    printed["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
+    printed["same_codes"] = {"True": "same", "False": "others"}.get(str(row.get("same_codes")))
+    printed |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
+    return row | printed
 
 
 def _format_number(value: float) -> str:

@@ -1,9 +1,9 @@
 """The roofline of float8 linears (quaver/roofline/cost.py) for whole models, devices and recipes.
 
-    predict(settings).write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models
+    predict_roofline(settings).write(folder)    # roofline.csv: a row per layer; roofline.json: settings and sums
 
-A model's linears take the sum of their times; `Total.compute_step_speedup` is Amdahl's law for the share of a bfloat16
-step that they take, which a profile measures and a roofline cannot.
+A model's linears take the sum of their times; `ModelTotal.compute_step_speedup` is Amdahl's law for the share of a
+bfloat16 step that they take, which a profile measures and a roofline cannot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quaver.roofline.scaled_matmul import get_scales_share
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which a speedup by Amdahl's law is given."""
 
-_PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
+_TIME_PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
 _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 """The parts of a bfloat16 time that are not always zero."""
 
@@ -62,7 +62,7 @@ class RooflinePrediction:
 
 
 @dataclass(frozen=True)
-class Total:
+class ModelTotal:
     """All linears of a model, forward and backward. Linears in high precision take bfloat16's time in both sums.
 
     In `alone_s` every linear casts its input; in `shared_s` linears that read one input share its casts.
@@ -91,7 +91,7 @@ class Roofline:
 
     settings: RooflineSettings
     layers: tuple[RooflinePrediction, ...]
-    totals: tuple[Total, ...]
+    totals: tuple[ModelTotal, ...]
 
     def write(self, folder: Path) -> list[Path]:
         """Write roofline.csv and roofline.json into `folder`, and return them. Raises NotWrittenError."""
@@ -129,7 +129,7 @@ def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(canonicalize_recipe(name) for name in names))
 
 
-def predict(settings: RooflineSettings) -> Roofline:
+def predict_roofline(settings: RooflineSettings) -> Roofline:
     """Predict the models' layers and their sums."""
     tokens, microbatches = settings.tokens, settings.microbatches
     layers: list[RooflinePrediction] = []
@@ -171,11 +171,11 @@ def _time_layer(
 
 
 def _repeat(time: LinearTime, times: int) -> LinearTime:
-    parts = {f"{part}_s": times * getattr(time, f"{part}_s") for part in _PARTS}
+    parts = {f"{part}_s": times * getattr(time, f"{part}_s") for part in _TIME_PARTS}
     return LinearTime(**parts | {"launches_s": time.launches_s})
 
 
-def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
+def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> ModelTotal:
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
         by_itself, sharing = (
@@ -185,7 +185,7 @@ def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, 
         bfloat16 += plain_s
         alone += layer.count * by_itself.float8.total_s if layer.in_float8 else plain_s
         shared += layer.count * sharing.float8.total_s if layer.in_float8 else plain_s
-    return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
+    return ModelTotal(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
 def _make_csv_row(layer: RooflinePrediction) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _make_csv_row(layer: RooflinePrediction) -> dict[str, Any]:
     row |= {"bf16_us": _format_us(cost.bfloat16.total_s), "fp8_us": _format_us(cost.float8.total_s)}
     row["speedup"] = f"{cost.speedup:.4f}"
     row |= {f"bf16_{part}_us": _format_us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
-    row |= {f"fp8_{part}_us": _format_us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
+    row |= {f"fp8_{part}_us": _format_us(getattr(cost.float8, f"{part}_s")) for part in _TIME_PARTS}
     return row | {"model": layer.model, "layer": layer.layer}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quaver.conversion.report import LayerReport
-from quaver.lab.bench.shapes import MODELS
+from quaver.lab.bench.shapes import LLAMA3_MODELS
 from quaver.lab.settings import Float8, Model
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model
@@ -51,16 +51,16 @@ class ModelLayers:
 
 
 def list_model_layers(name: str) -> ModelLayers:
-    """Return the linears of one of MODELS, all in float8 except the output projection.
+    """Return the linears of one of LLAMA3_MODELS, all in float8 except the output projection.
 
     Raises:
         InputError: an unknown name, with the choices.
     """
-    if name not in MODELS:
+    if name not in LLAMA3_MODELS:
         raise InputError(
-            f"--model {name}: expected one of {', '.join(MODELS)}; --config reads any Llama from a TOML file"
+            f"--model {name}: expected one of {', '.join(LLAMA3_MODELS)}; --config reads any Llama from a TOML file"
         )
-    return _list_layers(name, MODELS[name], Float8(), seq_len=_SEQ_LEN)
+    return _list_layers(name, LLAMA3_MODELS[name], Float8(), seq_len=_SEQ_LEN)
 
 
 def list_config_layers(path: Path) -> ModelLayers:

@@ -17,13 +17,13 @@ from quaver.lab.bench.roofline import Roofline
 from quaver.roofline.cost import predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 
-TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
+_TOKENS_RANGE, _FEATURES_RANGE = (2**9, 2**17), (2**9, 2**15)
 """The ends of the axes: M, and K = N."""
-PIXELS = 61
+_POINTS_PER_AXIS = 61
 """Predictions along each axis."""
-LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
+_SPEEDUP_LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
 """Speedups at the edges of the colors."""
-COLORS = matplotlib.colormaps["PuOr"]
+_COLORMAP = matplotlib.colormaps["PuOr"]
 """Purple where float8 gains, orange where it loses: distinct with every kind of color vision."""
 _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")]
 
@@ -50,22 +50,24 @@ def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
     for axis, recipe in zip(axes, recipes, strict=True):
         mesh = _draw_speedups(axis, recipe, spec, shared)
         axis.set_title(recipe, fontweight="bold")
-    bar = figure.colorbar(mesh, ax=list(axes), ticks=LEVELS, shrink=0.8, aspect=30, pad=0.02)
+    bar = figure.colorbar(mesh, ax=list(axes), ticks=_SPEEDUP_LEVELS, shrink=0.8, aspect=30, pad=0.02)
     bar.ax.set_title("speedup", fontsize=9)
-    bar.ax.set_yticklabels([f"{level:g}x" for level in LEVELS])
+    bar.ax.set_yticklabels([f"{level:g}x" for level in _SPEEDUP_LEVELS])
     border = Line2D([], [], color="black", linewidth=2.2, label="float8 as fast as bfloat16")
     figure.legend(handles=[border], loc="outside lower center", frameon=False)
     return figure
 
 
 def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int | None) -> Any:
-    sizes, tokens = ([round(edge) for edge in np.geomspace(*ends, PIXELS)] for ends in (SIZES, TOKENS))
+    sizes, tokens = (
+        [round(edge) for edge in np.geomspace(*ends, _POINTS_PER_AXIS)] for ends in (_FEATURES_RANGE, _TOKENS_RANGE)
+    )
     speedups = np.array(
         [[predict_linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
     )
-    norm = BoundaryNorm(LEVELS, COLORS.N, extend="both")
-    mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=COLORS, norm=norm, extend="both")
-    levels = [level for level in LEVELS if level != 1]
+    norm = BoundaryNorm(_SPEEDUP_LEVELS, _COLORMAP.N, extend="both")
+    mesh = axis.contourf(sizes, tokens, speedups, levels=_SPEEDUP_LEVELS, cmap=_COLORMAP, norm=norm, extend="both")
+    levels = [level for level in _SPEEDUP_LEVELS if level != 1]
     lines = axis.contour(sizes, tokens, speedups, levels=levels, colors="0.25", linewidths=0.5)
     border = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)
     labels = [*axis.clabel(lines, fmt="%gx", fontsize=7, inline_spacing=2)]

@@ -8,7 +8,7 @@ from quaver.lab.settings import Model
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.runtime.errors import InputError
 
-MODELS = {
+LLAMA3_MODELS = {
     "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
     "llama-70b": Model(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
 }
@@ -17,7 +17,7 @@ MODELS = {
 MAX_SIZE = 10**9
 """The largest M, K or N: the bytes of a matrix then fit an int64."""
 
-MODEL_NAMES = ("debug", *MODELS)
+MODEL_NAMES = ("debug", *LLAMA3_MODELS)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def make_model(name: str, *, divisor: int = 1) -> Model:
     Raises:
         InputError: the number of heads is not a multiple of the divisor.
     """
-    model = replace(MODELS.get(name, Model()), n_layers=1)
+    model = replace(LLAMA3_MODELS.get(name, Model()), n_layers=1)
     if model.n_heads % divisor or model.hidden_dim % divisor:
         raise InputError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
     return replace(
@@ -68,7 +68,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
     parsed: list[Shape] = []
     for word in (word.strip().lower() for word in text.split(",")):
         numbers = word.split("x")
-        if word in MODELS:
+        if word in LLAMA3_MODELS:
             for layer, widths in _list_linears(word).items():
                 sizes = (_divide(word, width, divisor) for width in widths[: count - 1])
                 shape = Shape((tokens, *sizes), f"{format_scaled_name(word, divisor)} {'input' if matrices else layer}")
@@ -76,7 +76,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
         elif len(numbers) in (1, count) and all(map(_is_size, numbers)):
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
-            models = ", ".join(MODELS)
+            models = ", ".join(LLAMA3_MODELS)
             raise InputError(
                 f"{kind} {word!r}: expected a size such as 1024, {form}, up to {MAX_SIZE}, or one of {models}"
             )
@@ -90,7 +90,7 @@ def _is_size(text: str) -> bool:
 def _list_linears(name: str) -> dict[str, tuple[int, int]]:
     """Return K and N of the linears of a block; linears of one shape are one entry."""
     names: dict[tuple[int, int], list[str]] = {}
-    for linear, shape in list_block_weights(MODELS[name]):
+    for linear, shape in list_block_weights(LLAMA3_MODELS[name]):
         if linear in SPLIT_DIMS:
             names.setdefault((shape[1], shape[0]), []).append(linear.removesuffix("_proj"))
     return {",".join(linears): sizes for sizes, linears in names.items()}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from quaver.lab.bench.harness import Timing
-from quaver.lab.bench.options import MAX_COMPILED_VARIANTS, BenchOptions, Recipes
+from quaver.lab.bench.options import MAX_COMPILED_VARIANTS, BenchOptions, RecipeOptions
 from quaver.lab.bench.results import Result, Row, UnfinishedError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
@@ -34,7 +34,7 @@ ComparedRuns = tuple[RunSetup, list[RecipeModels]]
 
 
 @dataclass(frozen=True)
-class TrainBenchmark(Recipes, BenchOptions):
+class TrainBenchmark(RecipeOptions, BenchOptions):
     """Steps of quaver train in high precision and in each recipe. The flags of quaver train are accepted too; the
     default config is train_configs/llama3_debug.toml.
     """
@@ -135,15 +135,15 @@ def _train(models: list[TrainedModel], setup: RunSetup, steps: int) -> Iterator[
             yield step, model, model.train_step(step, batches, measure_memory=step == MEMORY_STEP).seconds
 
 
-def _make_row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
+def _make_row(model: TrainedModel, timings: dict[str, Timing], baseline: TrainedModel, tokens: int) -> Row:
     """Return the row of a model, with a ratio of peaks if both were measured."""
-    timing, peak, baseline = timings[model.name], model.peak, plain.peak
-    ratio = peak.peak_bytes / baseline.peak_bytes if peak.peak_bytes and baseline.peak_bytes else None
+    timing, peak, baseline_peak = timings[model.name], model.peak, baseline.peak
+    ratio = peak.peak_bytes / baseline_peak.peak_bytes if peak.peak_bytes and baseline_peak.peak_bytes else None
     return {
         "precision": model.name,
         "timing": asdict(timing),
         "tokens_per_s": tokens / (1e-6 * timing.median_us),
-        "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
+        "time_over_high_precision": timing.median_us / timings[baseline.name].median_us,
         "eager": model.compile_note,
         "peak_bytes": peak.peak_bytes,
         "peak_source": peak.source,

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
-from quaver.lab.bench.roofline import RooflineSettings, find_recipes, find_specs, merge_names, predict
+from quaver.lab.bench.roofline import RooflineSettings, find_recipes, find_specs, merge_names, predict_roofline
 from quaver.lab.bench.roofline_layers import (
     ExpertGroup,
     LinearGroup,
@@ -32,11 +32,11 @@ def llama_8b():
 
 @pytest.fixture(scope="module")
 def small(llama_8b):
-    return predict(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
+    return predict_roofline(RooflineSettings((H200,), ("tensorwise", "delayed"), 16384, (llama_8b,)))
 
 
 def predict_one(model, tokens):
-    return predict(RooflineSettings((H200,), ("tensorwise",), tokens, (model,)))
+    return predict_roofline(RooflineSettings((H200,), ("tensorwise",), tokens, (model,)))
 
 
 def read_predictions(folder):
@@ -166,7 +166,7 @@ def test_the_command_writes_and_prints(tmp_path, run_quaver):
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(list_model_layers(name) for name in ("llama-8b", "llama-70b"))
-    roofline = predict(RooflineSettings(find_specs(DEVICES), find_recipes(RECIPES), 16384, models))
+    roofline = predict_roofline(RooflineSettings(find_specs(DEVICES), find_recipes(RECIPES), 16384, models))
     roofline.write(tmp_path)
     expected, recorded = (read_predictions(folder) for folder in (tmp_path, FOLDER))
     assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"

@@ -14,11 +14,11 @@ from quaver.lab.bench.roofline import (
     RooflineSettings,
     find_recipes,
     find_specs,
-    predict,
+    predict_roofline,
 )
 from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
-from quaver.lab.bench.shapes import MODELS
+from quaver.lab.bench.shapes import LLAMA3_MODELS
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import check_output_folder, replace_output
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
@@ -37,12 +37,12 @@ _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_al
 class RooflineOptions(Settings):
     """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
 
-    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict for.")
+    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict_roofline for.")
     recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
-        ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
+        ("tensorwise", "rowwise", "delayed"), "Recipes to predict_roofline."
     )
     tokens: AtLeast1 = setting(16384, "M of the models' layers: tokens on one GPU.")
-    model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = setting(
+    model: tuple[Annotated[str, OneOf(tuple(LLAMA3_MODELS), has_aliases=True)], ...] = setting(
         (), "Models; all by default, or none with --config."
     )
     config: tuple[UserPath, ...] = setting((), "TOML files of quaver train; their models are predicted.")
@@ -56,7 +56,7 @@ class RooflineOptions(Settings):
 
     def resolve(self) -> RooflineSettings:
         """Resolve the names. Raises InputError for an unknown name, or two models of one name."""
-        models = [list_model_layers(name) for name in self.model or ([] if self.config else MODELS)]
+        models = [list_model_layers(name) for name in self.model or ([] if self.config else LLAMA3_MODELS)]
         models += [list_config_layers(Path(path)) for path in self.config]
         names = [model.name for model in models]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
             raise InputError(f"--pictures must be devices of --device, got {', '.join(missing)}")
         check_output_folder(output, "--output")
         with show_progress("predicting"):
-            roofline = predict(settings)
+            roofline = predict_roofline(settings)
     files = roofline.write(output)
     for spec in pictured:
         files.append(output / f"roofline_{spec.name.lower()}.png")
