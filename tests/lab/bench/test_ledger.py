@@ -11,14 +11,14 @@ import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.kernels.operands import BlockCast
-from quaver.lab.bench.ledger.counting import Work, count_launches
-from quaver.lab.bench.ledger.disassembly import Loop, count_issued
+from quaver.lab.bench.ledger.counting import ModuleConfig, count_launches
+from quaver.lab.bench.ledger.disassembly import Loop, count_issued_instructions
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 from quaver.lab.bench.ledger.kernels import count_float64_operations
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch, TritonKernel
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.machine_code import compile_kernels, with_machine_code
+from quaver.lab.bench.ledger.machine_code import add_machine_code, compile_kernels
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.lab.cli.bench.ledger import LedgerOptions
@@ -34,10 +34,10 @@ from tests.library.kernels.triton_kernels import counting_launches, interpreting
 BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
 EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)
 WORK = {
-    "linear": Work(BLOCK, 2, 512, part="linear"),
-    "block": Work(BLOCK, 2, 512),
-    "experts": Work(EXPERTS, 2, 512),
-    "autocast": Work(BLOCK, 2, 512, autocast=True),
+    "linear": ModuleConfig(BLOCK, 2, 512, part="linear"),
+    "block": ModuleConfig(BLOCK, 2, 512),
+    "experts": ModuleConfig(EXPERTS, 2, 512),
+    "autocast": ModuleConfig(BLOCK, 2, 512, autocast=True),
 }
 M, K, N = 1024, 256, 768
 
@@ -137,8 +137,8 @@ def test_columns_are_read_again_in_a_second_loop():
         source = f"reduction_hint=ReductionHint.{hint}\n{kernel}"
         launch = Launch("", (TritonKernel("two_loops", source, pointers, 0),), (tile,), (stored,), (), "", {}, True)
         (entry,) = list_entries([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
-        assert (entry.again_bytes, entry.cached_bytes) == expected
-        assert entry.moved_bytes == 4 * M * N + entry.again_bytes
+        assert (entry.reread_bytes, entry.cached_bytes) == expected
+        assert entry.moved_bytes == 4 * M * N + entry.reread_bytes
 
 
 def test_float64_is_counted_once_a_column_or_once_an_element():
@@ -300,16 +300,16 @@ def test_how_programs_share_a_tensor_by_hand():
     assert columns.count_programs(tile) == 64
     assert columns.count_loaded_bytes(tile) == (2 + 2 + 4) * 64 * 16384
     loaded = columns.count_loaded_bytes(tile) // 128  # of a thread
-    assert count_issued(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100
+    assert count_issued_instructions(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100
     unrolled = Loop(40, loaded // 16)
-    assert count_issued(100, (unrolled,), loaded // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+    assert count_issued_instructions(100, (unrolled,), loaded // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
 
 
 def test_no_time_is_below_what_bytes_and_instructions_take():
     """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
     spec = find_device_spec("H200")
     for entry in count_case("linear", "quaver tensorwise").entries:
-        seconds, issued = time_entry(entry, spec), replace(entry, issued=10**9)
+        seconds, issued = time_entry(entry, spec), replace(entry, issued_instructions=10**9)
         assert seconds > entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
         assert seconds > entry.flops / (1e12 * (spec.float8_tflops or 0))
         issuing = 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
@@ -321,8 +321,10 @@ def test_machine_code_is_of_the_config_that_would_be_chosen():
     """Every large kernel has instructions, and none spills more than Inductor accepts."""
     counted = count_case("linear", "quaver tensorwise")
     codes = compile_kernels(counted, 90, {})
-    priced = with_machine_code(counted, codes)
-    assert all(entry.issued for entry in priced.entries if entry.launch.kernels and entry.category != "small")
+    priced = add_machine_code(counted, codes)
+    assert all(
+        entry.issued_instructions for entry in priced.entries if entry.launch.kernels and entry.category != "small"
+    )
     assert all(code.spilled_bytes <= 64 for code in codes.values())
 
 
@@ -330,13 +332,13 @@ def test_machine_code_is_of_the_config_that_would_be_chosen():
 def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 8\nseq_len = 512\n")
     options = parse_options(LedgerOptions, ["--model", str(tmp_path / "run.toml"), *words], prog="quaver bench ledger")
-    work = options.make_work()
-    assert (work.sequences, work.seq_len) == sizes
+    module_config = options.make_module_config()
+    assert (module_config.sequences, module_config.seq_len) == sizes
 
 
 def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
     count = "quaver.lab.cli.bench.ledger.count_launches"
-    monkeypatch.setattr(count, lambda work, name, gpu: count_case("linear", name))
+    monkeypatch.setattr(count, lambda module_config, name, gpu: count_case("linear", name))
     output = tmp_path / "ledger.json"
     words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels", "--output", output]
     printed = run_quaver("bench", "ledger", *words)

@@ -229,7 +229,9 @@ def make_ledger_views():
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
-    return ledger.iter_views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.make_work())
+    return ledger.iter_views(
+        options, ledgers, ledger.CodeBySource(), find_device_spec("H200"), options.make_module_config()
+    )
 
 
 def make_roofline_views():

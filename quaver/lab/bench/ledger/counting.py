@@ -25,12 +25,12 @@ from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.errors import InputError
 
 PARTS = ("block", "linear")
-COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
+DEFAULT_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 """The recipes that are counted by default."""
 
 
 @dataclass(frozen=True)
-class Work:
+class ModuleConfig:
     """The module to compile: its shapes, dtypes, and part of the block."""
 
     model: Model
@@ -78,7 +78,7 @@ def check_triton() -> None:
         raise InputError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
-def count_launches(work: Work, name: str, gpu: str) -> Ledger:
+def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
     """Compile the forward and the backward for a GPU, and count their launches.
 
     Args:
@@ -94,19 +94,19 @@ def count_launches(work: Work, name: str, gpu: str) -> Ledger:
     if library == "torchao" and not is_peer_recipe(recipe):
         raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
     with as_on_a_gpu(), Fakes():
-        module = _build_module(work)
+        module = _build_module(config)
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(work.dtype)
+            parameter.data = parameter.data.to(config.dtype)
         if library == "quaver":
             convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
             fuse_producers(module)
         elif library == "torchao":
             convert_with_torchao(module, recipe, device=torch.device("cuda"))
-        hidden = torch.randn(work.sequences, work.seq_len, work.model.dim, dtype=work.dtype, requires_grad=True)
+        hidden = torch.randn(config.sequences, config.seq_len, config.model.dim, dtype=config.dtype, requires_grad=True)
         module.compile(fullgraph=True)
 
         def call() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
                 module(hidden)
 
         graphs = record_compiled(call, GPUS[gpu])
@@ -125,5 +125,5 @@ class _SingleLinear(nn.Module):
         return output
 
 
-def _build_module(work: Work) -> nn.Module:
-    return _SingleLinear(work.model) if work.part == "linear" else BenchedBlock(work.model, work.seq_len)
+def _build_module(config: ModuleConfig) -> nn.Module:
+    return _SingleLinear(config.model) if config.part == "linear" else BenchedBlock(config.model, config.seq_len)

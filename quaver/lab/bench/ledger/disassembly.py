@@ -52,7 +52,7 @@ class MachineCode:
     loops: tuple[Loop, ...]
     loaded_bytes: int
     """Bytes that a thread loads from global memory. Each load counts once."""
-    issued: int
+    issued_instructions: int
     """Instructions that all warps of a launch issue. In a loop they count once per iteration."""
 
     @property
@@ -93,7 +93,7 @@ def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
         compiled = [_compile_config(tuner, config, capability, layout, folder) for config in best]
     most_spilled = 4 * int(tuner.inductor_meta.get("spill_threshold", 16))
     accepted = [code for code in compiled if code.spilled_bytes <= most_spilled] or compiled
-    return min(accepted, key=lambda code: code.issued)
+    return min(accepted, key=lambda code: code.issued_instructions)
 
 
 def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayout, folder: Path) -> MachineCode:
@@ -114,12 +114,12 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
     registers, stack = (int(_search(rf"{resource}:(\d+)", usage)) for resource in ("REG", "STACK"))
     instructions, loops, loaded = parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
     warps = config.num_warps
-    issued = count_issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
+    issued_instructions = count_issued_instructions(instructions.total(), loops, loaded, layout, config.kwargs, warps)
     sizes = {**config.kwargs, "warps": warps}
-    return MachineCode(sizes, registers, stack, instructions, loops, loaded, issued)
+    return MachineCode(sizes, registers, stack, instructions, loops, loaded, issued_instructions)
 
 
-def count_issued(
+def count_issued_instructions(
     total: int, loops: tuple[Loop, ...], loaded: int, layout: KernelLayout, sizes: dict[str, int], warps: int
 ) -> int:
     """Return the instructions that all warps of a launch issue.

@@ -11,7 +11,7 @@ The category depends on what the launch writes:
 
 Bytes are counted as the launch moves them in memory. Inductor's counts are a best case, with two corrections here. A
 kernel whose tiles are larger than the L2 cache reads a buffer once for each loop that loads it; loads that the cache
-serves are counted separately. quaver's operations move more than their arguments, as OPERATIONS describes.
+serves are counted separately. quaver's operations move more than their arguments, as ENTRY_CORRECTIONS describes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch
 from quaver.kernels.native_blocks import _native_block_mm
 from quaver.kernels.operands import FlatOperands
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
-from quaver.lab.bench.ledger.inside import OperatorCall, record_calls
 from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
+from quaver.lab.bench.ledger.operator_calls import OperatorCall, record_calls
 from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
 
 CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
-OVERHEAD = ("amax", "casts", "copies", "hp")
+OVERHEAD_CATEGORIES = ("amax", "casts", "copies", "hp")
 """Categories of launches that move tensors and are neither matmuls nor attention."""
 
-_SMALL = 100
+_SMALL_DIVISOR = 100
 """A launch is small if its tensors have less than a hundredth of the elements of the largest tensor."""
 
 _REDUCTIONS = frozenset({"amax", "max", "abs"})
@@ -54,7 +54,7 @@ class LedgerEntry:
     launches: int
     read_bytes: int
     written_bytes: int
-    again_bytes: int
+    reread_bytes: int
     """Bytes of repeated reads, which `read_bytes` includes."""
     cached_bytes: int
     """Bytes that a cache serves again, which `read_bytes` does not include."""
@@ -64,8 +64,8 @@ class LedgerEntry:
     float64_operations: int
     """The number of values that are computed in float64."""
     launch: Launch
-    issued: int = 0
-    """Instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py)."""
+    issued_instructions: int = 0
+    """Instructions of all warps of its Triton kernels; 0 before `add_machine_code` (machine_code.py)."""
 
     @property
     def moved_bytes(self) -> int:
@@ -79,7 +79,7 @@ def list_entries(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Ledger
     entries = []
     for graph in graphs:
         for launch in graph.launches:
-            entries += _make_entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
+            entries += _make_entries(launch, graph.is_backward, largest / _SMALL_DIVISOR, l2_bytes)
     return tuple(entries)
 
 
@@ -99,15 +99,15 @@ def _make_entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int
         launches=max(1, len(launch.kernels)),
         read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
         written_bytes=sum(access.moved_bytes for access in launch.writes),
-        again_bytes=again,
+        reread_bytes=again,
         cached_bytes=cached,
         flops=0,
-        strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
+        strided_elements=launch.writes[0].elements if category == "copies" and _is_copied_by_aten(launch) else 0,
         float64_operations=sum(count_float64_operations(kernel.source) for kernel in launch.kernels),
         launch=launch,
     )
-    operation = next((operation for name, operation in OPERATIONS.items() if launch.operator.startswith(name)), None)
-    return [entry] if operation is None else operation(entry)
+    correct = next((correct for name, correct in ENTRY_CORRECTIONS.items() if launch.operator.startswith(name)), None)
+    return [entry] if correct is None else correct(entry)
 
 
 def _classify(launch: Launch, small: float) -> str:
@@ -122,7 +122,7 @@ def _classify(launch: Launch, small: float) -> str:
     return "amax" if is_amax else "hp"
 
 
-def _is_atens(launch: Launch) -> bool:
+def _is_copied_by_aten(launch: Launch) -> bool:
     """Return whether aten, not a kernel of Inductor, copies codes into another layout."""
     codes = next(access for access in launch.reads if access.is_float8)
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
@@ -294,9 +294,9 @@ def _count_attention(entry: LedgerEntry) -> list[LedgerEntry]:
     return [replace(entry, category="attention", flops=flops)]
 
 
-Operation = Callable[[LedgerEntry], list[LedgerEntry]]
+EntryCorrection = Callable[[LedgerEntry], list[LedgerEntry]]
 
-OPERATIONS: dict[str, Operation] = {
+ENTRY_CORRECTIONS: dict[str, EntryCorrection] = {
     "quaver.native_block_mm": _count_block_matmul,
     "quaver.exact_float8_mm": _count_matmul,
     "quaver.to_column_major": _count_copy_of_codes,

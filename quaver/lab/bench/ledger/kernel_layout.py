@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 _SIZE = re.compile(r"^\s*(xnumel|ynumel|r0_numel) = (\d+)", re.M)
 _ACCESS = re.compile(r"^( *).*tl\.(load|store)\((\w+) \+ (\(.*)$", re.M)
-_UNIT = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
-_SECTOR = 32
+_UNIT_STRIDE_AXIS = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
+_BYTES_OF_TYPE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
+_SECTOR_BYTES = 32
 """Bytes that an NVIDIA GPU moves at least ("Device Memory Accesses", CUDA C++ Programming Guide)."""
 
 
@@ -46,8 +46,8 @@ class KernelLayout:
         for _, kind, pointer, index in _ACCESS.findall(source):
             index = index.split(", ")[0]
             axes = frozenset(axis for axis in sizes if re.search(rf"\b{axis}(?:0_)?\d", index))
-            unit = _UNIT.search(index)
-            width = _BYTES.get(signature.get(pointer, "").lstrip("*"), 1)
+            unit = _UNIT_STRIDE_AXIS.search(index)
+            width = _BYTES_OF_TYPE.get(signature.get(pointer, "").lstrip("*"), 1)
             accesses.append(TileAccess(kind == "load", width, axes, unit[1][0] if unit else ""))
         return cls(sizes, tuple(accesses))
 
@@ -67,7 +67,7 @@ class KernelLayout:
         for access in self.accesses:
             if len(access.axes) == len(self.sizes):
                 adjacent = self.get_block(access.dense, config) if access.dense else 1
-                moved += max(access.element_bytes, _SECTOR / adjacent)
+                moved += max(access.element_bytes, _SECTOR_BYTES / adjacent)
         return moved
 
     def count_loaded_bytes(self, config: dict[str, int]) -> float:
@@ -79,8 +79,8 @@ class KernelLayout:
         elements = 1
         for extent in extents.values():
             elements *= extent
-        widths = (access.element_bytes for access in self.accesses if access.is_load and self._in_loop(access))
+        widths = (access.element_bytes for access in self.accesses if access.is_load and self._is_in_loop(access))
         return float(elements * sum(widths))
 
-    def _in_loop(self, access: TileAccess) -> bool:
+    def _is_in_loop(self, access: TileAccess) -> bool:
         return "r" in access.axes or "r" not in self.sizes

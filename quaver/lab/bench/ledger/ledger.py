@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD, LedgerEntry
+from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD_CATEGORIES, LedgerEntry
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph
 
 
@@ -41,7 +41,7 @@ class Ledger:
     @property
     def overhead_bytes(self) -> int:
         """Bytes of launches that are neither matmuls nor attention."""
-        return self.count_bytes(*OVERHEAD)
+        return self.count_bytes(*OVERHEAD_CATEGORIES)
 
     @property
     def copies(self) -> int:
@@ -101,7 +101,7 @@ class Ledger:
         """Bytes of written float32 intermediates that are as large as an activation."""
         return sum(
             access.moved_bytes
-            for entry in self.select(*OVERHEAD)
+            for entry in self.select(*OVERHEAD_CATEGORIES)
             for access in entry.launch.writes
             if access.dtype is torch.float32
         )
@@ -111,7 +111,7 @@ class Ledger:
         """The largest number of float64 operations that a kernel spends per element."""
         ratios = [
             entry.float64_operations / max(access.elements for access in (*entry.launch.reads, *entry.launch.writes))
-            for entry in self.select(*OVERHEAD)
+            for entry in self.select(*OVERHEAD_CATEGORIES)
         ]
         return max(ratios, default=0.0)
 
@@ -121,7 +121,7 @@ class Ledger:
             "launches": self.launches,
             "copies": self.copies,
             "strided_copies": self.strided_copies,
-            **{f"{category}_bytes": self.count_bytes(category) for category in OVERHEAD},
+            **{f"{category}_bytes": self.count_bytes(category) for category in OVERHEAD_CATEGORIES},
             "saved_bytes": self.saved_bytes,
             "surplus_stores": self.surplus_stores,
             "float64_per_element": round(self.float64_per_element, 2),
@@ -143,7 +143,7 @@ class Ledger:
             "gpu": self.gpu,
             **self.list_counts(),
             "overhead_bytes": self.overhead_bytes,
-            "read_again_bytes": sum(entry.again_bytes for entry in self.entries),
+            "read_again_bytes": sum(entry.reread_bytes for entry in self.entries),
             "cached_bytes": sum(entry.cached_bytes for entry in self.entries),
             "float32_bytes": self.float32_bytes,
             "categories": categories,

@@ -16,11 +16,11 @@ MACHINE_COLUMNS = (
     "issued\nmillions",
     "float64",
 )
-Codes = dict[str, MachineCode]
+CodeBySource = dict[str, MachineCode]
 """Machine code by the source of a kernel."""
 
 
-def compile_kernels(ledger: Ledger, capability: int, known: Codes) -> Codes:
+def compile_kernels(ledger: Ledger, capability: int, known: CodeBySource) -> CodeBySource:
     """Return the machine code of a ledger's large Triton kernels. Compiling a kernel takes seconds.
 
     Args:
@@ -29,7 +29,7 @@ def compile_kernels(ledger: Ledger, capability: int, known: Codes) -> Codes:
     Raises:
         ImportError, RuntimeError: triton or its tools are not installed.
     """
-    codes: Codes = {}
+    codes: CodeBySource = {}
     for entry in ledger.entries:
         for kernel in entry.launch.kernels:
             if entry.category != "small" and kernel.source not in codes:
@@ -38,17 +38,20 @@ def compile_kernels(ledger: Ledger, capability: int, known: Codes) -> Codes:
     return codes
 
 
-def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
+def add_machine_code(ledger: Ledger, codes: CodeBySource) -> Ledger:
     """Return the ledger with the instructions that its kernels issue, which then affect its times."""
     issued = [
-        sum(codes[kernel.source].issued for kernel in entry.launch.kernels if kernel.source in codes)
+        sum(codes[kernel.source].issued_instructions for kernel in entry.launch.kernels if kernel.source in codes)
         for entry in ledger.entries
     ]
-    entries = (replace(entry, issued=instructions) for entry, instructions in zip(ledger.entries, issued, strict=True))
+    entries = (
+        replace(entry, issued_instructions=instructions)
+        for entry, instructions in zip(ledger.entries, issued, strict=True)
+    )
     return replace(ledger, entries=tuple(entries))
 
 
-def iter_machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
+def iter_machine_rows(ledger: Ledger, codes: CodeBySource) -> Iterator[list[str]]:
     """Yield one row per Triton kernel, even if several launches run it."""
     seen = set()
     for entry in ledger.entries:
@@ -64,6 +67,6 @@ def iter_machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
                     str(code.registers),
                     str(code.spilled_bytes),
                     f"{code.count_instructions_per_element(element_bytes):.1f}",
-                    f"{code.issued / 1e6:,.1f}",
+                    f"{code.issued_instructions / 1e6:,.1f}",
                     str(code.float64_instructions),
                 ]

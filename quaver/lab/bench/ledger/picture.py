@@ -11,7 +11,7 @@ import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD
+from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD_CATEGORIES
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.times import sum_milliseconds
 from quaver.roofline.device_specs import DeviceSpec
@@ -19,7 +19,7 @@ from quaver.roofline.device_specs import DeviceSpec
 _COLORS = dict(zip(CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
 
 
-def draw(ledgers: Sequence[Ledger], spec: DeviceSpec, image: Path) -> None:
+def draw_ledgers(ledgers: Sequence[Ledger], spec: DeviceSpec, image: Path) -> None:
     """Write a PNG. Equal ledgers and versions give equal files."""
     with matplotlib.style.context(["default", {"font.size": 9}]):
         make_figure(ledgers, spec).savefig(image, dpi=100, metadata={"Software": None})
@@ -34,7 +34,7 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     times = [sum_milliseconds(ledger, spec) for ledger in ledgers]
     _draw_stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
     left.set_xlabel("ms, modeled")
-    gigabytes = {name: [ledger.count_bytes(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
+    gigabytes = {name: [ledger.count_bytes(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD_CATEGORIES)}
     _draw_stack(right, ledgers, gigabytes)
     right.set_xlabel("GB outside of matmuls and attention")
     left.invert_yaxis()

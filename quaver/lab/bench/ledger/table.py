@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quaver.lab.bench.ledger.entries import OVERHEAD
+from quaver.lab.bench.ledger.entries import OVERHEAD_CATEGORIES
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
 from quaver.roofline.device_specs import DeviceSpec
 
-COLUMNS = (
+LEDGER_COLUMNS = (
     "precision",
     "laun-\nches",
     "amax\nGB",
@@ -22,19 +22,19 @@ COLUMNS = (
     "speed",
 )
 KERNEL_COLUMNS = ("category", "pass", "us", "MB", "kernel and its line", "fuses")
-_LONGEST = 8
+_MAX_FUSED_OPERATORS = 8
 """Fused operators of a kernel that are shown."""
 
 
-def iter_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
+def iter_ledger_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
     """Yield one row per precision, with speeds relative to the first."""
     base = sum(sum_milliseconds(ledgers[0], spec).values())
     for ledger in ledgers:
         total = sum(sum_milliseconds(ledger, spec).values())
         cells = [ledger.name.removeprefix("quaver "), str(ledger.launches)]
-        cells += [_format_gigabytes(ledger.count_bytes(category)) for category in OVERHEAD]
+        cells += [_format_gigabytes(ledger.count_bytes(category)) for category in OVERHEAD_CATEGORIES]
         if ledger.copies:
-            cells[2 + OVERHEAD.index("copies")] += f" ({ledger.copies})"
+            cells[2 + OVERHEAD_CATEGORIES.index("copies")] += f" ({ledger.copies})"
         cells += [_format_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
         yield [*cells, f"{base / total:.2f}"]
 
@@ -42,14 +42,14 @@ def iter_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]
 def iter_kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
     """Yield one row per entry, the slowest first."""
     for entry in sorted(ledger.entries, key=lambda entry: -time_entry(entry, spec)):
-        again = f" + {entry.again_bytes / 1e6:,.0f} again" if entry.again_bytes else ""
+        again = f" + {entry.reread_bytes / 1e6:,.0f} again" if entry.reread_bytes else ""
         again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
-        fused = entry.fuses[:_LONGEST] + (("...",) if len(entry.fuses) > _LONGEST else ())
+        fused = entry.fuses[:_MAX_FUSED_OPERATORS] + (("...",) if len(entry.fuses) > _MAX_FUSED_OPERATORS else ())
         yield [
             entry.category,
             "backward" if entry.is_backward else "forward",
             f"{1e6 * time_entry(entry, spec):,.1f}",
-            f"{(entry.moved_bytes - entry.again_bytes) / 1e6:,.1f}{again}",
+            f"{(entry.moved_bytes - entry.reread_bytes) / 1e6:,.1f}{again}",
             f"{entry.name}\n{entry.place}",
             " ".join(fused),
         ]

@@ -51,10 +51,10 @@ def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, 
 
 def time_issue(entry: LedgerEntry, spec: DeviceSpec) -> float:
     """Return the least time to issue the instructions of an entry, or 0 if no machine code was compiled."""
-    if not entry.issued:
+    if not entry.issued_instructions:
         return 0.0
     gpu = GPUS[spec.name]
-    return entry.issued / (_SCHEDULERS * gpu.multi_processor_count * gpu.clock_hz)
+    return entry.issued_instructions / (_SCHEDULERS * gpu.multi_processor_count * gpu.clock_hz)
 
 
 def sum_milliseconds(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:

@@ -12,9 +12,9 @@ from annotated_types import Ge, Le
 from rich.table import Table
 
 from quaver.lab.bench.ledger.counting import (
-    COUNTED,
+    DEFAULT_RECIPES,
     PARTS,
-    Work,
+    ModuleConfig,
     check_recipe,
     check_triton,
     count_launches,
@@ -24,13 +24,19 @@ from quaver.lab.bench.ledger.gpu_code import GPUS
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import (
     MACHINE_COLUMNS,
-    Codes,
+    CodeBySource,
+    add_machine_code,
     compile_kernels,
     iter_machine_rows,
-    with_machine_code,
 )
-from quaver.lab.bench.ledger.picture import draw
-from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, iter_findings, iter_kernel_rows, iter_rows
+from quaver.lab.bench.ledger.picture import draw_ledgers
+from quaver.lab.bench.ledger.table import (
+    KERNEL_COLUMNS,
+    LEDGER_COLUMNS,
+    iter_findings,
+    iter_kernel_rows,
+    iter_ledger_rows,
+)
 from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
@@ -54,7 +60,7 @@ class LedgerOptions(Settings):
 
     model: UserPath = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
     recipe: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
-        (), f"Recipes, beside bfloat16; by default those of {', '.join(COUNTED)} that the GPU multiplies."
+        (), f"Recipes, beside bfloat16; by default those of {', '.join(DEFAULT_RECIPES)} that the GPU multiplies."
     )
     gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
         "h200", "The GPU that the code is for."
@@ -92,22 +98,22 @@ class LedgerOptions(Settings):
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
         check_triton()
 
-    def make_work(self) -> Work:
+    def make_module_config(self) -> ModuleConfig:
         """Return the subject to compile. Raises InputError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
             sizes = self.sequences or 2, self.seq_len or 8192
-            return Work(make_model(self.model), *sizes, **options)  # type: ignore[arg-type]
+            return ModuleConfig(make_model(self.model), *sizes, **options)  # type: ignore[arg-type]
         if not self.model.endswith(".toml"):
             self.require(False, "model", f"one of {', '.join(MODEL_NAMES)}, or a TOML file")
         config = load_config(Path(self.model))
         sizes = self.sequences or config.training.local_batch_size, self.seq_len or config.training.seq_len
-        return Work(config.model, *sizes, **options)  # type: ignore[arg-type]
+        return ModuleConfig(config.model, *sizes, **options)  # type: ignore[arg-type]
 
     def list_contestants(self) -> list[str]:
         """Return bfloat16, quaver's recipes, then the peer's."""
         named = [canonicalize_recipe(recipe) for recipe in self.recipe]
-        recipes = named or [recipe for recipe in COUNTED if is_multiplied(recipe, self.device)]
+        recipes = named or [recipe for recipe in DEFAULT_RECIPES if is_multiplied(recipe, self.device)]
         recipes = list(dict.fromkeys(recipes))
         peers = [f"{self.peer} {recipe}" for recipe in recipes if self.peer != "none" and is_peer_recipe(recipe)]
         return [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes), *peers]
@@ -117,38 +123,38 @@ def run(argv: list[str]) -> int:
     """Count, print the tables, save the JSON and the picture; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
-        work, output = options.make_work(), Path(options.output)
+        module_config, output = options.make_module_config(), Path(options.output)
         check_outputs(Output(output))  # refuses a folder, whose name may be empty
         picture = output.with_suffix(".png")
         check_outputs(Output(output), Output(picture, kind="PNG picture"))
         spec = require_device_spec(options.device, "--gpu")
-    ledgers, codes = [], Codes()
+    ledgers, codes = [], CodeBySource()
     with show_progress("compiling") as set_activity:
         for name in options.list_contestants():
             set_activity(f"compiling {name} for {options.device}")
-            ledger = count_launches(work, name, options.device)
+            ledger = count_launches(module_config, name, options.device)
             if options.machine_code:
                 set_activity(f"compiling kernels of {name} to machine code")
                 codes |= compile_kernels(ledger, GPUS[options.device].capability, codes)
-                ledger = with_machine_code(ledger, codes)
+                ledger = add_machine_code(ledger, codes)
             ledgers.append(ledger)
         set_activity(f"drawing {picture}")
         with replace_output(picture) as image:
-            draw(ledgers, spec, image)
-    rows = list(iter_rows(ledgers, spec))
+            draw_ledgers(ledgers, spec, image)
+    rows = list(iter_ledger_rows(ledgers, spec))
     result = {
         "environment": describe_measurement(torch.device("cpu"))
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": list_constants(spec),
-        "table": [dict(zip(map(_join_lines, COLUMNS), row, strict=True)) for row in rows],
+        "table": [dict(zip(map(_join_lines, LEDGER_COLUMNS), row, strict=True)) for row in rows],
         "ledgers": [
             {**ledger.to_json(kernels=options.kernels), "milliseconds": sum_milliseconds(ledger, spec)}
             for ledger in ledgers
         ],
     }
     write_json(result, output)
-    print_views(iter_views(options, ledgers, codes, spec, work))
+    print_views(iter_views(options, ledgers, codes, spec, module_config))
     print(f"saved {output}, {picture}")
     return 0
 
@@ -158,12 +164,19 @@ def _join_lines(title: str) -> str:
 
 
 def iter_views(
-    options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
+    options: LedgerOptions, ledgers: list[Ledger], codes: CodeBySource, spec: DeviceSpec, module_config: ModuleConfig
 ) -> Iterator[str | Table]:
     """Yield the table of the ledgers, what they say, and their kernels and machine code if asked for."""
     parameters = "autocast" if options.autocast else "bfloat16 parameters"
-    title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {parameters}, on {spec.name}"
-    yield make_table(title, COLUMNS, rows=iter_rows(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
+    tokens = f"{module_config.sequences} x {module_config.seq_len} tokens"
+    title = f"{options.part} of {options.model}, {tokens}, {parameters}, on {spec.name}"
+    yield make_table(
+        title,
+        LEDGER_COLUMNS,
+        rows=iter_ledger_rows(ledgers, spec),
+        right=LEDGER_COLUMNS[1:],
+        wrapped=LEDGER_COLUMNS[:1],
+    )
     for ledger in ledgers:
         yield from iter_findings(ledger)
     if options.kernels:

@@ -14,9 +14,9 @@ from quaver.lab.bench.ledger.launches import Access
 from quaver.lab.memory.devices.gpu import as_on_a_gpu
 from quaver.lab.memory.faking.fakes import Fakes
 
-_KERNELS = {"aten.constant_pad_nd": 2}
+_KERNELS_OF_OPERATOR = {"aten.constant_pad_nd": 2}
 """The number of kernels of an operator that launches several: a fill and a copy (aten/src/ATen/native/PadNd.cpp)."""
-_NONE = ("aten.empty", "aten.new_empty", "prim.")
+_WITHOUT_KERNELS = ("aten.empty", "aten.new_empty", "prim.")
 
 
 class OperatorCall(NamedTuple):
@@ -55,9 +55,9 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         name = str(operator).removesuffix(".default")
-        if not (operator.is_view or name.startswith(_NONE)):
+        if not (operator.is_view or name.startswith(_WITHOUT_KERNELS)):
             reads, writes = (
                 tuple(leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in (args, result)
             )
-            self.calls.append(OperatorCall(name, _KERNELS.get(name, 1), reads, writes))
+            self.calls.append(OperatorCall(name, _KERNELS_OF_OPERATOR.get(name, 1), reads, writes))
         return result
