@@ -128,7 +128,7 @@ class CastBenchmark(ShapeOptions, OperandOptions):
         return rows
 
     def format_note(self, result: Result) -> str:
-        return f"dtype {result['dtype']}; floor: bytes per element; GB/s are of these"
+        return f"dtype {self.dtype}; floor: bytes per element; GB/s are of these"
 
 
 def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:

@@ -65,7 +65,7 @@ class HostBenchmark(LinearOptions):
         return rows
 
     def format_note(self, result: Result) -> str:
-        return f"{Shape((self.size,) * 3)}, dtype {result['dtype']}"
+        return f"{Shape((self.size,) * 3)}, dtype {self.dtype}"
 
 
 class _Operations(TorchDispatchMode):

@@ -143,7 +143,7 @@ class OperandOptions(BenchOptions):
         return _DTYPES[self.dtype]
 
     def format_note(self, result: Result) -> str:
-        return f"dtype {result['dtype']}"
+        return f"dtype {self.dtype}"
 
 
 @dataclass(frozen=True)

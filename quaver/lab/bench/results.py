@@ -39,7 +39,8 @@ def make_contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
 def format_title(result: dict[str, Any]) -> str:
     """Return the title of a result's table: machine, versions and commit."""
     machine = result["environment"]
-    return f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['commit']}"
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    return f"{machine['device']}, {threads}, torch {machine['torch']}, {machine['commit']}"
 
 
 _COLUMN_TITLES_AND_FORMATS = {

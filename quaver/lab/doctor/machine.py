@@ -135,7 +135,8 @@ def _describe_cpu() -> str:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     units = "bfloat16 units" if has_bfloat16_units(torch.device("cpu")) else "no bfloat16 units"
-    return f"{name}, {torch.get_num_threads()} threads, {units}"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads != 1)}, {units}"
 
 
 def _find_version(name: str) -> str:
