@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from quaver.lab.cli import TRAIN_EXTRA, VERBS
+from quaver.lab.cli import TRAIN_EXTRA_MODULES, VERBS
 
 ROOT = Path(__file__).parents[2]
 
 BLOCK = f"""
 import sys
-for name in {TRAIN_EXTRA}:
+for name in {TRAIN_EXTRA_MODULES}:
     sys.modules[name] = None
 """
 """Imports of these modules fail as if they were not installed."""
@@ -45,7 +45,7 @@ def process():
 def test_train_extra_lists_the_packages_of_the_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = [re.match(r"[\w.-]+", requirement)[0].replace("-", "_") for requirement in extras["train"]]
-    assert sorted(names) == sorted(TRAIN_EXTRA)
+    assert sorted(names) == sorted(TRAIN_EXTRA_MODULES)
 
 
 def test_the_library_needs_no_extra(process):

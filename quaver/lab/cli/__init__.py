@@ -25,10 +25,10 @@ VERBS = {
     "import": "dequantize float8 weights into a folder to train from",
 }
 
-_FILES = {"import": "import_weights"}
-"""The files of verbs whose name is a Python keyword."""
+_MODULE_OF_VERB = {"import": "import_weights"}
+"""The modules of verbs whose names are Python keywords."""
 
-TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
+TRAIN_EXTRA_MODULES = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
 """The modules of the extra `quaver[train]` in pyproject.toml."""
 
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in TRAIN_EXTRA:
+        if package not in TRAIN_EXTRA_MODULES:
             raise
         print_error(f"quaver {argv[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
         return EXIT_BAD_INPUT
@@ -97,7 +97,7 @@ def _run_verb(argv: list[str]) -> int:
     if isinstance(verb, int):
         return verb
     with show_progress("starting"):
-        module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
+        module = importlib.import_module(f"{__name__}.{_MODULE_OF_VERB.get(verb, verb.replace('-', '_'))}")
     try:
         return int(module.run(argv[1:]))
     except SystemExit as stopped:  # a verb's --help

@@ -15,7 +15,7 @@ EXIT_NOT_WRITTEN = 4
 EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
-BAD_INPUT = (InputError, NotImplementedError, OSError, MissingDeviceError)
+BAD_INPUT_ERRORS = (InputError, NotImplementedError, OSError, MissingDeviceError)
 """Exceptions for bad input. A ValueError that is no InputError is a bug."""
 
 
@@ -37,7 +37,7 @@ def report_bad_input() -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader of --help has closed the pipe
         raise
-    except (*BAD_INPUT, CheckpointError) as error:
+    except (*BAD_INPUT_ERRORS, CheckpointError) as error:
         print_error(error)
         raise SystemExit(choose_exit_code(error)) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
 from quaver.lab.cli.errors import (
-    BAD_INPUT,
+    BAD_INPUT_ERRORS,
     EXIT_ALARM,
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
@@ -88,7 +88,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     error = None
     try:
         yield fingerprints
-    except BAD_INPUT as bad:
+    except BAD_INPUT_ERRORS as bad:
         error = bad
     try:
         verdict = ranks.agree_on_error("" if error is None else describe_error(error), "".join(fingerprints))
