@@ -78,7 +78,7 @@ def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
     if survey.hardware is not None:
         yield from iter_sum_views(survey.sums, survey.hardware)
     if out is not None:
-        yield f"written: {out}"
+        yield f"saved {out}"
 
 
 def _make_row(survey: ModelSurvey, linear: SurveyedLinear) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
     plan = written.plan
     print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
     if not written.requantized:
-        print("codes and scales are those of the training forward, to the bit")
+        print("codes and scales are bit-identical to those of a training forward")
     else:
         worst = max(written.requantized.values(), key=lambda loss: loss.training_db - loss.stored_db)
         where = "quaver_export in the header of the file" if plan.format.is_file else "README.md in the folder"

@@ -130,7 +130,7 @@ def test_train_export_load_import(runs, tmp_path, capsys):
 
 def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
     assert main(["export", str(runs["delayed"]), str(tmp_path / "delayed"), "--own-scales"]) == 0
-    assert "codes and scales are those of the training forward" in capsys.readouterr().out
+    assert "codes and scales are bit-identical to those of a training forward" in capsys.readouterr().out
     stored = StoredTensors(tmp_path / "delayed")
     lines = (runs["delayed"] / "float8_scales.jsonl").read_text().splitlines()
     for name in QUANTIZED:
