@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.mutation.lines import ROOT, read_library, read_package
 
 COMPILED = "compiled"
-RUNS = {
+TESTS_OF_CARD = {
     COMPILED: [
         *("tests/library/kernels/test_triton_cast_compiled.py", "tests/library/linear/test_gemm.py"),
         *("tests/library/runtime/test_slow_paths.py", "tests/lab/doctor", "-m", "not nightly"),
@@ -48,27 +48,26 @@ RUNS = {
 }
 """Tests by the card that QUAVER_VIRTUAL_GPU names; those of COMPILED compile kernels, and run none."""
 LIBRARY = "library"
-OF_LIBRARY = [
+LIBRARY_TESTS = [
     *("tests/library", "-m", "not nightly and not gpu"),
     *(f"--ignore=tests/library/{name}" for name in ("distributed", "foreign", "virtual_gpu")),
 ]
-"""The tests of a map of the library: of every run, in one process, without other libraries."""
-OTHERS = "tests/library/virtual_gpu/test_tests_for_a_gpu.py", "tests/library/virtual_gpu/test_contracts.py"
-"""The first runs tests/gpu, the second no line of the package."""
+"""The tests of a map of the library, which run in one process, without other libraries."""
+OMITTED_TESTS = "tests/library/virtual_gpu/test_tests_for_a_gpu.py", "tests/library/virtual_gpu/test_contracts.py"
+"""Tests that are not traced: the first runs tests/gpu, the second no line of the package."""
 
 
-_WRITES_EVERY = 20.0
-"""Seconds."""
+_WRITE_INTERVAL_S = 20.0
 
 
 @contextlib.contextmanager
 def call_in_this_process(**environment: str) -> Iterator[Callable[..., Any]]:
-    """In place of `process` of triton_kernels.py, where Triton interprets already."""
+    """Replace `process` of triton_kernels.py in a process whose Triton interprets already."""
     yield lambda function, *args: function(*args)
 
 
 def prepare(card: str) -> None:
-    """The environment of a process for a card; before triton is imported."""
+    """Set the environment of this process for a card, before triton is imported."""
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     if card not in (COMPILED, LIBRARY):
         os.environ.update(TRITON_INTERPRET="1", QUAVER_VIRTUAL_GPU=card)
@@ -89,46 +88,46 @@ def run_pytest(words: list[str], *plugins: object) -> int:
 
 
 class Tracer:
-    """A plugin that writes down the lines of each test."""
+    """A plugin of pytest that records the lines of each test."""
 
     def __init__(self, lines: dict[str, set[int]], output: Path) -> None:
         self.lines, self.found, self.output = lines, defaultdict(set), output
         self.tests: dict[str, Any] = {}
-        self.of_code: dict[Any, Any] = {}
+        self.tracers: dict[Any, Any] = {}
         self.written = time.monotonic()
 
-    def enter(self, frame: Any, event: str, _: object) -> Any:
-        """The trace function of threads: the one of a frame whose lines count, else None."""
+    def trace_thread(self, frame: Any, event: str, _: object) -> Any:
+        """Return the trace function of a frame that has lines to record, else None."""
         code = frame.f_code
-        if code not in self.of_code:
+        if code not in self.tracers:
             wanted = self.lines.get(code.co_filename, set()) & {line for *_, line in code.co_lines()}
-            self.of_code[code] = (wanted, self.in_frame(code.co_filename, wanted)) if wanted else None
-        known = self.of_code[code]
+            self.tracers[code] = (wanted, self._make_line_tracer(code.co_filename, wanted)) if wanted else None
+        known = self.tracers[code]
         return None if known is None or known[0] <= self.found[code.co_filename] else known[1]
 
-    def in_frame(self, file: str, wanted: set[int]) -> Any:
-        """The trace function of a frame."""
+    def _make_line_tracer(self, file: str, wanted: set[int]) -> Any:
+        """Return a trace function that records the lines of `wanted`."""
 
-        def line(frame: Any, event: str, _: object) -> Any:
+        def trace_line(frame: Any, event: str, _: object) -> Any:
             if frame.f_lineno in wanted:
                 self.found[file].add(frame.f_lineno)
-            return line
+            return trace_line
 
-        return line
+        return trace_line
 
     def start(self) -> None:
         """Trace this thread and new ones."""
         self.found, self.began = defaultdict(set), time.process_time()
-        threading.settrace(self.enter)
-        sys.settrace(self.enter)
+        threading.settrace(self.trace_thread)
+        sys.settrace(self.trace_thread)
 
     def stop(self, test: dict[str, Any]) -> None:
-        """Trace no longer, and write down what a test ran."""
+        """End tracing, and record the lines of a test."""
         sys.settrace(None)
         files = {Path(file).relative_to(ROOT / "quaver").as_posix(): found for file, found in self.found.items()}
         lines = {file: sorted(found) for file, found in files.items()}
         test.update(seconds=round(time.process_time() - self.began, 2), lines=lines)
-        if time.monotonic() - self.written > _WRITES_EVERY:  # a run may be stopped
+        if time.monotonic() - self.written > _WRITE_INTERVAL_S:  # a run may be stopped
             self.write()
 
     def write(self) -> None:
@@ -153,29 +152,29 @@ class Tracer:
         if report.when == "teardown":
             self.stop(test)
 
-    def hear(self, file: str, line: int) -> None:
-        """Count a line that Python does not run, if it is among the lines."""
+    def record_line(self, file: str, line: int) -> None:
+        """Record a line that a compiler reads instead of Python, if it is among the lines."""
         if line in self.lines.get(file, ()):
             self.found[file].add(line)
 
-    def hear_compilers(self) -> None:
-        """Have Dynamo and Triton tell which lines they read."""
+    def trace_compilers(self) -> None:
+        """Patch Dynamo and Triton to record the lines that they read."""
         from torch._dynamo import symbolic_convert
         from triton.compiler import code_generator
 
-        of_dynamo, of_triton = symbolic_convert.InstructionTranslatorBase, code_generator.CodeGenerator
-        starts_line, visit = of_dynamo.starts_line, of_triton.visit
+        translator_class, generator_class = symbolic_convert.InstructionTranslatorBase, code_generator.CodeGenerator
+        starts_line, visit = translator_class.starts_line, generator_class.visit
 
-        def dynamo(translator: Any, line: int) -> None:
-            self.hear(translator.f_code.co_filename, line)
+        def record_and_start_line(translator: Any, line: int) -> None:
+            self.record_line(translator.f_code.co_filename, line)
             starts_line(translator, line)
 
-        def triton(generator: Any, node: Any) -> Any:
+        def record_and_visit(generator: Any, node: Any) -> Any:
             if isinstance(node, ast.stmt) and hasattr(node, "lineno"):  # Triton makes others
-                self.hear(generator.file_name, generator.begin_line + node.lineno)
+                self.record_line(generator.file_name, generator.begin_line + node.lineno)
             return visit(generator, node)
 
-        of_dynamo.starts_line, of_triton.visit = dynamo, triton
+        translator_class.starts_line, generator_class.visit = record_and_start_line, record_and_visit
 
 
 def trace(card: str, output: str, words: list[str]) -> int:
@@ -186,29 +185,29 @@ def trace(card: str, output: str, words: list[str]) -> int:
     else:
         wanted = {str(source.path): source.list_lines() for source in read_package().values()}
     tracer = Tracer({file: lines for file, lines in wanted.items() if lines}, Path(output))
-    tracer.hear_compilers()
+    tracer.trace_compilers()
     tracer.start()  # decorators run where modules are imported
     return run_pytest(words, tracer)
 
 
 def report(tests: dict[str, dict[str, Any]]) -> float:
-    """Print the lines that no test runs; the share of those that one does, without LAB."""
+    """Print the lines that no test runs; the share of those that one does, without DEVICE_QUERIES."""
     ran: dict[str, set[int]] = defaultdict(set)
-    for of_card in tests.values():
-        for test in of_card.values():
+    for card_tests in tests.values():
+        for test in card_tests.values():
             for file, lines in test["lines"].items():
                 ran[file].update(lines)
     counted = {True: [0, 0], False: [0, 0]}
     for file, source in read_package().items():
         lines = source.list_lines()
-        left = lines - ran[file]
-        counted[source.is_lab] = [
-            old + len(new) for old, new in zip(counted[source.is_lab], (lines, left), strict=True)
+        missed_lines = lines - ran[file]
+        counted[source.queries_device] = [
+            old + len(new) for old, new in zip(counted[source.queries_device], (lines, missed_lines), strict=True)
         ]
-        if left:
-            print(f"{file}: {len(left)} of {len(lines)} lines are not run")
+        if missed_lines:
+            print(f"{file}: {len(missed_lines)} of {len(lines)} lines are not run")
             text = source.text.splitlines()
-            print(*(f"{line:5} {text[line - 1]}" for line in sorted(left)), sep="\n")
+            print(*(f"{line:5} {text[line - 1]}" for line in sorted(missed_lines)), sep="\n")
     print(f"\nof what asks a device about itself {counted[True][1]} of {counted[True][0]} lines are not run")
     count, missed = counted[False]
     print(f"{count - missed} of {count} other lines are run, {1 - missed / count:.1%}")
@@ -220,15 +219,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("map")
     parser.add_argument("--print", action="store_true")
-    parser.add_argument("--card", choices=(*RUNS, LIBRARY), help="this process runs the tests of one card")
+    parser.add_argument("--card", choices=(*TESTS_OF_CARD, LIBRARY), help="this process runs the tests of one card")
     args, words = parser.parse_known_args()
     if args.card is not None:
-        tests = OF_LIBRARY if args.card == LIBRARY else [*RUNS[args.card], *(f"--ignore={other}" for other in OTHERS)]
+        tests = (
+            LIBRARY_TESTS
+            if args.card == LIBRARY
+            else [*TESTS_OF_CARD[args.card], *(f"--ignore={file}" for file in OMITTED_TESTS)]
+        )
         return trace(args.card, args.map, words or tests)
     ended = 0
     if not args.print:
         tests = {}
-        for card in RUNS:
+        for card in TESTS_OF_CARD:
             command = [
                 sys.executable,
                 "-m",

@@ -70,9 +70,9 @@ OTHER_OPERATOR = {
 }
 CARD = "h100"
 CARDS = "", CARD
-"""Whose tests one process can run."""
-TEXTS = ("report_slow_path", "RuntimeError", "ValueError")
-"""Calls whose arguments are for a reader."""
+"""The cards whose tests one process can run."""
+CALLS_WITH_MESSAGES = ("report_slow_path", "RuntimeError", "ValueError")
+"""Calls whose arguments are messages, which are not changed."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Mutant:
     file: str
     line: int
     statement: int
-    """The line that a map has for it."""
+    """The line of its statement, which a map has."""
     before: str
     after: str
     text: str
@@ -93,15 +93,15 @@ class Mutant:
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
 
 
-def iter_mutants(file: str, source: Source, seed: int, of_all: bool = False) -> Iterator[Mutant]:
-    """Every mutant of the code of a file that only a GPU takes, and of the conditions that lead to it; or `of_all`."""
+def iter_mutants(file: str, source: Source, seed: int, *, whole_file: bool = False) -> Iterator[Mutant]:
+    """Yield the mutants of a file's code for a GPU and of the conditions that lead to it, or of the whole file."""
     seen, count = set(), Counter[str]()
     lines = source.text.splitlines()
-    for condition, _ in source.deciding:
+    for condition, _ in source.deciding_conditions:
         condition.is_condition = True  # type: ignore[attr-defined]
-    roots = source.list_bodies() if of_all else source.gpu
-    for root, line in [*((root, root.lineno) for root in roots), *source.deciding]:  # type: ignore[attr-defined]
-        for node, of_line in _iter_expressions(root, line):
+    roots = source.list_bodies() if whole_file else source.gpu_code
+    for root, line in [*((root, root.lineno) for root in roots), *source.deciding_conditions]:  # type: ignore[attr-defined]
+        for node, statement_line in _iter_expressions(root, line):
             for mutated in _iter_changes(node):
                 before, after = ast.unparse(node), "pass" if mutated is None else ast.unparse(mutated)
                 place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, after
@@ -110,10 +110,10 @@ def iter_mutants(file: str, source: Source, seed: int, of_all: bool = False) -> 
                 seen.add(place)
                 parts = _split_around(source.text, node)
                 new = after if isinstance(mutated, (ast.Call, ast.Name, ast.Constant, type(None))) else f"({after})"
-                what = f"{seed} {file} {lines[node.lineno - 1].strip()} {before} {after}"
-                count[what] += 1
-                key = hashlib.sha256(f"{what} {count[what]}".encode()).hexdigest()[:6]
-                yield Mutant(file, node.lineno, of_line, before, after, parts[0] + new + parts[1], key)
+                identity = f"{seed} {file} {lines[node.lineno - 1].strip()} {before} {after}"
+                count[identity] += 1
+                key = hashlib.sha256(f"{identity} {count[identity]}".encode()).hexdigest()[:6]
+                yield Mutant(file, node.lineno, statement_line, before, after, parts[0] + new + parts[1], key)
 
 
 def _split_around(text: str, node: ast.expr) -> tuple[str, str]:
@@ -125,10 +125,10 @@ def _split_around(text: str, node: ast.expr) -> tuple[str, str]:
 
 
 def _iter_expressions(root: ast.AST, line: int) -> Iterator[tuple[Any, int]]:
-    """The expressions of code that computes, no annotation, decorator or message; and the line of their statement."""
+    """Yield expressions with the lines of their statements, without annotations, decorators and messages."""
     if isinstance(root, ast.expr):
         yield root, line
-    if isinstance(root, ast.JoinedStr) or (isinstance(root, ast.Call) and _get_name(root) in TEXTS):
+    if isinstance(root, ast.JoinedStr) or (isinstance(root, ast.Call) and _get_name(root) in CALLS_WITH_MESSAGES):
         return
     for field, value in ast.iter_fields(root):
         if field in ("annotation", "returns", "decorator_list"):
@@ -147,7 +147,7 @@ def _get_name(call: ast.Call) -> str:
 
 
 def _iter_changes(node: Any) -> Iterator[ast.expr | None]:
-    """What may stand in the place of an expression; None for nothing."""
+    """Yield replacements of an expression; None removes it."""
     if getattr(node, "is_condition", False):
         yield ast.UnaryOp(ast.Not(), node)
     if isinstance(node, ast.Compare):
@@ -206,7 +206,7 @@ class Runner:
         torch.compiler.reset()
 
     def run(self, mutant: Mutant | None, card: str, tests: list[str], seconds: float) -> str:
-        """The test that fails, "" where none does; of a mutant that cannot be imported, or takes too long, that."""
+        """Return the test that fails, or how else the run ended: exit code or timeout; "" if all tests pass."""
         path = self.folder / "quaver" / mutant.file if mutant else None
         output = self.folder / "output"
         if path is not None:
@@ -229,7 +229,7 @@ class Runner:
         return failed.group(1)[:200] if failed else f"exit code {status}"
 
     def _start_process(self, card: str, tests: list[str], output: Path) -> subprocess.Popen[bytes]:
-        """A new process, where Triton is to be imported otherwise."""
+        """Start a new process, which imports Triton without its interpreter."""
         code = f"from benchmarks.mutation.coverage import *; prepare({card!r}); sys.exit(run_pytest(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *tests, "-x", "-q", "-rfE"]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -254,7 +254,7 @@ class Runner:
 
 
 def _exchange_code(path: Path) -> bool:
-    """Has functions of a file run its code as it is now, with the same lines; whether one is another.
+    """Give the functions of a file the code that the file has now, and return whether any changed.
 
     Kernels need no more than the file: Triton's interpreter reads a function when it first runs it.
     """
@@ -262,11 +262,11 @@ def _exchange_code(path: Path) -> bool:
 
     InterpretedFunction.rewritten_fn.clear()
     codes, exchanged = {}, 0
-    left = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
-    while left:
-        code = left.pop()
+    pending = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
+    while pending:
+        code = pending.pop()
         codes[code.co_qualname, code.co_firstlineno] = code
-        left += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        pending += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     for function in gc.get_objects():
         if type(function) is types.FunctionType and function.__code__.co_filename == str(path):  # no proxy
             new = codes.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
@@ -277,7 +277,7 @@ def _exchange_code(path: Path) -> bool:
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    """The exit code, None where the child has used its seconds of CPU (or ten times as many of time)."""
+    """Return the exit code, or None after killing a child that used `seconds` of CPU, or ten times as many of time."""
     began = time.monotonic()
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -293,15 +293,15 @@ def _wait(child: int, seconds: float) -> int | None:
 
 
 def choose_tests(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
-    """The tests of a mutant by card, as many as fit: the shortest case for each first parameter, then others."""
-    of_line = sorted(
+    """Return the tests of a mutant by card, for `seconds`: the shortest case of each first parameter, then others."""
+    line_tests = sorted(
         (test["seconds"], card, name)
         for card in (*CARDS, COMPILED, LIBRARY)
         for name, test in tests.get(card, {}).items()
         if test["outcome"] == "passed" and mutant.statement in test["lines"].get(mutant.file, ())
     )
     first, others, seen = [], [], set()
-    for test in of_line:
+    for test in line_tests:
         (others if (function := test[2].partition("-")[0]) in seen else first).append(test)
         seen.add(function)
     by_card: dict[str, list[str]] = {}
@@ -314,7 +314,7 @@ def choose_tests(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: floa
 
 
 def judge(runner: Runner, tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> str:
-    """What killed a mutant, "" where nothing did."""
+    """Return the test that killed a mutant, or ""."""
     for card, names in choose_tests(tests, mutant, seconds):
         if killed := runner.run(mutant, card, names, 4 * seconds + 60):
             return f"{card} {killed}".strip()
@@ -337,20 +337,23 @@ def main() -> int:
     tests = {LIBRARY: tests} if args.library else tests
     ran = {
         (file, line)
-        for of_card in tests.values()
-        for test in of_card.values()
+        for card_tests in tests.values()
+        for test in card_tests.values()
         for file, lines in test["lines"].items()
         for line in lines
     }
     read = read_library() if args.library else read_package()
-    sources = {file: source for file, source in read.items() if args.library or not source.is_lab}
+    sources = {file: source for file, source in read.items() if args.library or not source.queries_device}
     everything = [
-        each for file, source in sources.items() for each in iter_mutants(file, source, args.seed, args.library)
+        mutant
+        for file, source in sources.items()
+        for mutant in iter_mutants(file, source, args.seed, whole_file=args.library)
     ]
-    possible = sorted((each for each in everything if (each.file, each.statement) in ran), key=lambda each: each.key)
+    possible = [mutant for mutant in everything if (mutant.file, mutant.statement) in ran]
+    possible.sort(key=lambda mutant: mutant.key)
     if args.library:
         possible = _sort_by_folder(possible)
-    taken = [each for each in possible[: args.count] if args.only is None or each.key in args.only]
+    taken = [mutant for mutant in possible[: args.count] if args.only is None or mutant.key in args.only]
     print(f"{len(everything)} mutants, {len(possible)} of lines that tests run; {len(taken)} of them, seed {args.seed}")
     if args.list:
         print(*(f"{mutant.key} {mutant}" for mutant in taken), sep="\n")
@@ -358,29 +361,29 @@ def main() -> int:
     prepare(LIBRARY if args.library else CARD)
     names = [name for card in (*CARDS, LIBRARY) for name in tests.get(card, ()) if "::" in name]
     files = sorted({name.partition("::")[0] for name in names})
-    left = []
+    survivors = []
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), files)
         for mutant in taken:
             began = time.monotonic()
             killed = judge(runner, tests, mutant, 1e9 if args.whole else args.seconds)
             if not killed:
-                left.append(mutant)
+                survivors.append(mutant)
             print(f"{mutant.key} {mutant}\n       {time.monotonic() - began:.0f} s {killed or 'SURVIVED'}", flush=True)
-    print(f"{len(taken) - len(left)} of {len(taken)} killed; survivors:")
-    print(*(f"{mutant.key} {mutant}" for mutant in left), sep="\n")
-    return int(len(left) > (0.1 if args.library else 0.05) * len(taken))
+    print(f"{len(taken) - len(survivors)} of {len(taken)} killed; survivors:")
+    print(*(f"{mutant.key} {mutant}" for mutant in survivors), sep="\n")
+    return int(len(survivors) > (0.1 if args.library else 0.05) * len(taken))
 
 
 def _sort_by_folder(mutants: list[Mutant]) -> list[Mutant]:
-    """Ordered so that each folder of the library comes once before one comes again."""
+    """Return the mutants in turns of the library's folders."""
     turns = Counter[str]()
     ordered = []
     for mutant in mutants:
         folder = mutant.file.partition("/")[0]
         ordered.append((turns[folder], mutant.key, mutant))
         turns[folder] += 1
-    return [mutant for *_, mutant in sorted(ordered, key=lambda each: each[:2])]
+    return [mutant for *_, mutant in sorted(ordered, key=lambda turn: turn[:2])]
 
 
 if __name__ == "__main__":
