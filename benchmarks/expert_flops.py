@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.record import ROOT, make_markdown_table, show
+from benchmarks.record import ROOT, make_markdown_table, show_tables
 from quaver import conversion_report
 from quaver.integrations.transformers import prepare_model_for_float8
 
@@ -69,7 +69,7 @@ def main() -> None:
             [name, f"{parameters / 1e9:.1f}", f"{linears:.1%}", f"{compute_float8_share(name, experts=True)[1]:.1%}"]
         )
     head = ["model", "parameters, billions", "FLOPs in float8, linears alone", "with experts"]
-    show({"expert flops": make_markdown_table(head, rows)}, DOCS, update=options.update_docs)
+    show_tables({"expert flops": make_markdown_table(head, rows)}, DOCS, update=options.update_docs)
 
 
 if __name__ == "__main__":

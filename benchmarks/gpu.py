@@ -27,9 +27,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 8
-WRONG = 3
+EXIT_WRONG_GRADIENTS = 3
 """The exit code of a part of benchmarks/gpu_parts that found wrong gradients."""
-LAST_CHARACTERS = 6000
+MAX_LOG_CHARACTERS = 6000
 DRY_SECONDS = 600
 """The time limit of a part on a CPU, which may have other work."""
 
@@ -94,9 +94,9 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
     return groups
 
 
-DEFAULT = ("quiet", "tests")
+DEFAULT_GROUPS = ("quiet", "tests")
 TIMED_AFTER = "gradients"
-"""The part whose exit code `WRONG` stops all later parts but the tests."""
+"""The part whose exit code `EXIT_WRONG_GRADIENTS` stops all later parts but the tests."""
 
 
 def _make_xdist_options() -> list[str]:
@@ -122,7 +122,7 @@ _TRAIN_1B = (
 
 
 def main(words: list[str]) -> int:
-    """Run the groups and parts with these names, or `DEFAULT`; return 0 if all pass, 1 if not, 2 if nothing can run."""
+    """Run the groups and parts named, or `DEFAULT_GROUPS`; return 0 if all pass, 1 if not, 2 if nothing can run."""
     parser = argparse.ArgumentParser(
         "make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,7 +142,7 @@ def main(words: list[str]) -> int:
     if unknown:
         print(f"make gpu: unknown part {unknown[0]!r}; choose from {', '.join([*groups, *by_name])}", file=sys.stderr)
         return 2
-    wanted = {part.name for name in names or DEFAULT for part in by_name.get(name, [])}
+    wanted = {part.name for name in names or DEFAULT_GROUPS for part in by_name.get(name, [])}
     todo = [part for group in groups.values() for part in group if part.name in wanted]
     print(f"{len(todo)} parts, at most {sum(part.seconds for part in todo)} s: {', '.join(part.name for part in todo)}")
     outcomes = run_all(todo, results)
@@ -166,7 +166,7 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
         for part in todo:
             deadline += part.seconds
             start = time.monotonic()
-            if is_wrong and part.name not in DEFAULT:
+            if is_wrong and part.name not in DEFAULT_GROUPS:
                 outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
                 _save(outcomes, results)
                 continue
@@ -180,11 +180,11 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
             before = log.tell()
             failure = run(part.words, deadline - start, log)
             printed = _read_log_from(Path(log.name), before)
-            is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
+            is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {EXIT_WRONG_GRADIENTS}")
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
             outcomes[part.name]["result"] = _read_result(part, printed)
             _save(outcomes, results)
-            print(printed[-LAST_CHARACTERS:], flush=True)
+            print(printed[-MAX_LOG_CHARACTERS:], flush=True)
             log.seek(0, os.SEEK_END)
     return outcomes
 

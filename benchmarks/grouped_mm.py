@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, record_and_show
 from quaver import float8_grouped_mm
 from quaver.lab.bench.harness import time_alternating
 
@@ -89,7 +89,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     options: argparse.Namespace = make_page_parser(__doc__).parse_args()
-    make_page(options, measure, RECORD, make_tables, PAGE)
+    record_and_show(options, measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

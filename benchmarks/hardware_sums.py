@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.record import ROOT, make_markdown_table, show
+from benchmarks.record import ROOT, make_markdown_table, show_tables
 from quaver.kernels.operands import Operand
 from quaver.numerics.accumulation import ACCUMULATION_BY_GPU, get_accumulation
 from quaver.numerics.matmul_sums import MatmulSqnrs, SampledRows, observe_sums
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--hardware", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
     options = parser.parse_args()
-    show({"sums": make_table(options.hardware)}, PAGE, update=options.update_docs)
+    show_tables({"sums": make_table(options.hardware)}, PAGE, update=options.update_docs)
 
 
 if __name__ == "__main__":

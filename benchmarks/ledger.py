@@ -9,7 +9,7 @@ Runs COMMAND. `--recipe NAME ...` counts only these recipes.
 import json
 from typing import Any
 
-from benchmarks.record import ROOT, make_markdown_table, make_page, make_page_parser
+from benchmarks.record import ROOT, make_markdown_table, make_page_parser, record_and_show
 from quaver.lab.cli import main as quaver
 
 PAGE = ROOT / "docs" / "lab" / "block-cost.md"
@@ -38,7 +38,7 @@ def main() -> None:
     parser = make_page_parser(__doc__)
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=RECIPES)
     options = parser.parse_args()
-    make_page(options, lambda: count_block(options.recipe), RECORD, make_tables, PAGE)
+    record_and_show(options, lambda: count_block(options.recipe), RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, run_quaver, show
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, run_quaver, show_tables
 from quaver.lab.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
@@ -41,16 +41,16 @@ COLORS = {
     "mxfp8_with_gw_hp": "#c49bbb",
 }
 """The color of each run, in the order of training."""
-LEAVES_OUT_EXPERTS = ("delayed",)
+RECIPES_WITHOUT_EXPERTS = ("delayed",)
 """Recipes that leave experts in high precision."""
 
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
 
 
 def list_names(kind: str) -> list[str]:
     """Return the names of the runs of a kind of model."""
-    return [name for name in COLORS if kind == "loss_curves" or name not in LEAVES_OUT_EXPERTS]
+    return [name for name in COLORS if kind == "loss_curves" or name not in RECIPES_WITHOUT_EXPERTS]
 
 
 def make_command(kind: str, name: str, seed: int | str, steps: int, runs: Path) -> list[str]:
@@ -135,7 +135,7 @@ def compute_interval(values: list[float]) -> float:
     """Return half the width of the 95 % confidence interval of the mean of normal values; infinite for one value."""
     if len(values) < 2:
         return math.inf
-    return STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return STUDENT_T_QUANTILES[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def make_table(seeds: dict[str, dict[str, Any]]) -> str:
@@ -205,7 +205,7 @@ def main() -> None:
     if not seeds:
         raise SystemExit(f"{path}: no seed has all of {', '.join(list_names(kind))} yet; run this without --recorded")
     name, page = ("mixture losses", MIXTURE_DOCS) if options.mixture else ("losses", DOCS)
-    show({name: make_table(seeds)}, page, update=options.update_docs)
+    show_tables({name: make_table(seeds)}, page, update=options.update_docs)
     if options.update_docs:
         draw(seeds, ROOT / "docs" / "images" / f"{kind}.png")
 

@@ -8,8 +8,8 @@
 
 Rows are modules x precisions x checkpointing x ranks x eager or compiled. --only takes words that describe rows:
 "1 block", rowwise, full, "2 ranks", compiled. Runs on a GPU if there is one, else on a CPU, and starts its own
-processes. With more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above PROMISED times
-bfloat16's, or if a prediction is off by more than WITHIN.
+processes. With more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above
+MAX_PEAK_RATIO times bfloat16's, or if a prediction is off by more than MAX_PREDICTION_ERROR.
 
 memory_modules.py defines what is measured; quaver/lab/recorder/allocator.py measures.
 """
@@ -31,7 +31,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.memory_modules import CHECKPOINTING, MODULES, PRECISIONS, Case, Size, measure, predict
-from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser, run_on_ranks
+from benchmarks.record import (
+    ROOT,
+    describe_provenance,
+    make_markdown_table,
+    make_page_parser,
+    record_and_show,
+    run_on_ranks,
+)
 
 RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "benchmarks" / "results" / "memory.md"
@@ -43,11 +50,11 @@ HEADINGS = {
     (2, False): "FSDP2 on 2 ranks, eager",
     (2, True): "FSDP2 on 2 ranks, compiled",
 }
-PROMISED = 1.01
+MAX_PEAK_RATIO = 1.01
 """The promised limit of a float8 module's peak over bfloat16's. A lone linear is reported without a promise."""
-WITHIN = 0.03
+MAX_PREDICTION_ERROR = 0.03
 """The largest relative error of a predicted peak."""
-NAMED = 0.001
+LISTED_PREDICTION_ERROR = 0.001
 """The relative error above which a prediction is listed."""
 A_FEW_BYTES = 64
 
@@ -143,7 +150,7 @@ def get_peak(row: Row) -> int:
 def find_exceptions(rows: list[Row]) -> list[Row]:
     """Return the float8 rows, except lone linears, whose peak breaks the promise."""
     promised = (row for row in rows if row["precision"] != BASELINE and row["module"] != "linear")
-    return [row for row in promised if compute_ratios(row, rows)["peak"] > PROMISED]
+    return [row for row in promised if compute_ratios(row, rows)["peak"] > MAX_PEAK_RATIO]
 
 
 def compute_ratios(row: Row, rows: list[Row]) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def make_tables(results: Row) -> dict[str, str]:
         f"- {make_name(row)}: {get_peak(row):,} bytes, bfloat16 {get_peak(find_baseline(row, rows)):,}"
         for row in find_exceptions(rows)
     ]
-    return by_name | {f"above {PROMISED}": "\n".join(above or ["none"])}
+    return by_name | {f"above {MAX_PEAK_RATIO}": "\n".join(above or ["none"])}
 
 
 def _group_by_heading(rows: list[Row]) -> list[tuple[tuple[int, bool], list[Row]]]:
@@ -232,7 +239,7 @@ def compare(measured: Row, size: Size) -> Row:
 
 
 def compare_predictions(chosen: list[Case]) -> bool:
-    """Compare recorded rows with their predictions, and print a summary; returns whether all peaks are WITHIN."""
+    """Compare recorded rows with their predictions, and print a summary; return whether no error is too large."""
     warnings.filterwarnings("ignore", message=_VIEW_WARNING)
     record = json.loads(RECORD.read_text())
     rows = [compare(row, Size(**record["size"])) for row in record["rows"] if parse_case(row) in chosen]
@@ -243,10 +250,10 @@ def compare_predictions(chosen: list[Case]) -> bool:
     print("Predicted over measured\n")
     print(make_markdown_table(["rows", "number", "peak", f"peaks within {A_FEW_BYTES} bytes", "saved"], lines))
     for row in rows:
-        if abs(row["peak"] - 1) > NAMED:
+        if abs(row["peak"] - 1) > LISTED_PREDICTION_ERROR:
             measured, predicted = row["measured_peak_bytes"], row["predicted_peak_bytes"]
             print(f"{make_name(row)}: measured {measured:,}, predicted {predicted:,}, {row['peak']:.3f}")
-    return all(abs(row["peak"] - 1) <= WITHIN for row in rows)
+    return all(abs(row["peak"] - 1) <= MAX_PREDICTION_ERROR for row in rows)
 
 
 def _format_range(rows: list[Row], figure: str) -> str:
@@ -276,7 +283,7 @@ def main() -> int:
         return not compare_predictions(chosen)
     if not all(replace(case, precision=BASELINE) in chosen for case in chosen):
         parser.error("--only compares with bfloat16: leave out words that name a recipe")
-    rows = make_page(options, lambda: measure_results(chosen), RECORD, make_tables, PAGE)["rows"]
+    rows = record_and_show(options, lambda: measure_results(chosen), RECORD, make_tables, PAGE)["rows"]
     if options.update_docs:
         draw(rows, PICTURE)
     return bool(find_exceptions(rows))

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
-from benchmarks.record import ROOT, describe_provenance, show
+from benchmarks.record import ROOT, describe_provenance, show_tables
 from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -110,10 +110,10 @@ def run_watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch
             if isinstance(scenario, Healthy):
                 _run_steps(run, range(1, scenario.steps + 1))
                 return watch
-            _run_steps(run, range(1, scenario.at))
+            _run_steps(run, range(1, scenario.first_step))
             scenario.inject(run.models[0], stack)
             with suppress(NonFiniteError):  # the trainer repeats such a step first, and the monitor samples it
-                _run_steps(run, range(scenario.at, scenario.steps + 1), scenario.change_batch)
+                _run_steps(run, range(scenario.first_step, scenario.steps + 1), scenario.change_batch)
     return watch
 
 
@@ -163,10 +163,10 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
 def judge(fault: Fault, watch: Watch) -> dict[str, Any]:
     """Return whether an alarm named the fault, after how many samples, and all alarms."""
     raised = watch.raised
-    before = [alarm for alarm in raised if alarm.step < fault.at]
-    after = [alarm for alarm in raised if alarm.step >= fault.at]
+    before = [alarm for alarm in raised if alarm.step < fault.first_step]
+    after = [alarm for alarm in raised if alarm.step >= fault.first_step]
     right = next((alarm for alarm in after if _is_named(fault, alarm)), None)
-    steps = [step for step in watch.samples if step >= fault.at]
+    steps = [step for step in watch.samples if step >= fault.first_step]
     return {
         "fault": fault.name,
         "found": right is not None,
@@ -201,13 +201,13 @@ def shorten(alarm: Alarm) -> dict[str, Any]:
 def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of results/numerics.md ("faults") and that of docs/lab/alarms.md ("stories")."""
     faults, healthy = results["faults"], results["healthy"]
-    found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
+    found, quiet = sum(fault["found"] for fault in faults), sum(not run["alarms"] for run in healthy)
     lines = make_grouped_table(
         "alarm | faults that it named, and after how many samples", map(_describe_outcome, faults)
     )
     counts = f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm"
     stories = ["story | alarm", "---|---"]
-    stories += [f"{each['fault']} | {_find_message(each)}" for each in faults if each["fault"] in STORIES]
+    stories += [f"{fault['fault']} | {_find_message(fault)}" for fault in faults if fault["fault"] in STORIES]
     return {"stories": "\n".join(stories), "faults": f"{lines}\n\n{counts}{describe_exceptions(healthy)}"}
 
 
@@ -222,24 +222,25 @@ def make_grouped_table(head: str, pairs: Iterable[tuple[str, str]]) -> str:
 def describe_exceptions(healthy: list[dict[str, Any]]) -> str:
     """Return the end of a sentence on healthy runs: the runs with alarms, and their first alarm of each rule."""
     runs = []
-    for each in healthy:
-        alarms = {alarm["rule"]: alarm for alarm in reversed(each["alarms"])}
+    for run in healthy:
+        alarms = {alarm["rule"]: alarm for alarm in reversed(run["alarms"])}
         said = [
             f"`{rule}` of {alarm['layer'].removeprefix('model.')} {alarm['operand']}" for rule, alarm in alarms.items()
         ]
-        runs += [f"- {each['run']}: {', '.join(said)}"] if said else []
+        runs += [f"- {run['run']}: {', '.join(said)}"] if said else []
     return ":\n\n" + "\n".join(runs) if runs else "."
 
 
 def _find_message(result: dict[str, Any]) -> str:
     """Return the message of the alarm that names a fault, preferably one with a remedy."""
-    right = [each for each in result["alarms"] if each["rule"] in result["expected"]]
-    alarm = next((each for each in reversed(right) if " gives " in each["message"]), next(iter(right), None))
+    right = [alarm for alarm in result["alarms"] if alarm["rule"] in result["expected"]]
+    message_alarms = (alarm for alarm in reversed(right) if " gives " in alarm["message"])
+    alarm = next(message_alarms, next(iter(right), None))
     return "none" if alarm is None else f"step {alarm['step']}: `{alarm['rule']}`: {alarm['message']}"
 
 
 def _describe_outcome(result: dict[str, Any]) -> tuple[str, str]:
-    alarm = next((each for each in result["alarms"] if each["rule"] in result["expected"]), None)
+    alarm = next((alarm for alarm in result["alarms"] if alarm["rule"] in result["expected"]), None)
     if alarm is None or not result["found"]:
         return "**missed**", result["fault"]
     return f"`{alarm['rule']}`", f"{result['fault']} ({result['samples']})"
@@ -269,8 +270,8 @@ def main() -> None:
     options = parse_options(__doc__)
     if options.tables:
         made = make_tables(json.loads(options.tables.read_text()))
-        show({"stories": made.pop("stories")}, STORIES_PAGE, update=True)
-        show(made, PAGE, update=True)
+        show_tables({"stories": made.pop("stories")}, STORIES_PAGE, update=True)
+        show_tables(made, PAGE, update=True)
         return
     results: dict[str, Any] = {"faults": [], "healthy": []}
     for scenario in iter_scenarios(options.only):

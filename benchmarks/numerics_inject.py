@@ -37,11 +37,11 @@ def change_output(stack: ExitStack, linear: nn.Module, change: Change) -> None:
 
 
 def change_grad_output(stack: ExitStack, linear: nn.Module, change: Change) -> None:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def change_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(change)
 
-    stack.callback(linear.register_forward_hook(hook).remove)
+    stack.callback(linear.register_forward_hook(change_gradient).remove)
 
 
 @torch.no_grad()
@@ -55,32 +55,34 @@ def change_weight(linear: nn.Module, change: Change) -> None:
 
 def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of the input, after their cast."""
-    quantizer_of = quaver.linear.function.choose_quantizer
+    original = quaver.linear.function.choose_quantizer
 
-    def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, linear_id: int | None) -> Any:
-        quantizer = quantizer_of(activation, casts, hp_dtype, scale, linear_id)
+    def choose_changed_quantizer(
+        activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, linear_id: int | None
+    ) -> Any:
+        quantizer = original(activation, casts, hp_dtype, scale, linear_id)
         return make_changed_quantizer(quantizer, change) if linear_id == id(linear) else quantizer
 
-    patch(stack, quaver.linear.function, "choose_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "choose_quantizer", choose_changed_quantizer)
 
 
 def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of grad_output, after their cast."""
-    quantizer_of = quaver.linear.function._make_grad_output_quantizer
+    original = quaver.linear.function._make_grad_output_quantizer
 
-    def wrapped(args: Any) -> Any:
-        quantizer = quantizer_of(args)
-        is_it = args.probe is not None and args.probe is linear.get_probe("weight")
-        return make_changed_quantizer(quantizer, change) if is_it else quantizer
+    def make_grad_quantizer(args: Any) -> Any:
+        quantizer = original(args)
+        is_linear = args.probe is not None and args.probe is linear.get_probe("weight")
+        return make_changed_quantizer(quantizer, change) if is_linear else quantizer
 
-    patch(stack, quaver.linear.function, "_make_grad_output_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "_make_grad_output_quantizer", make_grad_quantizer)
 
 
 def make_changed_quantizer(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
     """Return a quantizer that changes the operands of `quantizer`."""
 
-    def quantize(hp: Tensor, **which: Any) -> Operands:
-        operands, matrix = quantizer(hp, **which), hp.reshape(-1, hp.shape[-1])
+    def quantize(hp: Tensor, **directions: Any) -> Operands:
+        operands, matrix = quantizer(hp, **directions), hp.reshape(-1, hp.shape[-1])
         return Operands(*(None if operand is None else change(operand, matrix) for operand in operands))
 
     return quantize
@@ -88,26 +90,28 @@ def make_changed_quantizer(quantizer: Any, change: OnOperand) -> Callable[..., O
 
 def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change the operands of the weight that `cast_weights_once` made."""
-    of_linear = quaver.linear.module.apply_linear
+    original = quaver.linear.module.apply_linear
 
-    def wrapped(input: Tensor, weight: Tensor, *rest: Any, weight_operands: Any, **options: Any) -> Tensor:
+    def apply_with_changed_weight(
+        input: Tensor, weight: Tensor, *rest: Any, weight_operands: Any, **options: Any
+    ) -> Tensor:
         if options["linear"] is linear and weight_operands is not None:
             changed_operands = (operand if operand is None else change(operand, weight) for operand in weight_operands)
             weight_operands = Operands(*changed_operands)
-        return of_linear(input, weight, *rest, weight_operands=weight_operands, **options)
+        return original(input, weight, *rest, weight_operands=weight_operands, **options)
 
-    patch(stack, quaver.linear.module, "apply_linear", wrapped)
+    patch(stack, quaver.linear.module, "apply_linear", apply_with_changed_weight)
 
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
     """Change the input of the first matmul after its cast, like a wrong kernel."""
-    of_output = quaver.linear.function._compute_output
+    original = quaver.linear.function._compute_output
 
-    def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
-        is_it = args.probe is not None and args.probe is linear.get_probe("weight")
-        return of_output(change(input) if is_it else input, weight, bias, args, *rest)
+    def compute_changed_output(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
+        is_linear = args.probe is not None and args.probe is linear.get_probe("weight")
+        return original(change(input) if is_linear else input, weight, bias, args, *rest)
 
-    patch(stack, quaver.linear.function, "_compute_output", wrapped)
+    patch(stack, quaver.linear.function, "_compute_output", compute_changed_output)
 
 
 def scale_dequant_scale(factor: float) -> OnOperand:
@@ -134,14 +138,14 @@ def reverse_rows(operand: Operand, hp: Tensor) -> Operand:
 class Stale:
     """A change that reuses the codes or the scale of its first call in all later ones."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, reused: str) -> None:
+        self.reused = reused
         self.first: Operand | None = None
 
     def __call__(self, operand: Operand, hp: Tensor) -> Operand:
         if self.first is None:
             self.first = Operand(operand.data.clone(), operand.dequant_scale.clone(), operand.layout)
-        if self.what == "codes":
+        if self.reused == "codes":
             return self.first
         quant = 1 / self.first.dequant_scale
         codes = cast_to_float8(hp.float() * quant, torch.ones(()), operand.data.dtype)

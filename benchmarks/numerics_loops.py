@@ -23,7 +23,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batch: Callable[[int], Tensor]
-    loss_of: Callable[[Tensor], Tensor]
+    compute_loss: Callable[[Tensor], Tensor]
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None
     accumulation: int = 1
     clip: float | None = 1.0
@@ -41,7 +41,7 @@ class Training:
         with quaver.cast_weights_once(self.model) if self.once else nullcontext():
             for part in range(self.accumulation):
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                    loss = self.loss_of(self.batch(number * self.accumulation + part)) / self.accumulation
+                    loss = self.compute_loss(self.batch(number * self.accumulation + part)) / self.accumulation
                 loss.backward()
                 total += loss.item()
         self.losses.append(total)
@@ -177,10 +177,12 @@ def make_regression(seed: int) -> Make:
         def batch(number: int) -> Tensor:
             return torch.randn(128, 64, generator=torch.Generator().manual_seed(seed + number))
 
-        def loss_of(x: Tensor) -> Tensor:
+        def compute_loss(x: Tensor) -> Tensor:
             return nn.functional.mse_loss(model(x), teacher(x))
 
-        return Training(model, torch.optim.Adam(model.parameters(), 3e-3), batch, loss_of, autocast=False, clip=None)
+        return Training(
+            model, torch.optim.Adam(model.parameters(), 3e-3), batch, compute_loss, autocast=False, clip=None
+        )
 
     return make
 

@@ -38,7 +38,7 @@ class Healthy:
 
 @dataclass(frozen=True)
 class Fault:
-    """A run that `inject` breaks before the step `change_element`."""
+    """A run that `inject` breaks before step `first_step`."""
 
     name: str
     rules: tuple[str, ...]
@@ -49,7 +49,7 @@ class Fault:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     change_batch: Callable[[Batch], Batch] | None = None
     steps: int = 50
-    at: int = 31
+    first_step: int = 31
     every: int = 2
 
 
@@ -153,11 +153,11 @@ def grow_input(layer: str, factor: float) -> Inject:
     def change(trained: TrainedModel, stack: ExitStack) -> None:
         calls = [0]
 
-        def grown(input: torch.Tensor) -> torch.Tensor:
+        def grow(input: torch.Tensor) -> torch.Tensor:
             calls[0] += 1
             return input * factor ** calls[0]
 
-        inject.change_input(stack, trained.model.get_submodule(layer), grown)
+        inject.change_input(stack, trained.model.get_submodule(layer), grow)
 
     return change
 

@@ -25,7 +25,7 @@ from benchmarks.numerics_faults import STORIES_PAGE, make_config
 from benchmarks.numerics_inject import patch
 from benchmarks.numerics_picture import draw_run
 from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, get_expert_bias
-from benchmarks.record import ROOT, show
+from benchmarks.record import ROOT, show_tables
 from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import read_metrics
@@ -132,22 +132,22 @@ def _choose_recipes(story: Story, run: TrainingRun) -> dict[str, str]:
 
 def _break_step(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
     """Return a `train_step` with the fault, and with the remedy if there is one."""
-    trained, step_of = run.models[0], run.models[0].train_step
-    of_fault = stack.enter_context(ExitStack())
+    trained, original_step = run.models[0], run.models[0].train_step
+    fault_stack = stack.enter_context(ExitStack())
     before: dict[str, Any] = {}
 
     def train_step(step: int, *args: Any, **options: Any) -> Any:
-        if step == fault.at:
+        if step == fault.first_step:
             before.update(
                 model=deepcopy(trained.model.state_dict()), optimizer=deepcopy(trained.optimizer.state_dict())
             )
-            fault.inject(trained, of_fault)
+            fault.inject(trained, fault_stack)
         if remedy is not None and step == REMEDY_AFTER + 1:
             if remedy.ends:
-                of_fault.close()
+                fault_stack.close()
             if remedy.repair is not None:
                 remedy.repair(trained, before)
-        return step_of(step, *args, **options)
+        return original_step(step, *args, **options)
 
     return train_step
 
@@ -196,7 +196,7 @@ def main() -> None:
         if options.update_docs:
             shrink(image, IMAGES / f"story_{story.file}.png")
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))
-    show({"remedies": make_table(results)}, STORIES_PAGE, update=options.update_docs)
+    show_tables({"remedies": make_table(results)}, STORIES_PAGE, update=options.update_docs)
 
 
 def shrink(image: Path, to: Path) -> None:
@@ -208,10 +208,10 @@ def shrink(image: Path, to: Path) -> None:
 
 def make_table(results: list[dict[str, Any]]) -> str:
     rows = ["story | figure, at steps 30, 40, 60; 60 without remedy | loss at these | remedy", "---|---|---|---"]
-    for each in results:
-        figures = ", ".join("-" if value is None else f"{value:.3g}" for value in each["figures"])
-        losses = ", ".join(f"{value:.3f}" for value in each["losses"])
-        rows.append(f"{each['story']} | {each['statistic']} {figures} | {losses} | {each['remedy']}")
+    for result in results:
+        figures = ", ".join("-" if value is None else f"{value:.3g}" for value in result["figures"])
+        losses = ", ".join(f"{value:.3f}" for value in result["losses"])
+        rows.append(f"{result['story']} | {result['statistic']} {figures} | {losses} | {result['remedy']}")
     return "\n".join(rows)
 
 

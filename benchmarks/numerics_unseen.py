@@ -45,17 +45,17 @@ from benchmarks.numerics_loops import (
     make_training,
     make_undecayed_adamw,
 )
-from benchmarks.record import describe_provenance, show
+from benchmarks.record import describe_provenance, show_tables
 from quaver.numerics.monitoring import Monitor
 from quaver.optim import Float8AdamW
 
-AT = 31
+FAULT_STEP = 31
 """The first step of a fault."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, with a fault from step `AT` on if `break_it` is given. A fault without it exists from the beginning."""
+    """A run, with a fault from `FAULT_STEP` on if `break_it` is given. A fault without it exists from the beginning."""
 
     name: str
     make: Make
@@ -157,11 +157,11 @@ def remove_mask(run: Training, stack: ExitStack) -> None:
     for layer in run.decoder.layers:
         forward = layer.self_attn.forward
 
-        def wrapped(*args: Any, forward: Any = forward, **options: Any) -> Any:
+        def forward_without_mask(*args: Any, forward: Any = forward, **options: Any) -> Any:
             options["attention_mask"] = None
             return forward(*args, **options)
 
-        inject.patch(stack, layer.self_attn, "forward", wrapped)
+        inject.patch(stack, layer.self_attn, "forward", forward_without_mask)
 
 
 def repeat_token(run: Training, stack: ExitStack) -> None:
@@ -169,7 +169,7 @@ def repeat_token(run: Training, stack: ExitStack) -> None:
     run.batch = lambda number: torch.full_like(batch(number), 251)
 
 
-def drop(run: Training, stack: ExitStack) -> None:
+def drop_activations(run: Training, stack: ExitStack) -> None:
     for index in range(4):
         inject_into_output(f"model.layers.{index}.mlp", lambda out: nn.functional.dropout(out, 0.9))(run, stack)
 
@@ -181,12 +181,12 @@ def raise_decay(run: Training, stack: ExitStack) -> None:
 
 def multiply_loss(run: Training, stack: ExitStack) -> None:
     """Multiply the loss of one batch by 1e4, without clipping."""
-    loss_of, calls = run.loss_of, iter([1e4])
+    compute_loss, calls = run.compute_loss, iter([1e4])
     run.clip = None
-    run.loss_of = lambda tokens: loss_of(tokens) * next(calls, 1.0)
+    run.compute_loss = lambda tokens: compute_loss(tokens) * next(calls, 1.0)
 
 
-def untie(run: Training, stack: ExitStack) -> None:
+def untie_head(run: Training, stack: ExitStack) -> None:
     head = run.model.get_submodule("lm_head")
     head.weight = nn.Parameter(head.weight.detach().clone())
 
@@ -227,16 +227,16 @@ def keep_gradients(run: Training, stack: ExitStack) -> None:
 def set_identity_labels(run: Training, stack: ExitStack) -> None:
     """Make each token its own target."""
 
-    def loss_of(tokens: Tensor) -> Tensor:
+    def compute_loss(tokens: Tensor) -> Tensor:
         logits = run.model(input_ids=tokens).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
-    run.loss_of = loss_of
+    run.compute_loss = compute_loss
 
 
 def ascend(run: Training, stack: ExitStack) -> None:
-    loss_of = run.loss_of
-    run.loss_of = lambda tokens: -loss_of(tokens)
+    compute_loss = run.compute_loss
+    run.compute_loss = lambda tokens: -compute_loss(tokens)
 
 
 def multiply_norm_gain(name: str, factor: float) -> Break:
@@ -301,7 +301,7 @@ FAULTS = (
     ),
     Run("the attention mask is gone", BASE, break_it=remove_mask, invisible="right matmuls, of other tokens"),
     Run("all tokens are one that is rare", BASE, break_it=repeat_token),
-    Run("dropout of 0.9 in each MLP", BASE, break_it=drop),
+    Run("dropout of 0.9 in each MLP", BASE, break_it=drop_activations),
     Run("weight decay 100", BASE, break_it=raise_decay),
     Run(
         "a spike without clipping, SGD",
@@ -311,7 +311,7 @@ FAULTS = (
     Run(
         "tied embeddings come apart",
         make_training(seed=205, of_model={"tie_word_embeddings": True}),
-        break_it=untie,
+        break_it=untie_head,
         invisible="equal weights at first",
     ),
     Run("Adam's second moment is zeroed", BASE, break_it=forget_squares),
@@ -392,16 +392,17 @@ def run_watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]
         run = scenario.make()
         with Monitor(run.model, every=scenario.every, sink=watch):
             for step in range(1, scenario.steps + 1):
-                if step == AT and scenario.break_it is not None:
+                if step == FAULT_STEP and scenario.break_it is not None:
                     scenario.break_it(run, stack)
                 run.step(step)
     return watch, [
-        round(run.losses[index], 4) for index in (min(AT, scenario.steps) - 2, min(AT, scenario.steps) - 1, -1)
+        round(run.losses[index], 4)
+        for index in (min(FAULT_STEP, scenario.steps) - 2, min(FAULT_STEP, scenario.steps) - 1, -1)
     ]
 
 
 def judge(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
-    first = AT if scenario.break_it else 1
+    first = FAULT_STEP if scenario.break_it else 1
     raised = [alarm for alarm in watch.raised if alarm.step >= first]
     steps = [step for step in watch.samples if step >= first]
     named = bool(raised) and (not scenario.layers or any(part in raised[0].layer for part in scenario.layers))
@@ -446,20 +447,20 @@ def choose_runs(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
 def main() -> None:
     options = parse_options(__doc__)
     if options.tables:
-        show(make_tables(json.loads(options.tables.read_text())), PAGE, update=True)
+        show_tables(make_tables(json.loads(options.tables.read_text())), PAGE, update=True)
         return
     results: dict[str, Any] = {"healthy": [], "faults": []}
     before = json.loads(options.json.read_text()) if options.replay else results
-    losses = {each["run"]: each["losses"] for each in (*before["healthy"], *before["faults"])}
+    losses = {result["run"]: result["losses"] for result in (*before["healthy"], *before["faults"])}
     for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):
         for scenario in choose_runs(runs, options.only):
             if options.replay:
-                watch, of_run = replay(scenario, options.replay), losses[scenario.name]
+                watch, run_losses = replay(scenario, options.replay), losses[scenario.name]
             else:
-                watch, of_run = run_watched(scenario, options.records)
-            results[kind].append(judge(scenario, watch, of_run))
+                watch, run_losses = run_watched(scenario, options.records)
+            results[kind].append(judge(scenario, watch, run_losses))
             lines = (f"\n    {format_event(event)}" for event in watch.events)
-            print(scenario.name, *lines, of_run, file=sys.stderr, flush=True)
+            print(scenario.name, *lines, run_losses, file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(
                     json.dumps({**describe_provenance("numerics_unseen"), **results}, indent=1) + "\n"

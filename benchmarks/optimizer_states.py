@@ -37,7 +37,7 @@ from quaver.optim import Float8AdamW
 
 RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"
 REFERENCE = "AdamW"
-BATCH = 4  # half of the debug model's: twice the steps in the same time
+BATCH_SIZE = 4  # half of the debug model's: twice the steps in the same time
 
 
 def _make_peer_builder(module: str, name: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
@@ -63,22 +63,22 @@ def _make_rates_tensors(optimizer: torch.optim.Optimizer, *step: Any) -> None:
         group["lr"] = torch.as_tensor(group["lr"])
 
 
-def _make_ours(**options: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
+def _make_trainer_builder(**options: str) -> Callable[[nn.Module, Optimizer], torch.optim.Optimizer]:
     return lambda model, config: build_optimizer(model, replace(config, **options))
 
 
-LIBRARIES = {"torchao AdamWFp8": "torchao", "bitsandbytes AdamW8bit": "bitsandbytes"}
+LIBRARY_OF_CONTESTANT = {"torchao AdamWFp8": "torchao", "bitsandbytes AdamW8bit": "bitsandbytes"}
 CONTESTANTS = {
-    REFERENCE: _make_ours(),
-    "AdamW again": _make_ours(implementation="foreach"),
-    "Float8AdamW": _make_ours(name="Float8AdamW"),
-    "activations in float8": _make_ours(),
-    "activations, but not attention's": _make_ours(),
-    "both": _make_ours(name="Float8AdamW"),
+    REFERENCE: _make_trainer_builder(),
+    "AdamW again": _make_trainer_builder(implementation="foreach"),
+    "Float8AdamW": _make_trainer_builder(name="Float8AdamW"),
+    "activations in float8": _make_trainer_builder(),
+    "activations, but not attention's": _make_trainer_builder(),
+    "both": _make_trainer_builder(name="Float8AdamW"),
     "torchao AdamWFp8": _make_peer_builder("torchao.optim", "AdamWFp8"),
     "bitsandbytes AdamW8bit": _make_peer_builder("bitsandbytes.optim", "AdamW8bit"),
 }
-STORED: dict[str, list[str] | None] = {
+STORING_MODULES: dict[str, list[str] | None] = {
     "activations in float8": None,
     "activations, but not attention's": ["*norm*", "*.mlp"],
     "both": None,
@@ -88,7 +88,11 @@ STORED: dict[str, list[str] | None] = {
 
 def list_contestants() -> list[str]:
     """Return the names of the contestants whose library is installed."""
-    return [name for name in CONTESTANTS if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
+    return [
+        name
+        for name in CONTESTANTS
+        if name not in LIBRARY_OF_CONTESTANT or importlib.util.find_spec(LIBRARY_OF_CONTESTANT[name])
+    ]
 
 
 def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -97,8 +101,8 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     config = load_config(
         ROOT / "train_configs" / "llama3_debug.toml",
         {
-            "training": {"steps": options.steps, "local_batch_size": BATCH, "seed": seed, "device": "cpu"},
-            "activation_checkpoint": {"store_in_float8": name in STORED},
+            "training": {"steps": options.steps, "local_batch_size": BATCH_SIZE, "seed": seed, "device": "cpu"},
+            "activation_checkpoint": {"store_in_float8": name in STORING_MODULES},
             "checkpoint": {"enable": False},  # a copy of torchao's states to host memory fails
             "validation": {"freq": max(options.steps // 10, 1), "steps": 32},
             "job": {"dump_folder": str(options.runs), "name": f"{folder}_{seed}_{options.steps}"},
@@ -108,7 +112,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         mock.patch("quaver.lab.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
         mock.patch(
             "quaver.lab.trainer.parallelize.store_activations_in_float8",
-            partial(store_activations_in_float8, modules=STORED.get(name)),
+            partial(store_activations_in_float8, modules=STORING_MODULES.get(name)),
         ),
         # torchao does not compile while a step is recorded.
         mock.patch("quaver.lab.trainer.train._is_memory_due", return_value=False),
@@ -124,7 +128,7 @@ def make_table(runs: dict[str, dict[str, Any]]) -> str:
     """Return the table of final validation losses and gaps to AdamW with the same seed."""
     rows = []
     for name in CONTESTANTS:
-        final = {seed: each[name]["validation"][-1] for seed, each in runs.items() if name in each}
+        final = {seed: by_name[name]["validation"][-1] for seed, by_name in runs.items() if name in by_name}
         gaps = [loss / runs[seed][REFERENCE]["validation"][-1] - 1 for seed, loss in final.items()]
         if final:
             spread = f"{min(gaps):+.2%} to {max(gaps):+.2%}"

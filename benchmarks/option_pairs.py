@@ -215,15 +215,17 @@ class Runs:
             raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Unsupported)\b", line)]
             return f"{type(error).__name__}: {[str(error), *lines, *raised][-1]}"
         lines = [line for line in done.stderr.splitlines() if "error:" in line]
-        return "; ".join(lines) if any(each["row"][0] for each in done.ended) else ""
+        return "; ".join(lines) if any(end["row"][0] for end in done.ended) else ""
 
     def _find_difference(self, row: dict[str, str], name: str, reference: str) -> str:
         first, later = choose_tolerances(row)
-        for key, of_norms in (("loss", 0), ("grad_norm", 1), ("validation_loss", 0)):
+        for key, tolerance_index in (("loss", 0), ("grad_norm", 1), ("validation_loss", 0)):
             ours, theirs = (self._read_numbers(run, key) for run in (name, reference))
-            most = [later if key == "validation_loss" or step else first for step in range(len(theirs))]
-            pairs = zip(ours, theirs, most, strict=False)
-            if len(ours) != len(theirs) or any(abs(a - b) > each[of_norms] * abs(b) for a, b, each in pairs):
+            limits = [later if key == "validation_loss" or step else first for step in range(len(theirs))]
+            pairs = zip(ours, theirs, limits, strict=False)
+            if len(ours) != len(theirs) or any(
+                abs(a - b) > tolerances[tolerance_index] * abs(b) for a, b, tolerances in pairs
+            ):
                 return f"{key} {ours[:6]}, expected {theirs[:6]}"
         return ""
 
@@ -245,7 +247,7 @@ def _parse_options() -> argparse.Namespace:
 
 def _main() -> int:
     options, wrong = _parse_options(), 0
-    only = dict(each.split("=") for each in options.only.split(",") if each)
+    only = dict(pair.split("=") for pair in options.only.split(",") if pair)
     rows = [(index, row) for index, row in enumerate(make_covering_array(options.seed)) if only.items() <= row.items()]
     rows = rows[options.first :][: options.rows]
     folder = Path(tempfile.mkdtemp(prefix="option_pairs_"))

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, make_markdown_table, run_quaver, show
+from benchmarks.record import ROOT, make_markdown_table, run_quaver, show_tables
 from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.roofline.matmul import MATMUL_SHARES
@@ -111,7 +111,7 @@ def _make_linear_table(rows: Rows) -> str:
     return make_markdown_table(["eager / compiled", "time / bfloat16", "torchao's time / quaver's"], lines)
 
 
-def _train(rows: Rows) -> str:
+def _make_train_table(rows: Rows) -> str:
     lines = []
     for row in rows:
         ratios = (_format_ratios([row], f"{key}_over_high_precision") for key in ("time", "peak"))
@@ -119,7 +119,7 @@ def _train(rows: Rows) -> str:
     return make_markdown_table(["precision", "tokens/s", "time / bfloat16", "peak memory / bfloat16"], lines)
 
 
-_MEASURED = {"linear": _make_linear_table, "train": _train}
+_MEASURED = {"linear": _make_linear_table, "train": _make_train_table}
 
 
 def _format_ratios(rows: Rows, key: str) -> str:
@@ -147,7 +147,7 @@ def main() -> int:
     if any(codes):
         return max(codes)
     for page, tables in make_recorded_tables().items():
-        show(tables, page, update=options.update_docs)
+        show_tables(tables, page, update=options.update_docs)
     return 0
 
 

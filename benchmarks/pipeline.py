@@ -46,16 +46,16 @@ def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list
     ahead = (stages - stage - 1) * 2 + (parts - 1) * stages if parts > 1 else stages - stage - 1
     ahead = min(ahead, total)
 
-    def turn(number: int, backward: bool) -> tuple[bool, int, int]:
+    def make_turn(number: int, *, is_backward: bool) -> tuple[bool, int, int]:
         group, place = divmod(number, stages * parts)
         part = place // stages if parts > 1 else 0
         micro_batch = group * stages + place % stages if parts > 1 else number
-        return backward, parts - 1 - part if backward else part, micro_batch
+        return is_backward, parts - 1 - part if is_backward else part, micro_batch
 
-    turns = [turn(number, False) for number in range(ahead)]
+    turns = [make_turn(number, is_backward=False) for number in range(ahead)]
     for number in range(total - ahead):
-        turns += [turn(number + ahead, False), turn(number, True)]
-    return turns + [turn(number, True) for number in range(total - ahead, total)]
+        turns += [make_turn(number + ahead, is_backward=False), make_turn(number, is_backward=True)]
+    return turns + [make_turn(number, is_backward=True) for number in range(total - ahead, total)]
 
 
 def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:

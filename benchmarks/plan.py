@@ -12,7 +12,7 @@ All results are deterministic.
 from argparse import Namespace
 
 from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.record import make_page, make_page_parser
+from benchmarks.record import make_page_parser, record_and_show
 
 
 def main() -> None:
@@ -26,12 +26,14 @@ def main() -> None:
         for name, card in plan_published.CARDS.items():
             print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {card.sustained}  {card.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
-        results = make_page(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
+        results = record_and_show(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:
             part.draw(results)
     if options.published:
         of_memory = Namespace(**{**vars(options), "recorded": options.recorded or not options.memory})
-        make_page(of_memory, plan_memory.predict_all, plan_memory.RECORD, plan_memory.make_tables, plan_memory.PAGE)
+        record_and_show(
+            of_memory, plan_memory.predict_all, plan_memory.RECORD, plan_memory.make_tables, plan_memory.PAGE
+        )
 
 
 if __name__ == "__main__":

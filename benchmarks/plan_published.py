@@ -35,9 +35,9 @@ benchmarks/llama3_h100_202412_torchtitan.md). H100-DGX: NVIDIA's runs with Megat
 GB/s of NVLink reached. Its run used DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are
 longer, so its share is a bit too high."""
 CARDS = dict(sorted({**calibration.CARDS, **_OTHER_SETUPS}.items()))
-OFF = 0.15
+MAX_UNEXPLAINED_ERROR = 0.15
 """A row whose ratio differs from 1 by more needs a reason."""
-NODE_LIMITED = (0.5 * 0.5 + 0.5) / 2
+NODE_LIMITED_SHARE = (0.5 * 0.5 + 0.5) / 2
 """DeepSeek-V3 sends a token to 4 nodes at most for its 8 experts, in float8 there and in bfloat16 back (arXiv
 2412.19437, section 3.2.2)."""
 REASONS = {
@@ -48,7 +48,7 @@ REASONS = {
     "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "row-wise matmuls 128 to 1,792 features wide, of which no "
     "rate is known; torchtitan's gathers in bfloat16, casts on each rank and passes that scale are in the prediction",
 }
-"""Reasons for rows that differ by more than OFF, by the beginning of their names."""
+"""Reasons for rows that differ by more than MAX_UNEXPLAINED_ERROR, by the beginning of their names."""
 CHECKPOINTING = {"none": "none", "selective op": "op", "selective 2": "full", "full": "full"}
 
 
@@ -86,7 +86,7 @@ def make_run(row: Published) -> PipelinedRun:
         framework=Framework(
             async_tensor=row.async_tp,
             async_expert=row.pp_schedule == "DualPipe",
-            exchanged_share=NODE_LIMITED if row.pp_schedule == "DualPipe" else 1.0,
+            exchanged_share=NODE_LIMITED_SHARE if row.pp_schedule == "DualPipe" else 1.0,
             compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
             casts_gathered=row.recipe == "rowwise",
             rescales_rows=True,  # all row-wise runs used torchao
@@ -135,7 +135,7 @@ def predict_all() -> dict[str, Any]:
 
 
 def find_note(name: str) -> str:
-    """Return the note of a row: that it fixes its card's share, or why it differs by more than OFF; else ""."""
+    """Return the note of a row: that it fixes its card's share, or why its error is large; else ""."""
     if name in {card.row for card in CARDS.values()}:
         return "fixes its card"
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
@@ -144,12 +144,14 @@ def find_note(name: str) -> str:
 def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the rows, of the cards' shares, and of the errors."""
     by_name, lines = {row.name: row for row in load_published()}, []
-    for each in results["rows"]:
-        row, ratio = by_name[each["name"]], each["predicted"] / each["published"]
+    for result in results["rows"]:
+        row, ratio = by_name[result["name"]], result["predicted"] / result["published"]
         group, _, name = row.name.partition(" ")
         note = find_note(row.name)
-        shown = f"{ratio:.2f}" if abs(ratio - 1) <= OFF else f"**{ratio:.2f}**"
-        lines.append([group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{each['predicted']:,.0f}", shown, note])
+        shown = f"{ratio:.2f}" if abs(ratio - 1) <= MAX_UNEXPLAINED_ERROR else f"**{ratio:.2f}**"
+        lines.append(
+            [group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{result['predicted']:,.0f}", shown, note]
+        )
     cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CARDS.items()]
     heads = ["source", "run", "card", "published", "predicted", "ratio", "note"]
     return {
@@ -162,10 +164,8 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 def make_summary(results: dict[str, Any]) -> str:
     """Return a table of the errors of the rows that do not fix a card."""
     fixed = {card.row for card in CARDS.values()}
-    errors = sorted(
-        abs(each["predicted"] / each["published"] - 1) for each in results["rows"] if each["name"] not in fixed
-    )
-    near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, OFF)]
+    errors = sorted(abs(row["predicted"] / row["published"] - 1) for row in results["rows"] if row["name"] not in fixed)
+    near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, MAX_UNEXPLAINED_ERROR)]
     counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]
     return make_markdown_table(
         ["predicted runs", "within 5%", "within 10%", "within 15%", "median error", "largest"], [counts]

@@ -30,8 +30,8 @@ from quaver.roofline.device_specs import DEVICE_SPECS
 PAGE = ROOT / "docs" / "lab" / "scaling-curves.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_scaling.json"
 PICTURE = ROOT / "docs" / "images" / "plan-scaling.png"
-SIZES = (*(2**power for power in range(3, 17)), 100_352)
-SHOWN = (8, 64, 512, 4096, 16_384, 100_352)
+GPU_COUNTS = (*(2**power for power in range(3, 17)), 100_352)
+SHOWN_GPU_COUNTS = (8, 64, 512, 4096, 16_384, 100_352)
 CONFIGS = {  # checkpointing, and the global batch in tokens
     "llama3_8b": ("op", 2**22),
     "llama3_70b": ("full", 2**24),
@@ -62,7 +62,7 @@ class Layout:
 
 GATHERS = {"llama3_8b": Layout(0, 1), "llama3_70b": Layout(0, 1), "llama3_405b": Layout(0, 2)}
 NETWORKS = (400.0, 100.0)
-GATHER_SIZES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
+GATHER_GPU_COUNTS = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
 
 
 def iter_layouts(config: str) -> Iterator[Layout]:
@@ -158,7 +158,7 @@ def predict_all() -> dict[str, Any]:
     for config, precision, is_weak in itertools.product(CONFIGS, PRECISIONS, (True, False)):
         for layout in iter_layouts(config):
             points = {}
-            for gpus in SIZES:
+            for gpus in GPU_COUNTS:
                 run = make_run(config, precision, layout, gpus, is_weak=is_weak)
                 if run is not None:
                     points[str(gpus)] = round(predict_tokens_per_s(run, cluster), 1)
@@ -175,7 +175,7 @@ def _predict_gathers() -> list[dict[str, Any]]:
     for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
         cluster = replace(Cluster.from_spec(H100), network_gbps=gbps)
         rates: dict[str, list[float]] = {}
-        for gpus in GATHER_SIZES:
+        for gpus in GATHER_GPU_COUNTS:
             runs = [make_run(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]
             if None not in runs:
                 rates[str(gpus)] = [round(predict_tokens_per_s(run, cluster), 1) for run in runs if run]
@@ -184,7 +184,7 @@ def _predict_gathers() -> list[dict[str, Any]]:
 
 
 Curves = list[dict[str, Any]]
-WORDS = {"weak": "8,192 tokens of each GPU", "fixed batch": "a fixed global batch"}
+SCALING_LABELS = {"weak": "8,192 tokens of each GPU", "fixed batch": "a fixed global batch"}
 
 
 def find_best(curves: Curves, config: str, precision: str, scaling: str, gpus: int) -> tuple[float, str] | None:
@@ -214,8 +214,8 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
     return {
         "scaling weak": _make_best_table(curves, "weak"),
         "scaling fixed batch": _make_best_table(curves, "fixed batch"),
-        "where layouts stop": _stop_table(curves),
-        "what the gather buys": _gather_table(results["gather"]),
+        "where layouts stop": _make_stop_table(curves),
+        "what the gather buys": _make_gather_table(results["gather"]),
     }
 
 
@@ -224,7 +224,7 @@ def _make_best_table(curves: Curves, scaling: str) -> str:
     lines = []
     for config in CONFIGS:
         cells = []
-        for gpus in SHOWN:
+        for gpus in SHOWN_GPU_COUNTS:
             plain, float8 = (
                 find_best(curves, config, precision, scaling, gpus) for precision in ("bfloat16", "float8")
             )
@@ -235,10 +235,10 @@ def _make_best_table(curves: Curves, scaling: str) -> str:
             gain = f" ({float8[0] / plain[0]:.2f})" if plain else ""
             cells.append(f"{before}{float8[0]:,.0f}{gain} {float8[1]}")
         lines.append([config, *cells])
-    return make_markdown_table(["config", *(f"{gpus:,} GPUs" for gpus in SHOWN)], lines)
+    return make_markdown_table(["config", *(f"{gpus:,} GPUs" for gpus in SHOWN_GPU_COUNTS)], lines)
 
 
-def _stop_table(curves: Curves) -> str:
+def _make_stop_table(curves: Curves) -> str:
     """Return a table of float8 layouts: up to how many GPUs each keeps 95% and 50% of its best, and where it wins."""
     lines = []
     for config in CONFIGS:
@@ -256,14 +256,14 @@ def _stop_table(curves: Curves) -> str:
     return make_markdown_table(heads, lines)
 
 
-def _gather_table(rows: list[dict[str, Any]]) -> str:
+def _make_gather_table(rows: list[dict[str, Any]]) -> str:
     """Return a table of tokens/s with the float8 gather divided by those with the bfloat16 gather."""
     lines = []
     for row in rows:
         points = row["tokens_per_s"]
-        cells = [f"{points[str(g)][1] / points[str(g)][0]:.3f}" if str(g) in points else "" for g in GATHER_SIZES]
+        cells = [f"{points[str(g)][1] / points[str(g)][0]:.3f}" if str(g) in points else "" for g in GATHER_GPU_COUNTS]
         lines.append([row["config"], row["layout"], f"{row['network_gbps']:.0f} Gb/s", *cells])
-    return make_markdown_table(["config", "layout", "network", *(f"{gpus:,}" for gpus in GATHER_SIZES)], lines)
+    return make_markdown_table(["config", "layout", "network", *(f"{gpus:,}" for gpus in GATHER_GPU_COUNTS)], lines)
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -271,10 +271,10 @@ def draw(results: dict[str, Any]) -> None:
     curves, drawn = results["curves"], ("float8", "bfloat16")
     figure, axes = plt.subplots(2, len(CONFIGS), figsize=(17, 8), sharex=True, layout="constrained")
     colors = {"float8": "tab:blue", "bfloat16": "tab:orange"}
-    for row, scaling in zip(axes, WORDS, strict=True):
+    for row, scaling in zip(axes, SCALING_LABELS, strict=True):
         for axis, config in zip(row, CONFIGS, strict=True):
             for precision in drawn:
-                points_of_best = {gpus: find_best(curves, config, precision, scaling, gpus) for gpus in SIZES}
+                points_of_best = {gpus: find_best(curves, config, precision, scaling, gpus) for gpus in GPU_COUNTS}
                 line = {gpus: point[0] for gpus, point in points_of_best.items() if point}
                 axis.plot(
                     line.keys(), line.values(), color=colors[precision], linewidth=2.5, label=f"{precision}, best"
@@ -284,7 +284,7 @@ def draw(results: dict[str, Any]) -> None:
                     axis.plot(
                         points.keys(), points.values(), style, color=colors[precision], label=f"{precision}, {layout}"
                     )
-            axis.set_title(f"{config}, {WORDS[scaling]}", fontsize=10)
+            axis.set_title(f"{config}, {SCALING_LABELS[scaling]}", fontsize=10)
             axis.set_xscale("log")
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)

@@ -89,7 +89,7 @@ def make_markdown_table(head: list[str], rows: list[list[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def fill(page: str, tables: dict[str, str]) -> str:
+def fill_page(page: str, tables: dict[str, str]) -> str:
     """Return the page with each table put between its `<!-- table: name -->` and the next `<!-- end -->`.
 
     Raises:
@@ -104,12 +104,12 @@ def fill(page: str, tables: dict[str, str]) -> str:
     return page
 
 
-def show(tables: dict[str, str], page: Path, *, update: bool) -> None:
+def show_tables(tables: dict[str, str], page: Path, *, update: bool) -> None:
     """Print tables, and write them into the page if `update`."""
     for name, table in tables.items():
         print(f"{name}\n{table}\n")
     if update:
-        page.write_text(fill(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+        page.write_text(fill_page(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def make_page_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -120,7 +120,7 @@ def make_page_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def make_page(
+def record_and_show(
     options: argparse.Namespace,
     measure: Callable[[], dict[str, Any]],
     record: Path,
@@ -131,7 +131,7 @@ def make_page(
     results: dict[str, Any] = json.loads(record.read_text()) if options.recorded else measure()
     if options.update_docs and not options.recorded:
         write_results(record, results)
-    show(tables(results), page, update=options.update_docs)
+    show_tables(tables(results), page, update=options.update_docs)
     return results
 
 

@@ -44,7 +44,7 @@ from quaver.lab.settings.fields import OneOf
 from quaver.lab.trainer.huggingface.weights import make_meta_state
 from quaver.roofline.device_specs import get_peak_flops
 
-WORDS = [
+RUN_FLAGS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
     *("--training.seq_len=32", "--training.local_batch_size=2", "--training.device=cpu"),
     *("--validation.freq=1000000", "--validation.steps=1", "--lr_scheduler.schedule=constant"),
@@ -80,7 +80,7 @@ class Runs:
         return self.folder / "runs" / name
 
     def make_words(self, name: str, *more: str) -> list[str]:
-        return [*WORDS, f"--data={self.folder / 'text.txt'}", f"--job.dump_folder={self.folder / 'runs'}"] + [
+        return [*RUN_FLAGS, f"--data={self.folder / 'text.txt'}", f"--job.dump_folder={self.folder / 'runs'}"] + [
             f"--job.name={name}",
             *more,
         ]
@@ -154,7 +154,7 @@ def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
 
         original = pkgutil.resolve_name(phase)
 
-        def die_in(phase=phase, calls=calls, original=original) -> None:
+        def kill_in_phase(phase=phase, calls=calls, original=original) -> None:
             left = iter(range(calls))
 
             def die(*arguments, **options):
@@ -164,7 +164,7 @@ def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
 
             mock.patch(phase, die).start()
 
-        code = runs.run(runs.make_words("phases", "--training.steps=1000000"), die_in)
+        code = runs.run(runs.make_words("phases", "--training.steps=1000000"), kill_in_phase)
         require(code == -signal.SIGKILL, f"a run to be killed in {phase} ended with {code}: {runs.errors}")
         newest = runs.check_checkpoints("phases", newest)
     runs.check_same("phases", newest)
@@ -210,11 +210,11 @@ def fill_disks(runs: Runs, tries: int, chance: random.Random) -> str:
     for number in range(tries):
         limit = max(1, largest * number // tries)
 
-        def limited(limit=limit) -> None:
+        def limit_file_size(limit=limit) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        code = runs.run(runs.make_words("full", f"--training.steps={newest + 2}"), limited)
+        code = runs.run(runs.make_words("full", f"--training.steps={newest + 2}"), limit_file_size)
         require(code in (2, EXIT_NOT_WRITTEN), f"with files of at most {limit} bytes the exit code is {code}")
         newest = runs.check_checkpoints("full", newest)
     runs.check_same("full", newest)
@@ -249,7 +249,9 @@ def _damage_bytes(content: bytes, kind: int, chance: random.Random) -> bytes:
 def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
     """Alternate between bad settings on the command line, bad settings in TOML, and damaged files of a run."""
     require(runs.run(runs.make_words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
-    settings = [name for name in _iter_strict_settings() if not any(word.startswith(f"--{name}=") for word in WORDS)]
+    settings = [
+        name for name in _iter_strict_settings() if not any(word.startswith(f"--{name}=") for word in RUN_FLAGS)
+    ]
     bad_values = ("", "x", "1 2", "[[", "0x", "--", "1e", "{}", "none at all", "\u2460")
     toml = runs.folder / "bad.toml"
     for number in range(tries):

@@ -31,9 +31,9 @@ import pytorch_lightning as lightning
 import torch
 import transformers
 
-FLIPPED = 12
-FOREVER = 10**6
-SAME = "resumes"
+FLIPPED_CHECKPOINTS = 12
+ENDLESS_STEPS = 10**6
+SAME_WEIGHTS = "resumes"
 
 
 class Network(torch.nn.Module):
@@ -192,7 +192,7 @@ class Peer:
         digest = self.compute_digest(run, 6)
         if digest.startswith("error"):
             return digest
-        return SAME if digest == self.stopped else "resumes with other weights"
+        return SAME_WEIGHTS if digest == self.stopped else "resumes with other weights"
 
     def list_files(self, run: str) -> list[Path]:
         """Return the files of a run, the largest last."""
@@ -232,7 +232,7 @@ def fill_disk(peer: Peer) -> str:
 
 def flip_bits(peer: Peer) -> str:
     chance, noticed, same = random.Random(1), 0, 0
-    for number in range(FLIPPED):
+    for number in range(FLIPPED_CHECKPOINTS):
         run = f"flipped{number}"
         peer.run(run, 2)
         files = peer.list_files(run)
@@ -242,13 +242,13 @@ def flip_bits(peer: Peer) -> str:
         path.write_bytes(content)
         outcome = peer.resume(run)
         noticed += outcome.startswith("error")
-        same += outcome == SAME
-    return f"{noticed} of {FLIPPED} noticed, {FLIPPED - noticed - same} train on other weights"
+        same += outcome == SAME_WEIGHTS
+    return f"{noticed} of {FLIPPED_CHECKPOINTS} noticed, {FLIPPED_CHECKPOINTS - noticed - same} train on other weights"
 
 
 def start_two_writers(peer: Peer) -> str:
     peer.run("two", 2)
-    children = [peer.start("two", FOREVER) for _ in range(2)]
+    children = [peer.start("two", ENDLESS_STEPS) for _ in range(2)]
     time.sleep(5)
     ended = [os.waitpid(child, os.WNOHANG)[0] for child in children]
     errors = [peer.read_error(peer.starts - 1 + number) for number in range(2) if ended[number]]
@@ -289,7 +289,7 @@ SCENARIOS = {
     "stopped after two steps, resumed to six": compare_resumed,
     "killed while it writes a checkpoint": kill_inside_save,
     "the disk is full while it writes a checkpoint": fill_disk,
-    f"{FLIPPED} checkpoints with one bit flipped": flip_bits,
+    f"{FLIPPED_CHECKPOINTS} checkpoints with one bit flipped": flip_bits,
     "two processes resume one run": start_two_writers,
     "code in a pickled file of a checkpoint": plant_code,
 }

@@ -47,7 +47,7 @@ IMAGES = ROOT / "docs" / "images"
 
 TOKENS, DIM = 512, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-STEPS, EVENT, GROWING_STEPS = 40, 10, 10
+STEPS, EVENT_STEP, GROWING_STEPS = 40, 10, 10
 DRIFT_STEPS, DRIFT_UP, DRIFT_DOWN = 60, 1.08, 0.75
 POWERS = [step / 2 for step in range(-60, 17)]
 OUTLIERS = 1000  # one element in 1000 is 64 times as large
@@ -75,8 +75,8 @@ def make_scenarios() -> dict[str, Scenario]:
     both = {"dynamic": Float8LinearConfig(), "delayed, max": make_delayed_config()}
     most_recent = {"delayed, most_recent": make_delayed_config(scale_fn_name="most_recent")}
     headroom = {"delayed, headroom 2": make_delayed_config(headroom=2.0)}
-    growth = [2.0 ** min(max(step - EVENT + 1, 0), GROWING_STEPS) for step in range(STEPS)]
-    spikes = [[size if step == EVENT else 1.0 for step in range(STEPS)] for size in (1e3, 1e6)]
+    growth = [2.0 ** min(max(step - EVENT_STEP + 1, 0), GROWING_STEPS) for step in range(STEPS)]
+    spikes = [[size if step == EVENT_STEP else 1.0 for step in range(STEPS)] for size in (1e3, 1e6)]
     drifts = [[factor**step for step in range(DRIFT_STEPS)] for factor in (DRIFT_UP, DRIFT_DOWN)]
     return {
         "growth": Scenario(growth, {**both, **headroom, "static": STATIC}),

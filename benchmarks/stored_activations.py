@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import memory_modules
 from benchmarks.memory_modules import Case, Size
-from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page, make_page_parser
+from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, record_and_show
 from quaver.checkpointing import store_activations_in_float8
 from quaver.torch_private.compiler import recompile_limit
 
@@ -25,7 +25,7 @@ RECORD = ROOT / "benchmarks" / "results" / "stored_activations.json"
 MEMORY_RECORD = ROOT / "benchmarks" / "results" / "memory.json"
 PAGE = ROOT / "docs" / "activations.md"
 RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
-OF_TIME = Size(dim=512, hidden_dim=1536, n_heads=8, n_kv_heads=4)
+TIMED_SIZE = Size(dim=512, hidden_dim=1536, n_heads=8, n_kv_heads=4)
 ROUNDS = 12
 BLOCKS = 10
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def measure_times(compiled: bool) -> dict[str, dict[str, float]]:
         for store in (False, True):
             case = Case("2 blocks", recipe, compiled=compiled)
             steps[recipe, store] = memory_modules.prepare(
-                case, OF_TIME, CPU, None, build_subject(case, OF_TIME, store)
+                case, TIMED_SIZE, CPU, None, build_subject(case, TIMED_SIZE, store)
             )[2]
             for _ in range(2):  # compiles, and makes the optimizer's states
                 steps[recipe, store]()
@@ -68,12 +68,14 @@ def measure_times(compiled: bool) -> dict[str, dict[str, float]]:
             step()
             samples[name].append(time.process_time() - start)
     return {
-        recipe: {name: round(1e3 * statistics.median(samples[recipe, store]), 1) for name, store in KINDS.items()}
+        recipe: {
+            name: round(1e3 * statistics.median(samples[recipe, store]), 1) for name, store in STORE_BY_KIND.items()
+        }
         for recipe in RECIPES
     }
 
 
-KINDS = {"kept": False, "stored": True}
+STORE_BY_KIND = {"kept": False, "stored": True}
 
 
 def measure() -> dict[str, Any]:
@@ -86,7 +88,7 @@ def measure() -> dict[str, Any]:
             times = measure_times(compiled)
         for recipe in RECIPES:
             case = Case(f"{BLOCKS} blocks", recipe, compiled=compiled)
-            of_bytes = {name: count_bytes(case, store) for name, store in KINDS.items()}
+            of_bytes = {name: count_bytes(case, store) for name, store in STORE_BY_KIND.items()}
             rows.append({"recipe": recipe, "compiled": compiled, "ms": times[recipe], **of_bytes})
     return {"environment": describe_provenance("stored_activations"), "rows": rows}
 
@@ -105,12 +107,12 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
     per_token: dict[str, list[str]] = {recipe: [recipe] for recipe in RECIPES}
     for row in results["rows"]:
         base = next(first for first in results["rows"] if first["compiled"] == row["compiled"])  # bfloat16 is first
-        shares = [row[kind][what] / base["kept"][what] for what in ("saved", "peak") for kind in KINDS]
-        shares += [row["ms"][kind] / base["ms"]["kept"] for kind in KINDS]
+        shares = [row[kind][what] / base["kept"][what] for what in ("saved", "peak") for kind in STORE_BY_KIND]
+        shares += [row["ms"][kind] / base["ms"]["kept"] for kind in STORE_BY_KIND]
         how = "compiled" if row["compiled"] else "eager"
         lines.append([f"{row['recipe']}, {how}", *(f"{share:.2f}" for share in shares)])
         checkpointed = read_memory_table(row["recipe"], row["compiled"])
-        saved = [*(row[kind]["saved"] for kind in KINDS), checkpointed["op"], checkpointed["full"]]
+        saved = [*(row[kind]["saved"] for kind in STORE_BY_KIND), checkpointed["op"], checkpointed["full"]]
         per_token[row["recipe"]] += [f"{size / BLOCKS / Size().tokens:,.0f}" for size in saved]
     head = ["", "saved, kept", "stored", "peak, kept", "stored", "time, kept", "stored"]
     of_tokens = ["", *(cell for how in ("eager", "compiled") for cell in (f"{how}, kept", "stored", "op", "full"))]
@@ -122,7 +124,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     options: argparse.Namespace = make_page_parser(__doc__).parse_args()
-    make_page(options, measure, RECORD, make_tables, PAGE)
+    record_and_show(options, measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

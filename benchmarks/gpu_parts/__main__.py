@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import WRONG
+from benchmarks.gpu import EXIT_WRONG_GRADIENTS
 from benchmarks.gpu_parts.attention import time_attention
 from benchmarks.gpu_parts.blocks import time_compiled_blocks, time_eager_blocks
 from benchmarks.gpu_parts.gradients import compare_gradients
@@ -31,11 +31,11 @@ PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
     "graphs": time_graphs,
     "fsdp": time_fsdp,
 }
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def main(words: list[str]) -> int:
-    """Run a part. Returns 0, 1 if a row failed, 2 without a GPU, `WRONG` for wrong gradients, or `INTERRUPTED`."""
+    """Run a part. Returns 0, 1 if a row failed, 2 without a GPU, `EXIT_WRONG_GRADIENTS`, or `EXIT_INTERRUPTED`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_parts", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--output", type=Path, required=True)
@@ -50,9 +50,9 @@ def main(words: list[str]) -> int:
         rows = record(PARTS[options.part](lab), lab, options.output, options.part)
     except KeyboardInterrupt:
         print(f"interrupted; {options.output} has the rows so far", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     if any(row.get("is_wrong") for row in rows):
-        return WRONG
+        return EXIT_WRONG_GRADIENTS
     return int(any("error" in row for row in rows))
 
 

@@ -29,18 +29,18 @@ def time_attention(lab: Lab) -> Iterator[Row]:
 def _time_backend(
     lab: Lab, operands: tuple[Tensor, Tensor, Tensor], direction: Tensor, backend: list[SDPBackend]
 ) -> Iterator[Row]:
-    def forward() -> Tensor:
+    def run_forward() -> Tensor:
         if not backend:
             return F.scaled_dot_product_attention(*operands, is_causal=True)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(*operands, is_causal=True)
 
-    def both() -> None:
+    def run_both_passes() -> None:
         for operand in operands:
             operand.grad = None
-        forward().backward(direction)
+        run_forward().backward(direction)
 
-    calls: dict[str, Call] = {"forward": forward, "forward and backward": both}
+    calls: dict[str, Call] = {"forward": run_forward, "forward and backward": run_both_passes}
     batch, heads, length, width = operands[0].shape
     products = 2 * batch * heads * length * length * width  # of both matmuls, half of which the mask leaves out
     for name, measured in lab.time(calls, rounds=10).items():

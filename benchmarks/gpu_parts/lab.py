@@ -19,7 +19,7 @@ from quaver.lab.bench.shapes import make_model
 from quaver.lab.settings import Model
 from quaver.runtime.devices import synchronize
 
-STATE = (
+STATE_FIELDS = (
     *("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active"),
     *("clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_thermal_slowdown"),
 )
@@ -124,12 +124,12 @@ class Lab:
         """
         if self.dry:
             return {}
-        command = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits", "--id=0"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(STATE_FIELDS)}", "--format=csv,noheader,nounits", "--id=0"]
         try:
             output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
         except (OSError, subprocess.SubprocessError) as error:
             return {"error": f"{type(error).__name__}: {error}"[:200]}
-        return dict(zip(STATE, (value.strip() for value in output.split(",")), strict=False))
+        return dict(zip(STATE_FIELDS, (value.strip() for value in output.split(",")), strict=False))
 
 
 def make_timing_row(measured: Timing) -> Row:

@@ -82,19 +82,19 @@ def _compare_sums(lab: Lab, fast: bool) -> Iterator[Row]:
     a, b = lab.randn(rows, k).abs(), lab.randn(columns, k).abs()
     left, right = a.to(E4M3), b.to(E4M3)
     if lab.dry:
-        of_card = accumulate(left, right, HOPPER, use_fast_accum=fast)
+        hardware_sums = accumulate(left, right, HOPPER, use_fast_accum=fast)
     else:
         one = torch.ones((), device=lab.device)
-        of_card = scaled_mm(left, right.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        hardware_sums = scaled_mm(left, right.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
     few = slice(0, 64)
-    of_rule = accumulate(left[few], right[few], HOPPER, use_fast_accum=fast)
+    rule_sums = accumulate(left[few], right[few], HOPPER, use_fast_accum=fast)
     exact = left[few].double() @ right[few].double().t()
-    card = of_card[few, few]
-    same = (card == of_rule).float().mean().item()
+    card = hardware_sums[few, few]
+    same = (card == rule_sums).float().mean().item()
     yield {
         "equal_to_the_rule": same,
         "card_db": _compute_sqnr_db(exact, card),
-        "rule_db": _compute_sqnr_db(exact, of_rule),
+        "rule_db": _compute_sqnr_db(exact, rule_sums),
     }
 
 

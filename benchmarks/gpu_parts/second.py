@@ -77,12 +77,12 @@ def time_optimizers(lab: Lab) -> Iterator[Row]:
         "Float8AdamW, compiled": lambda parameters: Float8AdamW(parameters, compile=True),
     }
 
-    def rows(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Iterator[Row]:
+    def time_optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Iterator[Row]:
         step = make_step(lab, BFLOAT16, make_inputs(lab), compiled=False)
         step()
         yield from _time_call(lab, make(list(step.subject.parameters())).step)
 
-    yield from catch_failures(({"what": name}, partial(rows, make)) for name, make in makers.items())
+    yield from catch_failures(({"what": name}, partial(time_optimizer, make)) for name, make in makers.items())
 
 
 def time_stored_activations(lab: Lab) -> Iterator[Row]:

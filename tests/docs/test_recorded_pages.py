@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from benchmarks import ledger, performance, scaling, stored_activations
-from benchmarks.record import ROOT, fill
+from benchmarks.record import ROOT, fill_page
 from benchmarks.scaling import PICTURES, make_scenarios, measure_casts
 from quaver.lab.cli.bench import VERBS
 from tests.ranks import run
@@ -23,11 +23,11 @@ def code_of(page):
 def test_the_tables_are_those_of_the_recorded_run():
     for page, tables in performance.make_recorded_tables().items():
         text = page.read_text(encoding="utf-8")
-        assert fill(text, tables) == text, "run python -m benchmarks.performance --update-docs"
+        assert fill_page(text, tables) == text, "run python -m benchmarks.performance --update-docs"
     name, table = tables.popitem()
-    assert fill(text, {name: table.replace("1", "2")}) != text
+    assert fill_page(text, {name: table.replace("1", "2")}) != text
     with pytest.raises(ValueError, match=f"table: {name}"):
-        fill("no markers", {name: table})
+        fill_page("no markers", {name: table})
 
 
 def test_the_page_of_benchmarks_has_every_benchmark():
@@ -37,7 +37,7 @@ def test_the_page_of_benchmarks_has_every_benchmark():
 
 def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_its_promise():
     page, results = stored_activations.PAGE.read_text(), json.loads(stored_activations.RECORD.read_text())
-    assert fill(page, stored_activations.make_tables(results)) == page
+    assert fill_page(page, stored_activations.make_tables(results)) == page
     saved = {row["compiled"]: row["kept"]["saved"] for row in results["rows"] if row["recipe"] == "bfloat16"}
     stored = [row["stored"]["saved"] / saved[row["compiled"]] for row in results["rows"] if row["recipe"] == "rowwise"]
     assert max(stored) <= 0.55
@@ -47,7 +47,7 @@ def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_i
 
 def test_the_table_of_a_blocks_cost_is_that_of_the_recorded_counts():
     page, results = ledger.PAGE.read_text(), json.loads(ledger.RECORD.read_text())
-    assert fill(page, ledger.make_tables(results)) == page, "run python -m benchmarks.ledger --update-docs"
+    assert fill_page(page, ledger.make_tables(results)) == page, "run python -m benchmarks.ledger --update-docs"
     for row, counted in zip(results["table"], results["ledgers"], strict=True):
         assert row["precision"] == counted["name"].removeprefix("quaver ")
         assert float(row["sum GB"]) == round(counted["overhead_bytes"] / 1e9, 1)

@@ -151,7 +151,7 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
 
     monkeypatch.setitem(gpu_parts.PARTS, "rates", run_and_interrupt)
     path = tmp_path / "rows.json"
-    assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu_parts.INTERRUPTED
+    assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu_parts.EXIT_INTERRUPTED
     results = json.loads(path.read_text())
     assert not results["complete"]
     error = {"what": "bad", "error": "ValueError: no such kernel"}
@@ -159,7 +159,7 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
     monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter(results["rows"]))
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == 1
     monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter([{"what": "wrong", "is_wrong": True}, error]))
-    assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu.WRONG
+    assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu.EXIT_WRONG_GRADIENTS
 
 
 def test_gradients_that_a_kernel_spoils_are_wrong():

@@ -20,7 +20,7 @@ SAMPLES = {
 @pytest.mark.parametrize(("name", "samples"), first(1, SAMPLES.items()), ids=SAMPLES)
 def test_a_seeded_fault_is_named_first(name, samples):
     (fault,) = (fault for fault in FAULTS if fault.name == name)
-    fault = replace(fault, at=5, steps=7, every=1)
+    fault = replace(fault, first_step=5, steps=7, every=1)
     result = judge(fault, run_watched(fault))
     assert result["before"] == []
     assert (result["found"], result["first"], result["samples"]) == (True, True, samples)

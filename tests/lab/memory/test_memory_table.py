@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.memory import (
+    MAX_PEAK_RATIO,
     PAGE,
-    PROMISED,
     RECORD,
     compute_ratios,
     find_exceptions,
@@ -21,7 +21,7 @@ from benchmarks.memory import (
     parse_case,
 )
 from benchmarks.memory_modules import Case, Size, predict
-from benchmarks.record import fill
+from benchmarks.record import fill_page
 from quaver.lab.recorder.allocator import measure_usage
 from tests.thinned import at_night
 
@@ -118,7 +118,7 @@ def recorded() -> dict:
 def test_the_committed_table_has_every_row(recorded):
     assert [parse_case(row) for row in recorded["rows"]] == list_cases([])
     assert len(recorded["rows"]) == 576
-    assert fill(PAGE.read_text(), make_tables(recorded)) == PAGE.read_text()
+    assert fill_page(PAGE.read_text(), make_tables(recorded)) == PAGE.read_text()
 
 
 def test_the_committed_table_shows_the_promises_of_the_page(recorded):
@@ -129,4 +129,4 @@ def test_the_committed_table_shows_the_promises_of_the_page(recorded):
     assert not [row for row in above if row["module"] == "ffn" and not (row["compiled"] and row["ranks"] == 2)]
     assert all(make_name(row) in PAGE.read_text() for row in above)
     models = [compute_ratios(row, rows)["peak"] for row in rows if row["module"].endswith("0 blocks")]
-    assert max(models) <= PROMISED
+    assert max(models) <= MAX_PEAK_RATIO

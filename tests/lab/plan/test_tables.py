@@ -5,10 +5,17 @@ import json
 import pytest
 
 from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.plan_published import CARDS, OFF, REASONS, calibrate_share, find_note, predict_tokens_per_s
-from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, find_best, make_run
+from benchmarks.plan_published import (
+    CARDS,
+    MAX_UNEXPLAINED_ERROR,
+    REASONS,
+    calibrate_share,
+    find_note,
+    predict_tokens_per_s,
+)
+from benchmarks.plan_scaling import CONFIGS, H100, SHOWN_GPU_COUNTS, Layout, find_best, make_run
 from benchmarks.published import load_published
-from benchmarks.record import fill
+from benchmarks.record import fill_page
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.simulate import simulate
@@ -23,7 +30,7 @@ QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches
 @pytest.mark.parametrize(("part", "results"), [*zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True)])
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
-    assert fill(page, part.make_tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
+    assert fill_page(page, part.make_tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
     assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
 
 
@@ -60,7 +67,9 @@ def test_recorded_memory_of_a_published_run_is_the_trainers():
 
 
 def test_rows_far_off_and_no_others_have_a_reason():
-    off = [row["name"] for row in PUBLISHED["rows"] if abs(row["predicted"] / row["published"] - 1) > OFF]
+    off = [
+        row["name"] for row in PUBLISHED["rows"] if abs(row["predicted"] / row["published"] - 1) > MAX_UNEXPLAINED_ERROR
+    ]
     assert [name for name in off if not find_note(name)] == []
     assert all(any(name.startswith(part) for name in off) for part in REASONS)
     assert len(off) <= 8
@@ -88,7 +97,7 @@ def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
     assert {curve["config"] for curve in curves} == set(CONFIGS)
     for config in CONFIGS:
         for precision in ("bfloat16", "float8"):
-            points = [find_best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
+            points = [find_best(curves, config, precision, "weak", gpus) for gpus in SHOWN_GPU_COUNTS]
             tokens = [point[0] for point in points if point]
             assert min(tokens[1:]) > 0.7 * max(tokens)
     plain = plan_scaling.find_points(curves, "llama3_8b", "float8", "weak", "FSDP2")
