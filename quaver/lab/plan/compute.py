@@ -34,17 +34,17 @@ SPLIT_LOGIT_BYTES = PerPass(20, 28)
 """Bytes per logit of a tensor parallel rank's part. Forward reads bfloat16 for the maxima, and again to write
 differences in float32, takes exponentials and sums them. Backward writes differences, changes them twice, and reads
 them for the gradient."""
-CAST_FORWARD = 0.625
+FORWARD_CAST_SHARE = 0.625
 """Share of the bytes of a weight's casts that the forward moves. With dynamic tensorwise scales, the amax and the codes
 for the forward move 5 of 8 bytes an element, the codes for the backward 3."""
-RESCALED_BYTES = 4
+RESCALING_BYTES_PER_ELEMENT = 4
 """Bytes that torchao moves per element of a row-wise linear's gradients. It multiplies with one scale per operand, and
 a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
-EAGER_BYTES = 3.0
+EAGER_BYTES_RATIO = 3.0
 """Ratio of the bytes between matmuls of eager to compiled code. Counted for a Llama 3 8B block, per token: a norm reads
 and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice: 540 kB forward,
 compared with 180."""
-TOKEN_ROWS = 128
+GROUPED_TILE_ROWS = 128
 """Rows of a grouped matmul's tile. The tokens of an expert are padded to a multiple of it."""
 
 
@@ -96,7 +96,7 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
         BlockShape(model.dim, queries, keys, hidden), rank_tokens, spec, run.residual_bytes
     )
     if not run.framework.compiled:
-        between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
+        between = PerPass(*(EAGER_BYTES_RATIO * seconds for seconds in between))
     attention = predict_attention_seconds(queries, rank_tokens, run.seq_len, spec, run.framework.attention)
     forward = sum(map(_time_forward, linears.values()))
     backward = sum(time.total_s - _time_forward(time) for time in linears.values())
@@ -196,8 +196,8 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     tokens, inputs, outputs = sizes
     return replace(
         time,
-        grad_input_s=time.grad_input_s + predict_move_seconds(RESCALED_BYTES * tokens * inputs, spec),
-        grad_weight_s=time.grad_weight_s + predict_move_seconds(RESCALED_BYTES * inputs * outputs, spec),
+        grad_input_s=time.grad_input_s + predict_move_seconds(RESCALING_BYTES_PER_ELEMENT * tokens * inputs, spec),
+        grad_weight_s=time.grad_weight_s + predict_move_seconds(RESCALING_BYTES_PER_ELEMENT * inputs * outputs, spec),
         launches_s=time.launches_s + 2 * KERNEL_LAUNCH_S,
     )
 
@@ -206,7 +206,7 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
-    filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
+    filled = local * ceil(rows / local / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
     forward = backward = 0.0
     for inputs, outputs in list_expert_matrices(model):
         cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
@@ -238,7 +238,7 @@ def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:
 
 
 def _time_forward(time: LinearTime) -> float:
-    casts = time.input_casts_s + CAST_FORWARD * time.weight_casts_s
+    casts = time.input_casts_s + FORWARD_CAST_SHARE * time.weight_casts_s
     return time.output_s + casts + time.widening_s / 3 + time.launches_s / 3
 
 

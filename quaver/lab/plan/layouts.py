@@ -297,5 +297,5 @@ def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list
     return sorted({*_list_powers_of_2(most), config.training.local_batch_size})
 
 
-def _list_powers_of_2(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+def _list_powers_of_2(maximum: int) -> list[int]:
+    return [1 << power for power in range(maximum.bit_length()) if 1 << power <= maximum]

@@ -2,7 +2,7 @@
 
 A task begins when its stream is free and the tasks for which it waits have ended, as with CUDA's streams and events.
 While a collective runs on a link, its kernels occupy multiprocessors, which slows its rank's compute stream by
-CONTENTION. The simulation is deterministic; n tasks take n log n steps.
+CONTENTION_SHARE. The simulation is deterministic; n tasks take n log n steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 COMPUTE, STORAGE = "compute", "storage"
-CONTENTION = 0.12
+CONTENTION_SHARE = 0.12
 """Share of the multiprocessors that a collective occupies. NCCL's rings take 16 to 24 of 132 on Hopper, one per
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
 _WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
@@ -153,7 +153,7 @@ def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return merged
 
 
-def simulate(step: SimulatedStep, contention: float = CONTENTION) -> SimulatedTimeline:
+def simulate(step: SimulatedStep, contention: float = CONTENTION_SHARE) -> SimulatedTimeline:
     """Run the tasks of a step.
 
     Raises:

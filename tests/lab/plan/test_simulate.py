@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.simulate import COMPUTE, CONTENTION, ExtrapolatedTimeline, SimulatedStep, Task, simulate
+from quaver.lab.plan.simulate import COMPUTE, CONTENTION_SHARE, ExtrapolatedTimeline, SimulatedStep, Task, simulate
 
 STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
 TINY = 1e-12
@@ -36,7 +36,7 @@ def sum_longest_path(step):
 @settings(max_examples=25, deadline=None)
 @given(steps())
 def test_streams_run_one_task_at_a_time_and_wait_and_take_between_the_longest_part_and_the_sum(step):
-    for contention in (0.0, CONTENTION):
+    for contention in (0.0, CONTENTION_SHARE):
         timeline = simulate(step, contention)
         spans = timeline.spans
         assert [span.task for span in spans] == step.tasks
