@@ -14,7 +14,7 @@ from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
 from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
-from quaver.lab.memory.devices.gpu import as_on_a_gpu
+from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
@@ -89,5 +89,5 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
         training=replace(config.training, compile=True),
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
-    with as_on_a_gpu(), fake_run(config, ranks, Fakes()) as run:
+    with imitate_gpu(), fake_run(config, ranks, Fakes()) as run:
         return record_compiled(run.step, GPUS[spec.name])

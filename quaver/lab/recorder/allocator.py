@@ -69,7 +69,7 @@ class Usage:
     """The bytes alive at the mark, which the forward saved for backward."""
 
 
-class Measured:
+class MeasuredStep:
     """The result of `measure_usage`; its block must call `mark` once, between forward and backward."""
 
     def __init__(self, mark: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class Measured:
 
 
 @contextmanager
-def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[Measured]:
+def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[MeasuredStep]:
     """Measure the block, which runs one step on `device`, and fill in `usage`.
 
     Args:
@@ -105,12 +105,12 @@ def pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[Measured]:
+def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[MeasuredStep]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     at_mark: list[int] = []
-    measured = Measured(lambda: at_mark.append(torch.cuda.memory_allocated(device) - before))
+    measured = MeasuredStep(lambda: at_mark.append(torch.cuda.memory_allocated(device) - before))
     yield measured
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
@@ -119,13 +119,14 @@ def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[Measured]:
     measured.usage = Usage(peak, None, at_mark[0])
 
 
-def _measure_cpu(may_leave: bool) -> Iterator[Measured]:
+def _measure_cpu(may_leave: bool) -> Iterator[MeasuredStep]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        measured = Measured(_record_mark)
+        measured = MeasuredStep(_record_mark)
         yield measured
         gc.collect()
         torch.empty(1)  # logs a last event, which has the allocator's final sum
-    measured.usage = _compute_usage(list(_walk(profiler.profiler.kineto_results.experimental_event_tree())), may_leave)
+    events = profiler.profiler.kineto_results.experimental_event_tree()
+    measured.usage = _compute_usage(list(_iter_nodes(events)), may_leave)
 
 
 def _record_mark() -> None:
@@ -154,10 +155,10 @@ def _sum_bytes(blocks: list[MemoryBlock]) -> int:
     return sum(block.size_bytes for block in blocks)
 
 
-def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
+def _iter_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
     for node in nodes:
         yield node
-        yield from _walk(node.children)
+        yield from _iter_nodes(node.children)
 
 
 def _read_blocks(nodes: list[Any]) -> list[MemoryBlock]:

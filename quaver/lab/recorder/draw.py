@@ -50,7 +50,7 @@ def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    rows = reduce_columns(report["timeline"], MAX_COLUMNS, keep=[report["peak_event"]])
+    rows = reduce_rows(report["timeline"], MAX_COLUMNS, keep=[report["peak_event"]])
     events, series = rows[:, 0], rows[:, 2:].T
     peak_bytes = report["peak_bytes"]
     unit_bytes, unit = choose_unit(peak_bytes)
@@ -107,8 +107,8 @@ def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: floa
     )
 
 
-def reduce_columns(timeline: Iterable[Iterable[float]], most: int, *, keep: Iterable[int] = ()) -> Array:
-    """Reduce `timeline` to about `most` rows: the highest row of each group of adjacent rows.
+def reduce_rows(timeline: Iterable[Iterable[float]], max_rows: int, *, keep: Iterable[int] = ()) -> Array:
+    """Reduce `timeline` to about `max_rows` rows: the highest row of each group of adjacent rows.
 
     Args:
         timeline: rows of [event, microseconds, bytes of each category].
@@ -117,9 +117,9 @@ def reduce_columns(timeline: Iterable[Iterable[float]], most: int, *, keep: Iter
         float64 [rows, columns of `timeline`]. Bytes are exact up to 2^53.
     """
     rows = np.array(timeline, dtype=np.float64)
-    if len(rows) <= most:
+    if len(rows) <= max_rows:
         return rows
     totals = rows[:, 2:].sum(1)
-    edges = np.linspace(0, len(rows), most + 1).astype(int)
+    edges = np.linspace(0, len(rows), max_rows + 1).astype(int)
     highest = [int(first + totals[first:last].argmax()) for first, last in zip(edges, edges[1:], strict=False)]
     return rows[np.unique([0, *highest, *keep, len(rows) - 1])]

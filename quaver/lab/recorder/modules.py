@@ -22,10 +22,10 @@ from quaver.torch_private.autograd import current_node, get_sequence_number, nex
 from quaver.torch_private.compiler import OptimizedModule
 from quaver.torch_private.memory import storage_key
 
-OUTSIDE = ""
+OUTSIDE_MODULES = ""
 """The name for code outside of all modules."""
 
-_NO_NUMBER = 1 << 63
+_NO_SEQUENCE_NUMBER = 1 << 63
 """AccumulateGrad nodes have larger sequence numbers, since they belong to a parameter and not to a forward."""
 
 
@@ -40,7 +40,7 @@ def iter_visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     The model itself is named by its class.
     """
     seen: set[nn.Module] = set()
-    pending = [(OUTSIDE, model)]
+    pending = [(OUTSIDE_MODULES, model)]
     while pending:
         path, module = pending.pop()
         if module in seen:
@@ -90,19 +90,19 @@ class ModuleTracker:
 
     @property
     def current(self) -> str:
-        """The module in which code runs now; `OUTSIDE` for none."""
+        """The module in which code runs now; `OUTSIDE_MODULES` for none."""
         if self.stack:
             return self.stack[-1]
         node = current_node()
-        return OUTSIDE if node is None else self.find_creating_module(node)
+        return OUTSIDE_MODULES if node is None else self.find_creating_module(node)
 
     def find_creating_module(self, node: Any) -> str:
         """Return the module whose forward created an autograd node; for AccumulateGrad, the parameter's owner."""
         number = get_sequence_number(node)
-        if number >= _NO_NUMBER:
-            return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
+        if number >= _NO_SEQUENCE_NUMBER:
+            return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE_MODULES)
         index = bisect_right(self._numbers, number)
-        return self._names[index - 1] if index else OUTSIDE
+        return self._names[index - 1] if index else OUTSIDE_MODULES
 
     def find_parameter(self, key: int) -> str:
         """Return the name of the current module's parameter with the storage `key`, or an empty string."""
@@ -137,4 +137,4 @@ class ModuleTracker:
 
     def _mark(self) -> None:
         self._numbers.append(next_sequence_number())
-        self._names.append(self.stack[-1] if self.stack else OUTSIDE)
+        self._names.append(self.stack[-1] if self.stack else OUTSIDE_MODULES)

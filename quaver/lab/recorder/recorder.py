@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.recorder.callers import find_caller
-from quaver.lab.recorder.modules import OUTSIDE, ModuleTracker
+from quaver.lab.recorder.modules import OUTSIDE_MODULES, ModuleTracker
 from quaver.lab.recorder.storages import StorageWatch, iter_plain_parts
 from quaver.runtime.phases import OpenPhase
 from quaver.torch_private.autograd import current_node
@@ -85,7 +85,7 @@ class Allocation:
     """Whether a selective checkpoint called its policy for the operator."""
     held_from_forward: bool = False
     """Whether it survives the forward without being saved by autograd."""
-    saved_in: str = OUTSIDE
+    saved_in: str = OUTSIDE_MODULES
     """The module in whose forward autograd first saved it."""
     first_use: Use | None = None
     """Its first reader after the forward, if the forward allocated it."""
@@ -124,7 +124,7 @@ class Recorder(StorageWatch):
         return self.modules.follows_compiled_code
 
     def categorize(
-        self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE, *, parameter: str | None = None
+        self, category: str, tensors: Iterable[Tensor], module: str = OUTSIDE_MODULES, *, parameter: str | None = None
     ) -> None:
         """Set the category of the storages of `tensors`, unless it is known already.
 
@@ -167,10 +167,10 @@ class Recorder(StorageWatch):
             self._saved[key] = self._saved.get(key, 0) + change
             self._log_state(key, self._sizes[key])
 
-    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+    def on_storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         shape, dtype = ((), "") if tensor is None else _get_shape_and_dtype(tensor)
         if operator is None:
-            allocation = Allocation(key, None, OUTSIDE, BEFORE_RECORDING, shape, dtype, category="inputs")
+            allocation = Allocation(key, None, OUTSIDE_MODULES, BEFORE_RECORDING, shape, dtype, category="inputs")
             self.initial[allocation] = size_bytes
             self._live[key] = allocation
             return
@@ -194,19 +194,19 @@ class Recorder(StorageWatch):
             _categorize_weight_cast(allocation, tensor)
         self._log_state(key, size_bytes)
 
-    def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
+    def on_storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
         allocation = self._live[key]
         if allocation.category in (None, "inputs"):
             allocation.category = "gathered_weights"
             allocation.module = allocation.module or self.modules.current
         self._log_state(key, size_bytes)
 
-    def storage_released(self, key: int, size_bytes: int) -> None:
+    def on_storage_released(self, key: int, size_bytes: int) -> None:
         self._saved.pop(key, None)
         self._log_state(key, 0)
         del self._live[key]
 
-    def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
+    def on_operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
         self._operand = self._find_largest(tensors)
         self._follow_phase()
         phase = self.spans[-1][0]
@@ -290,7 +290,7 @@ class Recorder(StorageWatch):
         """Mark, at the beginning of backward, what the forward allocated and something still holds."""
         with self._lock:
             for key, allocation in self._live.items():
-                made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE
+                made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE_MODULES
                 if made_in_forward and allocation.category is None and not self._saved.get(key):
                     allocation.held_from_forward = True
 

@@ -36,7 +36,7 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
     saved_event = _find_saved_peak(recorder)
     peak_event = _find_maximum(totals)
     saved = [item for item in _replay(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
-    rows = _rank(_make_saved_row(allocation, *state, recorder.modules.compiled) for allocation, state in saved)
+    rows = _merge_equal(_make_saved_row(allocation, *state, recorder.modules.compiled) for allocation, state in saved)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,
@@ -44,7 +44,9 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
         "peak_bytes": totals[peak_event],
         "peak_event": peak_event,
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
-        "at_peak": _rank(_make_row(allocation, *state) for allocation, state in _replay(recorder, peak_event).items()),
+        "at_peak": _merge_equal(
+            _make_row(allocation, *state) for allocation, state in _replay(recorder, peak_event).items()
+        ),
         "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
         "saved_event": saved_event,
         "saved_for_backward": rows,
@@ -158,7 +160,7 @@ def _name_operand(allocation: Allocation) -> str:
     return allocation.operator
 
 
-def _rank(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_equal(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge equal rows, summing bytes and counts, and sort by bytes in descending order."""
     return _merge((repr(row), row) for row in rows)
 

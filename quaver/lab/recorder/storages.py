@@ -39,9 +39,9 @@ class StorageWatch(TorchDispatchMode):
     The mode does not see compiled code, memory that a kernel allocates and frees inside one operator, and buffers of a
     collective's backend. Nor does it see the few bytes of a Python number that C++ wraps in a tensor.
 
-    Subclasses override `storage_appeared`, `storage_resized` and `storage_released`, which get the storage's key. A
-    subclass that follows compiled code overrides `ignore_compile_internals`, a method of TorchDispatchMode: without
-    that Dynamo runs eager code while the mode is on.
+    Subclasses override `on_storage_appeared`, `on_storage_resized` and `on_storage_released`, which get the storage's
+    key. A subclass that follows compiled code overrides `ignore_compile_internals`, a method of TorchDispatchMode:
+    without that Dynamo runs eager code while the mode is on.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class StorageWatch(TorchDispatchMode):
         self._lock = threading.RLock()
         """Held while the records change: a thread of a collective's backend may release a storage at any time."""
 
-    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+    def on_storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         """Record a storage that is seen for the first time.
 
         Args:
@@ -62,13 +62,13 @@ class StorageWatch(TorchDispatchMode):
             operator: the operator that returned it; None for a storage older than the mode.
         """
 
-    def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
+    def on_storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
         """Record that the size of a storage has changed."""
 
-    def storage_released(self, key: int, size_bytes: int) -> None:
+    def on_storage_released(self, key: int, size_bytes: int) -> None:
         """Record that a storage was released."""
 
-    def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
+    def on_operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
         """Record an operator that will run on these tensors."""
 
     def follow(self, tensor: Tensor, operator: str | None = None) -> None:
@@ -103,7 +103,7 @@ class StorageWatch(TorchDispatchMode):
         for tensor in arguments:
             if not self._is_backend_buffer(tensor, func):
                 self.follow(tensor, str(func) if func is _LIFT_OPERATOR else None)
-        self.operator_called(func, arguments)
+        self.on_operator_called(func, arguments)
         result = func(*args, **kwargs)
         for tensor in _iter_tensors(result):
             self.follow(tensor, str(func))
@@ -120,9 +120,9 @@ class StorageWatch(TorchDispatchMode):
             self._sizes[key] = size_bytes
             if before_bytes is None:
                 self._references[key] = weakref.ref(storage, partial(self._on_release, key))
-                self.storage_appeared(key, size_bytes, tensor, operator)
+                self.on_storage_appeared(key, size_bytes, tensor, operator)
             elif before_bytes != size_bytes:
-                self.storage_resized(key, size_bytes, before_bytes)
+                self.on_storage_resized(key, size_bytes, before_bytes)
 
     def _is_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
         """Return whether this is a collective's buffer. The mode first sees it when it is waited for."""
@@ -160,7 +160,7 @@ class StorageWatch(TorchDispatchMode):
             if key not in self._sizes:
                 self._sizes[key] = before_bytes
                 self._references[key] = weakref.ref(storage, partial(self._on_release, key))
-                self.storage_appeared(key, before_bytes, None, None)
+                self.on_storage_appeared(key, before_bytes, None, None)
             self._follow_storage(storage, None, None)
 
     def _on_release(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
@@ -168,7 +168,7 @@ class StorageWatch(TorchDispatchMode):
             size_bytes = self._sizes.pop(key, None)
             if size_bytes is not None:
                 del self._references[key]
-                self.storage_released(key, size_bytes)
+                self.on_storage_released(key, size_bytes)
 
 
 class TensorBytes(StorageWatch):
@@ -184,13 +184,13 @@ class TensorBytes(StorageWatch):
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}
 
-    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+    def on_storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         self._count(key, size_bytes if operator else 0)
 
-    def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
+    def on_storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
         self._count(key, size_bytes - before_bytes)
 
-    def storage_released(self, key: int, size_bytes: int) -> None:
+    def on_storage_released(self, key: int, size_bytes: int) -> None:
         self.live_bytes -= self._counted.pop(key)
 
     def _count(self, key: int, more_bytes: int) -> None:

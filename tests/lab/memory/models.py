@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from quaver.lab.memory import explain
-from quaver.lab.memory.runs.predict import SHOWS_GATHERS
+from quaver.lab.memory.runs.predict import CAN_SEE_GATHERS
 from quaver.lab.recorder.allocator import measure_usage
 
-needs_gathers = pytest.mark.skipif(not SHOWS_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+needs_gathers = pytest.mark.skipif(not CAN_SEE_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 CPU = torch.device("cpu")
 WITHIN = 0.03
 """Of a measurement: what predictions are to keep."""

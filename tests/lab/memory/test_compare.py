@@ -153,7 +153,7 @@ def test_all_casts_are_known_by_their_prefix():
     for operator in (name.replace("::", ".") for name in CASTS):
         row = make_row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
         assert "compute it again there" in find_hint(row, SavedByRuns([row], []))
-        recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
+        recorder.on_operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
         codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
         recorder.follow(codes, operator)
         assert recorder.log[-1].allocation.category == "float8_weights", operator

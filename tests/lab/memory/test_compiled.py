@@ -222,7 +222,7 @@ def test_refused_compile_options_leave_settings_as_before(options, message):
 
 
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
-    monkeypatch.setattr("quaver.lab.memory.runs.predict.SHOWS_GATHERS", False)
+    monkeypatch.setattr("quaver.lab.memory.runs.predict.CAN_SEE_GATHERS", False)
     with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
         predict_memory(TrainConfig(), 2)
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.page import embed_json
-from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, draw_timeline, reduce_columns
+from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, draw_timeline, reduce_rows
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.browser.reports import (
     HOSTILE,
@@ -155,10 +155,10 @@ def test_many_events_and_rows(tmp_path):
 
 def test_columns_are_the_highest_of_their_neighbours():
     rows = [[event, event / 2, (event * 37) % 101, event % 7] for event in range(1000)]
-    kept = reduce_columns(rows, 10, keep=[555]).tolist()
+    kept = reduce_rows(rows, 10, keep=[555]).tolist()
     expected = [max(rows[first : first + 100], key=lambda row: row[2] + row[3]) for first in range(0, 1000, 100)]
     assert kept == sorted({tuple(row): row for row in [rows[0], *expected, rows[555], rows[-1]]}.values())
-    assert reduce_columns(rows, 1000).tolist() == rows
+    assert reduce_rows(rows, 1000).tolist() == rows
 
 
 def test_reports_without_a_timeline_and_nan_are_refused(tmp_path):

@@ -167,13 +167,13 @@ def test_a_release_on_another_thread_waits_for_a_resize():
     release = Thread(target=held.clear)
 
     class Watch(StorageWatch):
-        def storage_appeared(self, key, size_bytes, tensor, operator):
+        def on_storage_appeared(self, key, size_bytes, tensor, operator):
             if tensor is None:
                 release.start()
                 release.join(0.2)
                 order.append("resized")
 
-        def storage_released(self, key, size_bytes):
+        def on_storage_released(self, key, size_bytes):
             order.append("released")
 
     resized = torch.zeros(256)

@@ -85,7 +85,7 @@ class _CompilationRecorded(Exception):
 def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[CompiledGraph]:
     """Call code that compiles a forward and its backward for `gpu`, and return both graphs, the forward first.
 
-    Fake tensors must be on, under `as_on_a_gpu` (quaver/lab/memory/devices/gpu.py). Code that was compiled before is
+    Fake tensors must be on, under `imitate_gpu` (quaver/lab/memory/devices/gpu.py). Code that was compiled before is
     compiled again at its next call ([Note: reset] in compiled.py).
 
     Raises:

@@ -43,7 +43,7 @@ class CompiledTracker(ModuleTracker):
 
     @property
     def current(self) -> str:
-        """The module in which code runs now, even inside compiled code; `OUTSIDE` for none."""
+        """The module in which code runs now, even inside compiled code; `OUTSIDE_MODULES` for none."""
         outer = super().current
         path = self._paths.get(outer)
         if not self._inside or path is None:
@@ -52,7 +52,7 @@ class CompiledTracker(ModuleTracker):
         return name if name in self._modules else outer
 
     @contextmanager
-    def inside(self, module: str) -> Iterator[None]:
+    def enter_module(self, module: str) -> Iterator[None]:
         """Attribute the block to `module`, a name relative to the compiled module."""
         before, self._inside = self._inside, module
         try:

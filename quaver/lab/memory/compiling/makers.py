@@ -45,7 +45,7 @@ def run_no_kernel(*args: Any) -> None:
 class Maker:
     """The origin of one buffer."""
 
-    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
+    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.on_operator_called`
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
         """Take `readers`, the first operator that reads each tensor, by the tensor's name."""
@@ -61,7 +61,7 @@ class Maker:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or report the call of a kernel."""
-        with _inside(self.module):
+        with _enter_module(self.module):
             if function is run_no_kernel:
                 return self._in_line(_report_call, (self, args), {})
             if isinstance(function, HigherOrderOperator):
@@ -74,13 +74,13 @@ class Maker:
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any]
     ) -> Tensor:
         """Allocate a buffer on the CPU, which the kernel computes from `reads`."""
-        with _inside(self.module):
+        with _enter_module(self.module):
             tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
         for name, read in reads.items():
             reader = self._get_reader(name)
-            with _inside(reader.module):
+            with _enter_module(reader.module):
                 reader._in_line(_report_call, (reader, (read,)), {})
-        with _inside(self.module):
+        with _enter_module(self.module):
             self._in_line(_report_buffer, (self, tensor, tuple(reads.values())), {})
         return tensor
 
@@ -96,15 +96,15 @@ class Maker:
         return self.operator
 
 
-def _inside(module: str) -> AbstractContextManager[None]:
+def _enter_module(module: str) -> AbstractContextManager[None]:
     recording = find_recording()
-    return nullcontext() if recording is None else recording.tracker.inside(module)
+    return nullcontext() if recording is None else recording.tracker.enter_module(module)
 
 
 def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
     with _keep_only_fakes() as watches:
         for watch in watches:
-            watch.operator_called(maker, _list_tensors(args))
+            watch.on_operator_called(maker, _list_tensors(args))
 
 
 def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
 def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
     with _keep_only_fakes() as watches:
         for watch in watches:
-            watch.operator_called(maker, _list_tensors(reads))
+            watch.on_operator_called(maker, _list_tensors(reads))
             watch.follow(tensor, maker.operator)
 
 

@@ -25,7 +25,7 @@ class _EvenDispatcher(ExpertDispatcher):
         return TokenDispatch(pairs, ends, counts, sent, received, self.mesh.get_group(), self.grad_weight_from_codes)
 
 
-def load_evenly(model: nn.Module) -> None:
+def dispatch_tokens_evenly(model: nn.Module) -> None:
     """Let experts that are split over ranks get equally many tokens on each rank, whatever their routers choose."""
     for module in model.modules():
         if isinstance(module, RoutedExperts) and isinstance(module.dispatcher, ExpertDispatcher):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
-from quaver.lab.memory.devices.gpu import DEVICES, as_on_a_gpu
+from quaver.lab.memory.devices.gpu import DEVICES, imitate_gpu
 from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.recipes.scaling import PLAIN_TYPES
@@ -112,10 +112,10 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
     fakes = Fakes(device, runs_compiled_code=compiled)
     with ExitStack() as stack:
         if device == "cuda":
-            stack.enter_context(as_on_a_gpu())
+            stack.enter_context(imitate_gpu())
         stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
         stack.enter_context(fakes)
-        stack.enter_context(_without_tracing_in_transformers())
+        stack.enter_context(_disable_tracing_in_transformers())
         stack.enter_context(cache_fake_shapes())
         fakes.assumptions = Assumptions() if estimate else None
         try:
@@ -128,7 +128,7 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
             raise make_dependence_error(fakes.integer_reads, error) from error
 
 
-def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
+def _disable_tracing_in_transformers() -> AbstractContextManager[Any]:
     """Let transformers, if it is imported, treat fake tensors as real ones inside the block.
 
     transformers (5.23) takes fake tensors as a sign of tracing, and then builds attention masks that a training step
@@ -174,7 +174,7 @@ class _Sizes(StorageWatch):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+    def on_storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
         if operator is not None:
             self.sizes_bytes.append(size_bytes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.page import Parts, write_page
-from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, reduce_columns
+from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, reduce_rows
 
 _PAGE_PARTS = Parts(
     files("quaver.lab.memory.reports") / "page",
@@ -75,7 +75,7 @@ def _reduce_timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None
     if not report["timeline"]:
         return None
     names = report["columns"][2:]
-    rows = reduce_columns(report["timeline"], MAX_COLUMNS, keep=[report["peak_event"]]).astype("int64")
+    rows = reduce_rows(report["timeline"], MAX_COLUMNS, keep=[report["peak_event"]]).astype("int64")
     series = {name: rows[:, position].tolist() for position, name in enumerate(names, 2) if rows[:, position].any()}
     number = len(report["timeline"])
     return {"number": number, "events": rows[:, 0].tolist(), "series": series}

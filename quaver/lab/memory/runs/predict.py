@@ -18,7 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, load_evenly
+from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
 from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.runs.ranks import Ranks
@@ -30,7 +30,7 @@ from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 
-SHOWS_GATHERS = TorchVersion(torch.__version__) >= "2.13"
+CAN_SEE_GATHERS = TorchVersion(torch.__version__) >= "2.13"
 """Whether resizes of fake storages are visible. They are not in torch 2.11, and 2.12 was not tried."""
 
 COMPARED_NOTE = "job.compare: the parameters and the optimizer state of the other model come on top"
@@ -79,7 +79,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
         InputError, OSError: the run itself would refuse its model or its ranks.
         NotImplementedError: something cannot be predicted.
     """
-    if ranks > 1 and not SHOWS_GATHERS:
+    if ranks > 1 and not CAN_SEE_GATHERS:
         raise NotImplementedError(
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"
@@ -125,7 +125,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
-        load_evenly(model)
+        dispatch_tokens_evenly(model)
         with fakes as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
