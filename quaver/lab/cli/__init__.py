@@ -99,7 +99,7 @@ def _run_verb(argv: list[str]) -> int:
     with show_progress("starting"):
         module = importlib.import_module(f"{__name__}.{_MODULE_OF_VERB.get(verb, verb.replace('-', '_'))}")
     try:
-        return int(module.run(argv[1:]))
+        return int(module.main(argv[1:]))
     except SystemExit as stopped:  # a verb's --help
         if stopped.code:
             raise

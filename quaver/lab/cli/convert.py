@@ -14,7 +14,7 @@ from quaver.lab.trainer.huggingface.convert import export_hf, import_hf
 from quaver.lab.trainer.huggingface.weights import make_file_state
 
 DTYPES = ("float32", "bfloat16")
-WAYS = {
+CONVERSIONS = {
     "hf-to-quaver": "a Hugging Face folder becomes a checkpoint to train from",
     "quaver-to-hf": "a checkpoint becomes a folder for from_pretrained",
 }
@@ -41,14 +41,14 @@ class QuaverToHF(Settings):
     tokenizer: UserPath | None = setting(None, "Folder to copy tokenizer files from.")
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     usage = "quaver convert WAY [options] FROM OUT      quaver convert WAY --help"
-    way = find_verb(WAYS, argv, kind="conversion", usage=usage)
-    if isinstance(way, int):
-        return way
+    conversion = find_verb(CONVERSIONS, argv, kind="conversion", usage=usage)
+    if isinstance(conversion, int):
+        return conversion
     with report_bad_input():
-        (_import if way == "hf-to-quaver" else _export)(argv[1:])
+        (_import if conversion == "hf-to-quaver" else _export)(argv[1:])
     return 0
 
 

@@ -1,13 +1,13 @@
 """`quaver doctor [--model RUN|HF-FOLDER] [--gpu NAME]`: what float8 brings this machine, a model or a GPU.
 
-`run` parses --json and --no-compile by hand, so that they work without pydantic, which `DoctorOptions` needs and only
+`main` parses --json and --no-compile by hand, so that they work without pydantic, which `DoctorOptions` needs and only
 the extra `quaver[train]` installs.
 """
 
 from quaver.lab.cli.doctor_machine import print_machine
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 1 if a recipe fails on a device of this machine, 2 for bad input."""
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)

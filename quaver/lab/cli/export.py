@@ -76,7 +76,7 @@ class ExportOptions(Settings):
             self.require_default(*for_folders, unless="--format is that of a folder")
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with report_bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")

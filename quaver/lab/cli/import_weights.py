@@ -33,7 +33,7 @@ class ImportOptions(Settings):
             self.require_default("max_shard_size", unless="SOURCE is a folder")
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with report_bad_input():
         options = parse_options(ImportOptions, argv, prog="quaver import SOURCE TARGET")

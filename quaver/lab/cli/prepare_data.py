@@ -22,7 +22,7 @@ class PrepareData(Settings):
     data: Data = field(default_factory=Data)
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Make or check the tokens and print their numbers; returns 0 when done, 2 for bad input."""
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():

@@ -41,7 +41,7 @@ class ReportOptions(Settings):
             paths.add(path)
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Print and write the report; returns 0 when done, 2 for bad input, 4 if a file cannot be written."""
     with report_bad_input():
         options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")

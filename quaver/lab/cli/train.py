@@ -37,7 +37,7 @@ class Train(DryRunOptions, TrainFlags):
     """Train a Llama in float8. Flags win over CONFIG.toml."""
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Train, and return the exit code, which is the same on all ranks; only the first rank prints.
 
     Returns:

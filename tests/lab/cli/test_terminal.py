@@ -43,7 +43,7 @@ from quaver.roofline.device_specs import find_device_spec
 COMMANDS = [
     *([verb] for verb in VERBS),
     *(["bench", verb] for verb in bench.VERBS),
-    *(["convert", way] for way in convert.WAYS),
+    *(["convert", conversion] for conversion in convert.CONVERSIONS),
 ]
 GIB = 1 << 30
 LONGEST = max(RECIPES, key=len)
@@ -86,7 +86,9 @@ def test_help_fits_80_columns_without_broken_words_or_colors(command, on_termina
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize(("command", "verbs"), {"": VERBS, "bench": bench.VERBS, "convert": convert.WAYS}.items())
+@pytest.mark.parametrize(
+    ("command", "verbs"), {"": VERBS, "bench": bench.VERBS, "convert": convert.CONVERSIONS}.items()
+)
 def test_a_command_without_its_verb_lists_the_verbs(command, verbs, capsys):
     assert main(command.split()) == 2
     printed = capsys.readouterr().out
@@ -129,7 +131,7 @@ def count_twice(monkeypatch):
 
 
 def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeypatch, count_twice):
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=count_twice))
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=count_twice))
     code, out, err = on_terminal("train")
     assert (code, out) == (0, "")
     assert [line.rstrip() for line in err.split("\r")][-4:] == ["... counting, 0 s", "... counting again, 0 s", "", ""]

@@ -105,7 +105,7 @@ def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
     def fail(_: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr("quaver.lab.cli.report.run", fail)
+    monkeypatch.setattr("quaver.lab.cli.report.main", fail)
     line = f"this machine lacks the memory{f' ({error})' if str(error) else ''}; make the model or the batch smaller"
     assert line in refused("report", "runs/a")
 

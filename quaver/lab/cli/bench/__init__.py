@@ -31,7 +31,7 @@ VERBS = {
 }
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` begins with, save its result, and print it as a table with a note below.
 
     Returns:
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     if isinstance(verb, int):
         return verb
     if verb in ("roofline", "ledger"):
-        return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
+        return importlib.import_module(f"{__name__}.{verb}").main(argv[1:])
     with report_bad_input():
         options, measure = _prepare(verb, argv[1:])
     try:

@@ -119,7 +119,7 @@ class LedgerOptions(Settings):
         return [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes), *peers]
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Count, print the tables, save the JSON and the picture; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")

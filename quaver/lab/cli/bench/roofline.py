@@ -66,7 +66,7 @@ class RooflineOptions(Settings):
         return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Predict, print the tables, save CSV, JSON and pictures; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")

@@ -106,7 +106,7 @@ class MemoryOptions(Settings):
         check_outputs(*(Output(Path(path), f"--{flag}", kinds[flag]) for flag, path in named.items()))
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")

@@ -29,10 +29,10 @@ from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
 
-__all__ = ["PlanOptions", "run"]
+__all__ = ["PlanOptions", "main"]
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Print the fastest layouts; returns 0 when done, 2 for bad input."""
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
