@@ -7,6 +7,7 @@ of torch.optim.Optimizer; docs/design/0014-optimizer-states.md says why.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import typing
 from collections import defaultdict
@@ -33,7 +34,7 @@ from quaver.optim.state import (
     read_moments,
     update_master,
 )
-from quaver.runtime.devices import is_capturing
+from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.runtime.once import log_once
 from quaver.runtime.process_group import has_process_group
 from quaver.runtime.warnings import warn_user
@@ -102,33 +103,14 @@ class Float8Optimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of all parameters that have gradients.
 
-        Raises:
-            ValueError: a gradient is sparse, its placements differ from its parameter's, or a param group asks for
-                another state than its parameters have since their first step. No parameter changes.
-            RuntimeError: a CUDA graph is being captured.
+        Raises the errors of `check_step`, before anything changes.
         """
-        if is_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__} counts steps on the host, so a CUDA graph would repeat one step and its random "
-                "bits: call step() outside of the graph"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                check_gradient(parameter)  # before any step is counted
-                if parameter.grad is not None and (state := self.state.get(parameter)):
-                    check_state(parameter, state, group)
-        position = 0  # counts parameters without a gradient, so that random bits do not depend on them
-        for group in self.param_groups:
-            steps = []
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    step = self._count_step(parameter, group)
-                    steps.append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
-                position += 1
+        self.check_step()
+        for group, steps in zip(self.param_groups, self._count_steps(), strict=True):
             self._step_group(group, steps)
             for parameter, _, _ in steps:
                 _write_to_empty_shard(parameter)
@@ -137,6 +119,28 @@ class Float8Optimizer(Optimizer):
         self._warn_of_skipped()
         return loss
 
+    def check_step(self) -> None:
+        """Check that a step with the present gradients is possible. Changes nothing and does not synchronize.
+
+        Raises:
+            ValueError: a param group has an invalid option or a parameter of another dtype, or asks for another state
+                than its parameters have since their first step; a gradient is sparse, or its placements differ from
+                its parameter's.
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if is_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__} counts steps on the host, so a CUDA graph would repeat one step and its random "
+                "bits: call step() outside of the graph"
+            )
+        for group in self.param_groups:
+            is_readable = not isinstance(group["lr"], Tensor) or is_cpu(group["lr"])  # reading a GPU synchronizes
+            self._check_group(group if is_readable else {**group, "lr": 0.0})
+            for parameter in group["params"]:
+                check_gradient(parameter)
+                if parameter.grad is not None and (state := self.state.get(parameter)):
+                    check_state(parameter, state, group)
+
     def name_parameters(self, model: nn.Module) -> None:
         """Name this optimizer's parameters in the log as in `model`. As with AdamW, state dicts have no names.
 
@@ -144,6 +148,19 @@ class Float8Optimizer(Optimizer):
         """
         own = {parameter for group in self.param_groups for parameter in group["params"]}
         self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in own}
+
+    def _count_steps(self) -> list[list[ParameterStep]]:
+        """Count a step of each parameter with a gradient, and list them by param group."""
+        positions = itertools.count()  # also of parameters without a gradient, so that random bits depend on none
+        steps: list[list[ParameterStep]] = []
+        for group in self.param_groups:
+            steps.append([])
+            for parameter in group["params"]:
+                position = next(positions)
+                if parameter.grad is not None:
+                    step = self._count_step(parameter, group)
+                    steps[-1].append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
+        return steps
 
     def _count_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Count a step of a parameter and return its number. The first step creates the parameter's state.

@@ -238,6 +238,11 @@ def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any])
                 f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
                 "the options and the parameters must be those that made it"
             )
+    if len(state) > len(expected):  # a master of a parameter that is float32 now would be trained instead of it
+        raise ValueError(
+            f"state of a parameter {list(parameter.shape)}: expected only {sorted(expected)}, got {sorted(state)}; the "
+            "options and the parameters must be those that made it"
+        )
 
 
 def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tests which options Float8AdamW and Float8Muon refuse."""
 
 import contextlib
+import copy
 import math
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from quaver.optim import Float8AdamW, Float8Muon, copy_states
+from tests.library.optim.training import give_gradients, make_steps
+from tests.steps import assert_same
 
 RATE = "expected a finite number, 0 or more, got"
 BOTH = {
@@ -61,6 +64,46 @@ def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
     with pytest.raises(ValueError, match=message):
         valid.add_param_group({"params": parameters, **options})
     assert len(valid.param_groups) == 1
+
+
+def cast(dtype):
+    return lambda group: nn.ParameterList(group["params"]).to(dtype)
+
+
+def set_options(**options):
+    return lambda group: group.update({name: value for name, value in options.items() if name in group})
+
+
+def make_gradients_sparse(group):
+    for parameter in group["params"]:
+        parameter.grad = parameter.grad.to_sparse()
+
+
+REFUSED_STEPS = {
+    "expected parameters in float32 or bfloat16, got torch.float16": cast(torch.float16),
+    "expected parameters in float32 or bfloat16, got torch.float64": cast(torch.float64),
+    r"expected only \[.*, got \[.*'master'.* must be those that made it": cast(torch.float32),
+    "torch.float32 .* must be those that made it": set_options(
+        exp_avg="float32", exp_avg_sq="float32", momentum_buffer="float32"
+    ),
+    f"lr: {RATE} -1": set_options(lr=-1.0),
+    "seed: expected a number from 0": set_options(seed=None),
+    "expected a dense gradient, got torch.sparse_coo": make_gradients_sparse,
+}
+
+
+@pytest.mark.parametrize("make", [Float8AdamW, Float8Muon])
+@pytest.mark.parametrize("message", REFUSED_STEPS)
+def test_a_step_that_one_group_refuses_changes_no_group(make, message):
+    parameters = [nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2)]
+    optimizer = make([{"params": [parameter], "masters": "float32"} for parameter in parameters])
+    make_steps(parameters, optimizer, [0])
+    before = copy.deepcopy((parameters[0], optimizer.state_dict()["state"]))
+    give_gradients(parameters, 1)
+    REFUSED_STEPS[message](optimizer.param_groups[1])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same((parameters[0], optimizer.state_dict()["state"]), before)
 
 
 TORCH_ONLY = "amsgrad", "maximize", "capturable", "differentiable"
