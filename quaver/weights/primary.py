@@ -119,10 +119,14 @@ class Float8PrimaryOptimizer(Optimizer):
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to both optimizers. They do not become primary weights."""
+        """Add parameters to both optimizers, or to neither. They do not become primary weights."""
         super().add_param_group(param_group)
         if self._is_made:
-            self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
+            try:
+                self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}

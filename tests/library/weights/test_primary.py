@@ -493,6 +493,13 @@ def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
         train(model, optimizer)
 
 
+def test_a_group_that_the_wrapped_optimizer_refuses_is_added_to_neither():
+    model, optimizer = build_pair(make_optimizer=Float8AdamW)
+    with pytest.raises(ValueError, match="lr: expected"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": -1.0})
+    train(model, optimizer, seeds=[0])
+
+
 def test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself():
     model, optimizer = build_pair()
     with pytest.raises(RuntimeError, match="step the optimizer that use_float8_primary_weights returned"):
