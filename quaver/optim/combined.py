@@ -80,14 +80,25 @@ class CombinedOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of all optimizers."""
+        """Make one step of all optimizers.
+
+        Raises the errors of `check_step`, before anything changes. Other optimizers, such as torch's, check their
+        gradients only in their own step, so an error there leaves the optimizers before them stepped.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_step()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+    def check_step(self) -> None:
+        """Call `check_step` of the optimizers with float8 states. Changes nothing."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Float8Optimizer | CombinedOptimizer):
+                optimizer.check_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state dict for all the optimizers, with parameters numbered in their order."""

@@ -14,6 +14,7 @@ placements. Scales are replicated along mesh axes that cut blocks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -88,15 +89,21 @@ class StateLayout(NamedTuple):
 
 def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
     """Return the layout that a param group's options ask for."""
-    shape, tensors, moments = tuple(parameter.shape), {}, {}
-    for moment in [name for name in _FLOAT8_KEYS if name in group]:
-        storage = choose_storage(parameter, group[moment])
+    storages = tuple((name, choose_storage(parameter, group[name])) for name in _FLOAT8_KEYS if name in group)
+    has_master = parameter.dtype is not torch.float32 and group["masters"] == "float32"
+    return _make_layout(tuple(parameter.shape), storages, has_master=has_master)
+
+
+@functools.lru_cache(4096)  # every step asks several times for each parameter
+def _make_layout(shape: tuple[int, ...], storages: tuple[tuple[str, str], ...], *, has_master: bool) -> StateLayout:
+    tensors, moments = {}, {}
+    for moment, storage in storages:
         name = _FLOAT8_KEYS[moment] if storage == "float8" else MomentKeys(moment, None)
         tensors[name.values] = shape, _STORAGE_DTYPES.get(storage, torch.uint8)
         if name.scale:
             tensors[name.scale] = get_scale_shape(shape), torch.float32
         moments[moment] = name
-    if parameter.dtype is not torch.float32 and group["masters"] == "float32":
+    if has_master:
         tensors["master"] = shape, torch.float32
     return StateLayout(tensors, moments)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.optim import Float8AdamW, Float8Muon, copy_states
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, copy_states
 from tests.library.optim.training import give_gradients, make_steps
 from tests.steps import assert_same
 
@@ -92,7 +92,11 @@ REFUSED_STEPS = {
 }
 
 
-@pytest.mark.parametrize("make", [Float8AdamW, Float8Muon])
+def combine(groups):
+    return CombinedOptimizer(torch.optim.SGD(groups[:1]), Float8AdamW(groups[1:]))
+
+
+@pytest.mark.parametrize("make", [Float8AdamW, Float8Muon, combine])
 @pytest.mark.parametrize("message", REFUSED_STEPS)
 def test_a_step_that_one_group_refuses_changes_no_group(make, message):
     parameters = [nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2)]
