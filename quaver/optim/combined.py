@@ -69,15 +69,9 @@ class CombinedOptimizer(Optimizer):
         replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group that none of the optimizers has. Add it to one of them instead.
-
-        Raises:
-            ValueError: the group is not in one of the optimizers.
-        """
-        if self.optimizers and not any(param_group is group for group in self.param_groups):
-            raise ValueError(
-                "expected a param group of one of the combined optimizers; add the group to that optimizer instead"
-            )
+        """Raise ValueError: a group has to be added to one of the optimizers."""
+        if self.optimizers:  # else Optimizer.__init__ adds the groups of the optimizers
+            raise ValueError("expected a param group for one of the combined optimizers; add it to that optimizer")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of all optimizers.
