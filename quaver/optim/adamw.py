@@ -75,7 +75,7 @@ class Float8AdamW(Float8Optimizer):
 
     def adamw_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.optim.AdamW. Its float32 moments take 8 bytes per parameter."""
-        return self._make_torch_state_dict()
+        return self.make_torch_state_dict()
 
     def load_adamw_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch.optim.AdamW and round its moments. Options that AdamW lacks do not change.
@@ -83,7 +83,7 @@ class Float8AdamW(Float8Optimizer):
         Raises:
             ValueError: a moment is missing, or its shape differs from its parameter's.
         """
-        self._load_torch_state_dict(state_dict)
+        self.load_torch_state_dict(state_dict)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         betas = group["betas"]

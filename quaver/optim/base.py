@@ -239,7 +239,7 @@ class Float8Optimizer(Optimizer):
         if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
             expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
             raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
-        self._load_torch_state_dict(state_dict)
+        self.load_torch_state_dict(state_dict)
         logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", torch_name)
 
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ class Float8Optimizer(Optimizer):
         if own_counts != loaded_counts:
             raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
 
-    def _make_torch_state_dict(self) -> dict[str, Any]:
+    def make_torch_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch's optimizer, with moments in float32."""
         packed = super().state_dict()
         state = {}
@@ -296,7 +296,7 @@ class Float8Optimizer(Optimizer):
         return dict(self.torch_optimizer([torch.zeros(1, 1)]).defaults)
 
     @torch.no_grad()
-    def _load_torch_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of torch's optimizer and round its moments. Options that it lacks do not change.
 
         Raises:

@@ -175,14 +175,14 @@ def copy_states(target: Optimizer, source: Optimizer) -> None:
     """
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for part in list_optimizers(source):
-        packed = part._make_torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
+        packed = part.make_torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
         for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed_group["params"], strict=True):
                 states[parameter] = part, packed_group, packed["state"].get(number)
     with _restore_on_error(list_optimizers(target)):
         for part in list_optimizers(target):
             if isinstance(part, Float8Optimizer):
-                part._load_torch_state_dict(_pack_torch_state_dict(part, states))
+                part.load_torch_state_dict(_pack_torch_state_dict(part, states))
             else:
                 part.load_state_dict(_pack_torch_state_dict(part, states))
 

@@ -80,7 +80,7 @@ class Float8Muon(Float8Optimizer):
 
     def muon_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch.optim.Muon: float32 momentum, 4 bytes per parameter, and no step counts."""
-        packed = self._make_torch_state_dict()
+        packed = self.make_torch_state_dict()
         for state in packed["state"].values():
             del state["step"]
         return packed
@@ -93,7 +93,7 @@ class Float8Muon(Float8Optimizer):
         Raises:
             ValueError: momentum is missing, or its shape differs from its parameter's.
         """
-        self._load_torch_state_dict(state_dict)
+        self.load_torch_state_dict(state_dict)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_shared_options(group)
