@@ -94,11 +94,6 @@ class Float8AdamW(Float8Optimizer):
         check_storages(group, "exp_avg", "exp_avg_sq")
         _check_moment_storages(group)
 
-    def _check_options(self, groups: list[dict[str, Any]]) -> None:
-        super()._check_options(groups)
-        for group in groups:
-            _check_moment_storages(group)
-
     def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
         uncut: dict[int, list[ShardUpdate]] = defaultdict(list)
         cut: dict[int, list[tuple[Tensor, ShardUpdate, list[Tensor | None]]]] = defaultdict(list)

@@ -25,6 +25,7 @@ from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import make_step_key
 from quaver.optim.state import (
+    check_finite,
     check_state,
     convert_torch_state,
     get_layout,
@@ -66,7 +67,7 @@ class Float8Optimizer(Optimizer):
     torch_optimizer: ClassVar[type[Any]]
     """The optimizer of torch whose state dicts are converted. Options that it lacks are this optimizer's own."""
     skipped_noun: ClassVar[str]
-    """The noun, in messages, for the parts of a step that are skipped because gradients are not finite."""
+    """The noun, in messages, for the parts of a step that are skipped because numbers are not finite."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
@@ -196,7 +197,8 @@ class Float8Optimizer(Optimizer):
             return
         count, self._warned_count = int(counter) - self._warned_count, int(counter)
         warn_user(
-            f"gradients are not finite in {count} {self.skipped_noun}: their parameters and moments are unchanged",
+            f"gradients or moments are not finite in {count} {self.skipped_noun}: their parameters and moments are "
+            "unchanged",
             RuntimeWarning,
         )
 
@@ -223,23 +225,18 @@ class Float8Optimizer(Optimizer):
         A run that used torch's optimizer may resume with this one. The log says that moments were rounded.
 
         Raises:
-            ValueError: the state dict has another version or belongs to another optimizer, or a tensor has another
-                shape or dtype. Nothing changes.
+            ValueError: the state dict has another version or belongs to another optimizer, an option is invalid, a
+                tensor has another shape or dtype, or has numbers that are not finite. Nothing changes.
         """
         with load_with_hooks(self, state_dict) as state_dict:
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._versions.clear()
         if any("state_version" in group for group in state_dict["param_groups"]):
             self._load_own_state_dict(state_dict)
             return
-        torch_name = self.torch_optimizer.__name__
-        shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
-        if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
-            expected = f"a state dict of {type(self).__name__} or of torch.optim.{torch_name}"
-            raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
         self.load_torch_state_dict(state_dict)
+        torch_name = self.torch_optimizer.__name__
         logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", torch_name)
 
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,12 +247,15 @@ class Float8Optimizer(Optimizer):
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded_groups = []
         for own_group, group in zip(self.param_groups, groups, strict=True):
-            for parameter, index in zip(own_group["params"], group["params"], strict=True):
-                if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
-                    check_state(parameter, state_dict["state"][index], group)
-                    states[parameter] = move_state(state_dict["state"][index], parameter.device)
             names = {name: own_group[name] for name in ("param_names",) if name in own_group}
             loaded_groups.append({**names, **copy.deepcopy(group), "params": own_group["params"]})
+            self._check_group(loaded_groups[-1])
+            for parameter, index in zip(own_group["params"], group["params"], strict=True):
+                if state := state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for one without state
+                    check_state(parameter, state, group)
+                    check_finite(parameter, state)
+                    states[parameter] = move_state(state, parameter.device)
+        self._versions.clear()
         self.__setstate__({"state": states, "param_groups": loaded_groups})
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
@@ -300,22 +300,28 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of torch's optimizer and round its moments. Options that it lacks do not change.
 
         Raises:
-            ValueError: the algorithm or the param groups differ, a moment is missing, or its shape differs from its
-                parameter's.
+            ValueError: the algorithm or the param groups differ, an option is missing or invalid, a moment is missing
+                or not finite, or its shape differs from its parameter's. Nothing changes.
         """
         self._check_counts(state_dict["param_groups"])
-        for loaded in state_dict["param_groups"]:
-            check_same_algorithm(loaded)
-        shared = self.defaults.keys() & self._get_torch_defaults().keys()
+        shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
+        if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
+            expected = f"a state dict of {type(self).__name__} or of torch.optim.{self.torch_optimizer.__name__}"
+            raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
         position, states = 0, defaultdict[Tensor, dict[str, Any]](dict)
+        options = []
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            check_same_algorithm({**group, **loaded})
+            options.append({name: loaded[name] for name in shared if name in loaded})
+            self._check_group({**group, **options[-1]})
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
                 if state_dict["state"].get(index):
                     states[parameter] = convert_torch_state(parameter, group, state_dict["state"][index], position)
                 position += 1
+        self._versions.clear()
         self.state = states
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: loaded[name] for name in shared if name in loaded})
+        for group, loaded_options in zip(self.param_groups, options, strict=True):
+            group.update(loaded_options)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_skipped": self._skipped, "_warned_count": self._warned_count, "_versions": {}, "_names": self._names}

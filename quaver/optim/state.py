@@ -15,6 +15,7 @@ placements. Scales are replicated along mesh axes that cut blocks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ from quaver.optim.rounding import (
     take_low16,
 )
 from quaver.optim.update import ParameterBlocks
+from quaver.runtime.agreement import find_collective_device
+from quaver.runtime.float8_collectives import max_over_ranks
 from quaver.torch_private.dtensor import get_local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")
@@ -66,6 +69,9 @@ _FLOAT8_KEYS = {
     "momentum_buffer": MomentKeys("momentum_buffer_fp8", "momentum_buffer_scale"),
 }
 """The keys of float8 moments, by the param group option that sets a moment's storage."""
+
+_NEVER_NEGATIVE = {"step", "exp_avg_sq", *(keys.scale for keys in _FLOAT8_KEYS.values())}
+"""The keys of a state whose numbers are 0 or more."""
 
 
 def is_small(parameter: Tensor) -> bool:
@@ -252,6 +258,31 @@ def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any])
         )
 
 
+def check_finite(parameter: Tensor, tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if a loaded tensor of a parameter's state has numbers that no step makes, such as NaN.
+
+    A step skips blocks whose moments are not finite, so they would never train again. A collective for a DTensor: all
+    ranks raise if one of them has such numbers.
+    """
+    invalid = torch.stack([_has_invalid(name, get_local_tensor(tensor)).cpu() for name, tensor in tensors.items()])
+    if isinstance(parameter, DTensor):
+        for group in parameter.device_mesh.get_all_groups():
+            invalid = max_over_ranks(invalid.to(find_collective_device(group), torch.float32), group)
+    for name, is_invalid in zip(tensors, invalid.tolist(), strict=True):
+        if is_invalid:
+            expected = f"finite numbers{', 0 or more' if name in _NEVER_NEGATIVE else ''}"
+            raise ValueError(
+                f"state of a parameter {list(parameter.shape)}: expected {expected}, in {name}, got others; load an "
+                "earlier checkpoint"
+            )
+
+
+def _has_invalid(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.uint8:
+        return (tensor & 127 == 127).any()  # e4m3's NaNs
+    return ~(tensor.isfinite() & (tensor >= 0) if name in _NEVER_NEGATIVE else tensor.isfinite()).all()
+
+
 def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
@@ -265,12 +296,15 @@ def convert_torch_state(
     """Convert a parameter's state from torch's optimizer. torch's Muon counts no steps.
 
     Raises:
-        ValueError: a moment is missing, or its shape differs from its parameter's.
+        ValueError: a moment is missing or not finite, or its shape differs from its parameter's.
     """
-    for name in get_layout(parameter, group).moments:
-        _check_moment(parameter, name, torch_state.get(name))
+    moments = {name: torch_state.get(name) for name in get_layout(parameter, group).moments}
+    for name, moment in moments.items():
+        _check_moment(parameter, name, moment)
+    step = torch.as_tensor(torch_state.get("step", 0.0))
+    check_finite(parameter, {"step": step, **moments})
     state = make_state(parameter, group)
-    state["step"].fill_(float(torch_state.get("step", 0)))
+    state["step"].fill_(float(step))
     write_moments(parameter, state, group, torch_state, make_step_key(group["seed"], int(state["step"]), position))
     return state
 

@@ -217,6 +217,10 @@ def test_states_of_adamw_are_converted_where_they_lie():
     assert_same(*reversed(states))
     adamw.load_state_dict(optimizer.adamw_state_dict())
     assert all(isinstance(adamw.state[parameter]["exp_avg"], DTensor) for parameter in model.parameters())
+    if dist.get_rank() == 1:
+        adamw.state[model.up.weight]["exp_avg"].to_local()[0] = torch.nan
+    with pytest.raises(ValueError, match="expected finite numbers, in exp_avg, got others"):  # on all ranks
+        optimizer.load_adamw_state_dict(adamw.state_dict())
 
 
 def train_muon(parallelize, folder=None):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, copy_states
-from tests.library.optim.training import give_gradients, make_steps
+from tests.library.optim.training import give_gradients, make_steps, train
 from tests.steps import assert_same
 
 RATE = "expected a finite number, 0 or more, got"
@@ -108,6 +108,44 @@ def test_a_step_that_one_group_refuses_changes_no_group(make, message):
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert_same((parameters[0], optimizer.state_dict()["state"]), before)
+
+
+FLOAT8_STATES = {
+    "exp_avg_fp8": (127, "finite numbers"),
+    "exp_avg_scale": (math.inf, "finite numbers, 0 or more"),
+    "step": (-1.0, "finite numbers, 0 or more"),
+    "momentum_buffer_fp8": (255, "finite numbers"),
+    "momentum_buffer_scale": (-1.0, "finite numbers, 0 or more"),
+}
+TORCH_STATES = {
+    "exp_avg": (math.nan, "finite numbers"),
+    "exp_avg_sq": (-1.0, "finite numbers, 0 or more"),
+    "step": (-1.0, "finite numbers, 0 or more"),
+    "momentum_buffer": (math.inf, "finite numbers"),
+}
+PAIRS = [(Float8AdamW, torch.optim.AdamW), (Float8Muon, torch.optim.Muon)]
+
+
+@pytest.mark.parametrize(("ours", "source"), [(pair[0], source) for pair in PAIRS for source in pair])
+def test_a_load_of_numbers_that_no_run_makes_is_refused_and_changes_nothing(ours, source):
+    """Its options would fail in the next step, and blocks with its moments would never train."""
+    (parameter,), optimizer = train(ours, shapes=[(64, 64)])
+    (_,), other = train(source, shapes=[(64, 64)])
+    before, saved = copy.deepcopy((optimizer.state_dict(), other.state_dict()))
+    options = {"lr": -5.0, "betas": (2, 3), "seed": -1, "momentum": 1.0, "eps": math.nan}
+    for name in options.keys() & saved["param_groups"][0].keys():
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            optimizer.load_state_dict(
+                {"state": saved["state"], "param_groups": [{**saved["param_groups"][0], name: options[name]}]}
+            )
+    for name, (value, expected) in (FLOAT8_STATES if source is ours else TORCH_STATES).items():
+        if name in saved["state"][0]:
+            bad = copy.deepcopy(saved)
+            bad["state"][0][name].view(-1)[-1] = value
+            with pytest.raises(ValueError, match=f"expected {expected}, in {name}, got others"):
+                optimizer.load_state_dict(bad)
+    assert_same(optimizer.state_dict(), before)
+    optimizer.load_state_dict(saved)
 
 
 TORCH_ONLY = "amsgrad", "maximize", "capturable", "differentiable"
