@@ -60,6 +60,7 @@ def store_activations_in_float8(
     Raises:
         ValueError: another block size; a pattern that matches no module that can store; a model without default
             modules; a module that stores already, or whose forward was replaced on the instance.
+        RuntimeError: torch._inductor.config.custom_partitioner_fn is another partitioner. The model is then unchanged.
     """
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
@@ -81,6 +82,7 @@ def store_activations_in_float8(
                 f"{name or 'the model'} overrides `forward` on the instance, which bypasses storing; patch the class "
                 "instead, or name other modules"
             )
+    _prepare_compiler()
     for name, module in chosen.items():
         wrap_forward(module, _Storing())
         module._activation_storage = ActivationStorage(name, block_size)  # type: ignore[assignment]
@@ -90,6 +92,7 @@ def store_activations_in_float8(
 
 
 def _prepare_compiler() -> None:
+    """Install the partitioner for the graphs that are compiled from now on. Raises RuntimeError."""
     from quaver.checkpointing.partition import StoringPartitioner  # imports the compiler
     from quaver.torch_private.compiler import install_partitioner
 
@@ -178,6 +181,13 @@ def _fake_begin(module: str, block_size: int) -> Tensor:
             "stored activations of another backend",
             f"torch.compile with backend={backend!r} does not store activations in float8: only Inductor does",
         )
+    elif module:
+        try:
+            _prepare_compiler()  # for an unpickled module, or if the setting was cleared since
+        except RuntimeError as error:
+            report_slow_path(
+                "stored activations of another partitioner", f"compiled code does not store activations: {error}"
+            )
     return torch.empty(0)
 
 
@@ -198,8 +208,6 @@ class _Storing(ForwardWrapper):
     """Stores what the forward saves for backward."""
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
-        _prepare_compiler()
-
         def stored(module: Any, *args: Any, **kwargs: Any) -> Any:
             storage: ActivationStorage = module._activation_storage
             if not torch.is_grad_enabled() or _is_exporting_or_tracing():
@@ -214,7 +222,7 @@ class _Storing(ForwardWrapper):
 
 @dataclass(frozen=True)
 class _Skipping(ForwardWrapper):
-    """Keeps a module around from storing what the forward of a matmul saves for backward.
+    """Stops enclosing modules from converting a matmul's saved tensors.
 
     Float8 linears tell the hooks which tensors to skip (linear/saved_tensors.py), until they are converted back.
     """

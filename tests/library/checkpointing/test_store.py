@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -239,6 +242,29 @@ def test_a_compiled_graph_that_stores_is_not_mistaken_for_one_that_does_not():
         grads.append(differentiate(net.gate))
     assert torch.equal(grads[0], grads[2])
     assert 20 < sqnr_db(grads[0], grads[1]) < 60  # infinite if nothing was stored
+
+
+class Foreign(CustomPartitionerFn):
+    def __call__(self, *args, **options):
+        return min_cut_rematerialization_partition(*args, **options)
+
+    def uuid(self):
+        return "foreign"
+
+
+@pytest.mark.parametrize(("partitioner", "stores"), [(None, True), (Foreign(), False)])
+def test_compiled_code_stores_after_the_partitioner_was_removed_or_reports_another(caplog, partitioner, stores):
+    plain, net = nest(gate=Gate()), nest(gate=Gate())
+    store_activations_in_float8(net, modules=["gate"])
+    torch.compiler.reset()
+    with inductor_config.patch(custom_partitioner_fn=partitioner):
+        if partitioner is not None:
+            with pytest.raises(RuntimeError, match="custom_partitioner_fn is Foreign"):
+                store_activations_in_float8(plain, modules=["gate"])
+        net.gate.compile(fullgraph=True)
+        assert (sqnr_db(differentiate(plain.gate), differentiate(net.gate)) < 60) == stores
+    assert type(plain.gate) is Gate
+    assert ("does not store activations" in caplog.text) != stores
 
 
 class Around(nn.Module):
