@@ -51,7 +51,7 @@ from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
 from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
 
@@ -181,7 +181,9 @@ class Monitor:
                 )
             self._weights = weights
             for name, weight in weights.items():
-                self._probes[name] = _attach_probe(self, weight, self._sampling.assign_number())
+                number, device = self._sampling.assign_number(), weight.parameter.device
+                self._probes[name] = Probe(number, weight, device, self)
+                _attach_probe(weight, self._probes[name])
             self._describe_tensors(self.completed_steps + 1)
             self._sink = make_sink(sink) if self._is_first else None
             if self._sink is not None:
@@ -219,8 +221,7 @@ class Monitor:
     def _list_configs(self) -> dict[str, Float8LinearConfig]:
         """Return the config of each module, the last one of modules that were converted back to high precision."""
         return {
-            name: weight.config if isinstance(weight.module, Float8Linear | Float8Experts) else self._configs[name]
-            for name, weight in self._weights.items()
+            name: weight.config if _is_float8(weight) else self._configs[name] for name, weight in self._weights.items()
         }
 
     def _make_header(self, step: int) -> dict[str, Any]:
@@ -255,9 +256,11 @@ class Monitor:
         Call it if no PyTorch optimizer steps outside a backward, as in a skipped step. It is a collective: every rank
         calls it, even without a batch. It does nothing after the monitor has closed.
         """
-        if self._is_open and (self._hook is None or self._any_over_ranks(self._sampling.ran)):
-            self._ends.record_end()
-            self._end(1)
+        if self._is_open:
+            self._attach_lost_probes()
+            if self._hook is None or self._any_over_ranks(self._sampling.ran):
+                self._ends.record_end()
+                self._end(1)
 
     def is_sampled(self, step: int) -> bool:
         """Return whether step `step`, from 1, is sampled."""
@@ -327,12 +330,27 @@ class Monitor:
         self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):
+        if not self._is_open or runs_in_backward():
+            return
+        self._attach_lost_probes()
+        if steps := self._ends.count_ends(optimizer, self._sampling):
             self._is_in_hook = True
             try:
                 self._end(steps)
             finally:
                 self._is_in_hook = False
+
+    def _attach_lost_probes(self) -> None:
+        """Attach the probes of modules that were converted to high precision and back, which removes them."""
+        lost = [name for name, weight in self._weights.items() if _is_float8(weight) and not _is_watched(weight)]
+        for name in lost:
+            _attach_probe(self._weights[name], self._probes[name])
+        if lost:
+            logger.warning(
+                "the monitor attached its probes again to layers that were converted while it is open: %s; what they "
+                "ran since then is not in the samples",
+                join_names(lost),
+            )
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
@@ -449,6 +467,10 @@ def _describe_error(error: BaseException) -> str:
     return f"its sink raised {type(error).__name__}: {line}"
 
 
+def _is_float8(weight: ModuleWeight) -> bool:
+    return isinstance(weight.module, Float8Linear | Float8Experts)
+
+
 def _is_watched(weight: ModuleWeight) -> bool:
     return weight.module.probes is not None
 
@@ -459,10 +481,8 @@ def _is_split(weight: ModuleWeight) -> bool:
     return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
 
 
-def _attach_probe(monitor: Monitor, weight: ModuleWeight, number: int) -> Probe:
-    module, probe = weight.module, Probe(number, weight, weight.parameter.device, monitor)
-    module.probes = {**(module.probes or {}), weight.name: probe}
-    return probe
+def _attach_probe(weight: ModuleWeight, probe: Probe) -> None:
+    weight.module.probes = {**(weight.module.probes or {}), weight.name: probe}
 
 
 monitor = Monitor

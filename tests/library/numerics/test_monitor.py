@@ -344,6 +344,18 @@ def test_a_copy_and_a_converted_model_have_no_probes():
     assert "probes" not in vars(model.up)
 
 
+def test_layers_that_are_converted_again_are_sampled_from_the_next_step(caplog):
+    model = make()
+    with monitor(model, every=1) as watch:
+        convert_to_high_precision(model)
+        convert_to_float8_training(model, config="rowwise")
+        train(model)
+        assert monitor.find(model) is watch
+    assert [sample["step"] for sample in watch.samples] == [2, 3]
+    assert watch.header["recipe"] == "rowwise"
+    assert "converted while it is open: up, down;" in caplog.text
+
+
 def test_a_weight_that_was_cast_once_is_observed():
     model = make("rowwise")
     with monitor(model, every=1) as watch, quaver.cast_weights_once(model):
