@@ -86,7 +86,8 @@ class Watch:
             self.events += self.alarms.update(self.header, line)
 
     def close(self) -> None:
-        pass
+        if self.writer:
+            self.writer.close()
 
     @property
     def raised(self) -> list[Alarm]:

@@ -93,7 +93,8 @@ class Monitor:
         model: a converted model, wrapped or not. Every rank makes a monitor, in the same order and with equal options.
         every: sample step 1 and every multiple of this.
         sink: where the first rank writes: a path, a function of a line, or an object with `write` and `close`. None
-            only keeps `samples`.
+            only keeps `samples`. A file that exists keeps its lines up to step `completed_steps`; the others are
+            removed, which is logged.
         extras_every: in one of this many samples a linear also gets a histogram and its SQNR under other recipes; 0 for
             never.
         completed_steps: the number of steps before this monitor, for a run that resumes.
@@ -104,8 +105,8 @@ class Monitor:
             every step.
         group: the ranks to gather from; None for all.
     Raises:
-        ValueError: a number is out of range, `hardware` is unknown or is given without `extras_every`, or the model has
-            no float8 linears.
+        ValueError: a number is out of range, `hardware` is unknown or is given without `extras_every`, the model has
+            no float8 linears, or another open monitor of this process writes to the path `sink`.
         TypeError: `sink` is not one of the above.
         RuntimeError: another monitor watches this model; another rank raised one of these errors; or the options or
             the float8 layers of the ranks differ.

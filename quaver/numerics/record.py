@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 LINE_KINDS = ("header", "sample", "alarm", "cleared")
@@ -85,11 +90,12 @@ class RecordWriter:
     """Appends lines to a record, each in one flushed write, so that a killed run leaves complete lines.
 
     Writing a header removes the lines at and after its step and an incomplete last line, because a run resumes or
-    repeats from that step.
+    repeats from that step. The number of removed lines is logged, as a warning if no sample stays.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a line of the file does not belong to a record.
+        ValueError: a line of the file does not belong to a record; or another writer of this process wrote a header to
+            the file and is not closed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -98,22 +104,37 @@ class RecordWriter:
     def write(self, line: dict[str, Any]) -> None:
         """Append one line, whose floats may be NaN or infinite."""
         if line["kind"] == "header":
+            if _open_writers.setdefault(os.path.realpath(self.path), self) is not self:
+                raise InputError(f"another monitor of this process writes to {str(self.path)!r}; give another path")
             _rewind(self.path, line["step"])
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_encode(line), allow_nan=False, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        """Do nothing: no file is open between two lines."""
+        """Let another writer write to the file, which is not open between two lines."""
+        for path in [path for path, writer in _open_writers.items() if writer is self]:
+            del _open_writers[path]
+
+
+_open_writers: WeakValueDictionary[str, RecordWriter] = WeakValueDictionary()
+"""The writers that wrote a header and are not closed, by the resolved path of their file."""
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Remove the lines at and after `step`. An error leaves the file unchanged."""
+    """Remove the lines at and after `step`, and log their number. An error leaves the file unchanged."""
     if not path.exists():
         return
+    removed, has_sample = 0, False
     with replace_file(path) as partial, partial.open("wb") as rewound:
         for text, line in _iter_lines(path):
             if line is not None and line["step"] < step:
                 rewound.write(text)
+                has_sample |= line["kind"] == "sample"
+            else:
+                removed += 1
+    if removed:
+        level = logging.INFO if has_sample else logging.WARNING
+        logger.log(level, "removed %s lines from step %s on from %r, which this run repeats", removed, step, str(path))
 
 
 def _encode(value: Any) -> Any:

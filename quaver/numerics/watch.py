@@ -108,3 +108,4 @@ class AlarmSink:
             written_header = header
             writer.write(sample)
         writer.write(alarm.to_dict())
+        writer.close()

@@ -32,7 +32,8 @@ class NumericsLog:
                     logger.log(line["step"], scalars)
 
     def close(self) -> None:
-        """Do nothing: the run closes the loggers."""
+        """Close the record. The run closes the loggers."""
+        self._writer.close()
 
 
 def make_logger_name(tensor: dict[str, Any]) -> str:

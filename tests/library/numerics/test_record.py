@@ -27,6 +27,7 @@ def write_record(path: Path, *lines: dict[str, Any]) -> Path:
     writer = RecordWriter(path)
     for line in lines:
         writer.write(line)
+    writer.close()
     return path
 
 
@@ -59,7 +60,7 @@ def test_what_is_written_is_read(tmp_path):
     assert "Infinity" not in path.read_text()
 
 
-def test_a_resumed_run_removes_what_it_repeats(tmp_path):
+def test_a_resumed_run_removes_what_it_repeats(tmp_path, caplog):
     path = write_record(
         tmp_path / "n.jsonl", make_header(1, "a"), *(make_sample(step, [step]) for step in (10, 20, 30))
     )
@@ -72,8 +73,25 @@ def test_a_resumed_run_removes_what_it_repeats(tmp_path):
     record = Record.read(path)
     assert not record.is_torn
     assert record.statistics["amax"].ravel().tolist() == [10, 21]
+    assert not caplog.text
     write_record(path, make_header(1, "a"), make_sample(10, [11]))
     assert Record.read(path).statistics["amax"].ravel().tolist() == [11]
+    assert "removed 4 lines from step 1 on" in caplog.text
+
+
+def test_a_second_writer_of_a_record_is_refused_until_the_first_is_closed(tmp_path):
+    path, header = tmp_path / "n.jsonl", make_header(1, "a")
+    first, second = RecordWriter(path), RecordWriter(tmp_path / "." / "n.jsonl")
+    first.write(header)
+    first.write(make_sample(10, [1]))
+    with pytest.raises(ValueError, match="another monitor of this process writes to"):
+        second.write(header)
+    second.close()
+    first.write(make_header(11, "a"))
+    assert len(path.read_text().splitlines()) == 3
+    first.close()
+    second.write(header)
+    assert len(path.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1000, 2**31])
