@@ -281,7 +281,7 @@ def float8_linear(
     Args:
         input: [..., K], float32, bfloat16 or float16, any strides; or a nested tensor.
         weight: [N, K], any high-precision dtype. Input and weight may each be a `Float8Tensor`.
-        bias: [N] or None.
+        bias: [N], float32, bfloat16 or float16; or None.
         config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only: a function has no
             state that could hold a scale.
     Returns:
@@ -371,6 +371,10 @@ def apply_linear(
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if input.layout is not torch.strided:
+        raise ValueError(f"expected a strided input, got {input.layout}")
+    if bias is not None and bias.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a bias of {', '.join(map(str, HP_DTYPES))}, got {bias.dtype}")
     if weight.device != input.device or (bias is not None and bias.device != input.device):
         raise make_device_error(input=input, weight=weight, bias=bias)
     hp_dtype = get_output_dtype(input)

@@ -257,12 +257,20 @@ def test_functional_call_runs_with_the_given_weight(recipe):
         (lambda: torch.randn(3, 63), r"of shape \[..., 64\] for a weight of \[32, 64\], got \[3, 63\]"),
         (lambda: torch.randint(9, (3, 64)), "expected an input of torch.float32, .* got torch.int64"),
         (lambda: torch.randn(3, 64).double(), "expected an input of torch.float32, .* got torch.float64"),
+        (lambda: torch.randn(3, 64).to_sparse(), "expected a strided input, got torch.sparse_coo"),
     ],
-    ids=["0-d", "features", "integer", "float64"],
+    ids=["0-d", "features", "integer", "float64", "sparse"],
 )
 def test_bad_inputs_say_what_was_expected(input, message):
     with pytest.raises(ValueError, match=message):
         make_linear("tensorwise", dtype=torch.float32)(input())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
+def test_a_bias_of_another_kind_is_refused(dtype):
+    """A conversion to float32 would drop the imaginary part."""
+    with pytest.raises(ValueError, match=f"expected a bias of torch.float32, .* got {dtype}"):
+        float8_linear(torch.randn(3, 64), torch.randn(32, 64), torch.ones(32, dtype=dtype))
 
 
 @RECIPE
