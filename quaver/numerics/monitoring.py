@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from numbers import Integral
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ class Monitor:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
             if self._ranks > 1:
-                options = f"{every=}, {extras_every=}, {completed_steps=}, {hardware=}, {steps_by_hand=}"
+                options = f"{self.every=}, {self.extras_every=}, {self.completed_steps=}, {hardware=}, {steps_by_hand=}"
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
             self._plan_next()
@@ -172,7 +173,6 @@ class Monitor:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
             self._check_options(history_len)
-            self.samples = deque(maxlen=history_len)
             weights = {strip_wrappers(name): weight for name, weight in iter_model_weights(model)}
             if not weights:
                 raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
@@ -195,17 +195,13 @@ class Monitor:
         return None
 
     def _check_options(self, history_len: int) -> None:
-        every, extras_every = self.every, self.extras_every
-        for name, number in (("completed_steps", self.completed_steps), ("history_len", history_len)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise ValueError(f"{name}: expected a number of 0 or more, got {number!r}")
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
-        if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
-            raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
+        self.every = _check_number("every", self.every, "a number of steps of 1 or more", minimum=1)
+        self.extras_every = _check_number("extras_every", self.extras_every, "a number of samples, or 0 for never")
+        self.completed_steps = _check_number("completed_steps", self.completed_steps, "a number of 0 or more")
+        self.samples = deque(maxlen=_check_number("history_len", history_len, "a number of 0 or more"))
         if self._hardware is not None:
             self._sampling.hardware = get_accumulation(self._hardware)
-            if not extras_every:
+            if not self.extras_every:
                 raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
 
     def _describe_tensors(self, step: int) -> None:
@@ -374,7 +370,7 @@ class Monitor:
             raise failure.error if failure else RuntimeError("a callback of an alarm ended the step on the first rank")
         if outcome is _Outcome.MONITOR_CLOSES:
             if failure is not None:
-                text = _describe_error(failure.error) if failure.is_of_sink else "the sample could not be made"
+                text = _describe_sink_error(failure.error) if failure.is_of_sink else "the sample could not be made"
                 step, traceback = f"{self.completed_steps:,}", None if failure.is_of_sink else failure.error
                 logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
             self.close()
@@ -446,7 +442,7 @@ class Monitor:
             try:
                 self._sink.close()
             except Exception as error:  # noqa: BLE001 - [Note: a sink that fails]
-                logger.warning("the record of the monitor may be incomplete: %s", _describe_error(error))
+                logger.warning("the record of the monitor may be incomplete: %s", _describe_sink_error(error))
             self._sink = None
 
     def __enter__(self) -> Monitor:
@@ -463,9 +459,15 @@ def _call_monitors(monitors: list[Monitor], optimizer: Optimizer, *_: Any) -> No
         monitor._after_optimizer(optimizer)
 
 
-def _describe_error(error: BaseException) -> str:
+def _describe_sink_error(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     return f"its sink raised {type(error).__name__}: {line}"
+
+
+def _check_number(option: str, number: object, expected: str, *, minimum: int = 0) -> int:
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < minimum:
+        raise ValueError(f"{option}: expected {expected}, got {number!r}")
+    return int(number)
 
 
 def _is_float8(weight: ModuleWeight) -> bool:

@@ -8,6 +8,7 @@ import weakref
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -290,7 +291,7 @@ def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
     """A sample is that of a monitor which is opened for its step alone."""
     model, twin = make(recipe, mode), make(recipe, mode)
     lines, expected = [], []
-    with monitor(model, every=1, sink=lines.append):
+    with monitor(model, every=np.int64(1), sink=lines.append):
         for completed, matmuls in enumerate(([], ["output"], ["grad_weight"], ["grad_weight"], [])):
             set_high_precision_matmuls(model, matmuls)
             train(model, count=1)
@@ -371,6 +372,7 @@ def test_a_weight_that_was_cast_once_is_observed():
     [
         ({"every": 0}, ValueError, "every: expected a number of steps of 1 or more, got 0"),
         ({"every": True}, ValueError, "every: expected"),
+        ({"every": 2.0}, ValueError, "every: expected"),
         ({"history_len": -1}, ValueError, "history_len: expected a number of 0 or more, got -1"),
         ({"completed_steps": "8"}, ValueError, "completed_steps: expected a number of 0 or more, got '8'"),
         ({"extras_every": -1}, ValueError, "extras_every: expected a number of samples"),
