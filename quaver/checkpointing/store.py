@@ -123,7 +123,10 @@ def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _match_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"modules: expected patterns of names, got {patterns}; None chooses the default modules")
+    for pattern in patterns:
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])

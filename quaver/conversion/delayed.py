@@ -98,13 +98,19 @@ def sync_float8_amax_and_scale_history(
             stage. None for all ranks of the default process group.
     Raises:
         ValueError: `fp8_layers` has a module that is no Float8Linear.
-        RuntimeError: on every rank, if ranks have different tensors or configs.
+        RuntimeError: on every rank, if ranks have different tensors or configs, or inside
+            `calibrate_float8_static_scales`, whose amaxes the sync would discard.
     """
     layers = list(model.modules() if fp8_layers is None else fp8_layers)
     foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, Float8Linear)]
     if foreign and fp8_layers is not None:
         raise ValueError(f"fp8_layers: expected Float8Linears, got {join_names(foreign)}")
     states = _list_states(layers)
+    if any(state.calibrating for state in states):
+        raise RuntimeError(
+            "sync_float8_amax_and_scale_history would discard the amaxes of calibrate_float8_static_scales: call it "
+            "after that block"
+        )
     group = group or _get_world()
     if group is not None and not torch.compiler.is_compiling():
         _check_states_agree(model, states, group)

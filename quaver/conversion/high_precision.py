@@ -22,6 +22,7 @@ from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import forget_unsharded
 
@@ -43,16 +44,16 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
         matmuls: some of "output", "grad_input" and "grad_weight", or a function from the name of a linear or experts to
             these. [] for none.
     Raises:
-        ValueError: a matmul is unknown; `matmuls` is a string; a weight that is stored in float8 (frozen, primary)
-            would be read in high precision. The model is then unchanged.
+        ValueError: a matmul is unknown; `matmuls` is a string or not iterable; a weight stored in float8 (frozen,
+            primary) would be read in high precision. The model is then unchanged.
     """
-    common = () if callable(matmuls) else _check_names(matmuls)
+    common = () if callable(matmuls) else _list_matmuls(matmuls)
     configs: dict[Float8Module, Float8LinearConfig] = {}
     float8 = dict(iter_float8_modules(model))
     if (callable(matmuls) or common) and not float8:
         warn_user("set_high_precision_matmuls changed nothing: the model has no float8 linear or experts; convert it")
     for name, module in float8.items():
-        names = _check_names(matmuls(name)) if callable(matmuls) else common
+        names = _list_matmuls(matmuls(name)) if callable(matmuls) else common
         config = _make_config(module.float8_config, names)
         if config is not module.float8_config:
             _check_stored(name, module, config)
@@ -80,10 +81,13 @@ def iter_float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Module]]:
             yield name, module
 
 
-def _check_names(matmuls: Iterable[str]) -> tuple[str, ...]:
+def _list_matmuls(matmuls: Any) -> tuple[str, ...]:
     if isinstance(matmuls, str):
         raise ValueError(f"matmuls: expected a list of names, got the string {matmuls!r}; give [{matmuls!r}]")
-    return tuple(matmuls)
+    names = tuple(matmuls) if isinstance(matmuls, Iterable) else None
+    if names is None or not all(name in MATMULS for name in names):
+        raise ValueError(f"matmuls: expected names of {', '.join(MATMULS)}, got {matmuls if names is None else names}")
+    return names
 
 
 def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:

@@ -589,6 +589,8 @@ def test_habits_of_users_have_the_gradients_of_a_plain_step():
     ("prepare", "options", "message"),
     [
         (None, {"block_size": 64}, "block_size: expected one of 32, 128, got 64"),
+        (None, {"modules": []}, "modules: expected patterns of names, got []"),
+        (None, {"modules": [3]}, "modules: expected patterns of names, got [3]"),
         (None, {"modules": ["layers.*.mpl"]}, "'layers.*.mpl' matches no module"),
         (None, {"modules": ["*_proj"]}, "'*_proj' matches only linears, convolutions and embeddings"),
         (

@@ -126,8 +126,9 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
     for matmuls in (["output"], lambda name: ["output"]):
         with pytest.warns(UserWarning, match="set_high_precision_matmuls changed nothing"):
             set_high_precision_matmuls(plain, matmuls)
-    with pytest.raises(ValueError, match="high_precision_matmuls: expected names of output, grad_input, grad_weight"):
-        set_high_precision_matmuls(model, ["forward"])
+    for unknown, converted in (["forward"], model), (["outptu"], nn.ReLU()), (None, model), (lambda name: None, model):
+        with pytest.raises(ValueError, match="matmuls: expected names of output, grad_input, grad_weight, got"):
+            set_high_precision_matmuls(converted, unknown)
     frozen = freeze_to_float8(models.make_model().requires_grad_(False))
     with pytest.raises(ValueError, match=r"the weight of 0\.up is stored in float8"):
         set_high_precision_matmuls(frozen, ["output"])

@@ -454,6 +454,8 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
         calibrate(lambda: module(torch.zeros(2, 8)).mul(0).sum().backward())
     with pytest.raises(RuntimeError, match="input had an amax of inf"):
         calibrate(lambda: module(torch.full((2, 8), torch.inf)).sum().backward())
+    with pytest.raises(RuntimeError, match=r"would discard the amaxes .*: call it after that block"):
+        calibrate(lambda: sync_float8_amax_and_scale_history(module))
     with pytest.raises(RuntimeError, match="never measured"):
         module(torch.randn(2, 8))
     with pytest.raises(ZeroDivisionError):
