@@ -78,27 +78,27 @@ _running_forwards = threading.local()
 """`parents`: weak references to the modules whose forwards run on this thread, the outermost first."""
 
 
-def open_shared_input(parent: nn.Module, args: object) -> None:
-    """Allow a cache while a parent's forward runs. A forward pre-hook."""
+def begin_parent_forward(parent: nn.Module, args: object) -> None:
+    """Record that a parent's forward runs, which allows a cache. A forward pre-hook."""
     if not torch.compiler.is_compiling():
         parents = vars(_running_forwards).setdefault("parents", [])
         ended = [other for other in parents if other() in (parent, None)]
-        if ended:  # Ctrl-C ended their last forwards, without the hook that closes
+        if ended:  # Ctrl-C ended their last forwards, without `end_parent_forward`
             del parents[parents.index(ended[0]) :]
             clear_cached_operands()
         parents.append(weakref.ref(parent))
 
 
-def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
+def end_parent_forward(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
         parents = vars(_running_forwards).setdefault("parents", [])
-        _end_forward(parent, parents)
+        _remove_from_running(parent, parents)
         if not parents:
             clear_cached_operands()
 
 
-def _end_forward(parent: nn.Module, parents: list[weakref.ref[nn.Module]]) -> None:
+def _remove_from_running(parent: nn.Module, parents: list[weakref.ref[nn.Module]]) -> None:
     """Remove `parent`, and the modules that it called, from the running forwards."""
     if weakref.ref(parent) in parents:
         del parents[parents.index(weakref.ref(parent)) :]
@@ -116,9 +116,9 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     held = Counter(name for names in around for name in names)
     for names in around:
         parent = next((modules[name] for name in names if held[name] > 1), None)
-        if parent is not None and open_shared_input not in parent._forward_pre_hooks.values():
-            _set_hook_key(parent.register_forward_pre_hook(open_shared_input).id, parent._forward_pre_hooks)
-            ended = parent.register_forward_hook(close_shared_input, always_call=True).id
+        if parent is not None and begin_parent_forward not in parent._forward_pre_hooks.values():
+            _set_hook_key(parent.register_forward_pre_hook(begin_parent_forward).id, parent._forward_pre_hooks)
+            ended = parent.register_forward_hook(end_parent_forward, always_call=True).id
             _set_hook_key(ended, parent._forward_hooks, parent._forward_hooks_always_called)
 
 
@@ -135,7 +135,10 @@ def _set_hook_key(key: int, *hooks: dict[Any, Any]) -> None:
 def stop_sharing_inputs(model: nn.Module) -> None:
     """Undo `share_inputs`."""
     for module in model.modules():
-        for hooks, own in ((module._forward_pre_hooks, open_shared_input), (module._forward_hooks, close_shared_input)):
+        for hooks, own in (
+            (module._forward_pre_hooks, begin_parent_forward),
+            (module._forward_hooks, end_parent_forward),
+        ):
             for key in [key for key, hook in hooks.items() if hook is own]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
