@@ -2,7 +2,7 @@
 
 One `ScaleState` holds T slots for the linears of one conversion. A slot is one operand (input, weight, grad_output).
 
-    quant_scale [T]      the factor of the casts; 0 while it is unknown
+    quant_scale [T]      the factor of the casts; 0 while it is unknown, and each cast computes one from its own amax
     amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
     history     [T, H]   the amaxes of the last H steps, newest last; 0 before the first one
 
@@ -10,9 +10,8 @@ Casts use quant_scale and update amax_buffer by a maximum, without another read.
 recomputation, microbatches and modules that run several times need no bookkeeping. Scales change only in a sync, so a
 recomputation is bit-identical to its forward. The sync, once per step after the backward, takes the maximum over ranks,
 appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no rank
-cast in this step is unchanged.
-
-[Note: cold start] While a slot's scale is unknown, each cast computes a scale from its own amax. The device decides.
+cast in this step is unchanged. Slots are not module buffers: state dicts stay nn.Linear's, and neither DDP nor FSDP
+sends them.
 
 [Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
 before, the cast reads the matrix twice. It guards on `PersistentScale.is_known_to_compiler`, so a change recompiles it
@@ -32,9 +31,6 @@ this buffer into amax_buffer.
 far above a step's microbatches. If a weight's version changed between two of them, an optimizer has stepped without a
 sync, which `assert_float8_training` reports. The weights that FSDP2 gathers keep their version. Until the first sync
 nothing saturates, because each cast computes a scale from its own amax. Compiled forwards are not counted.
-
-[Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
-nothing. `float8_scaling_state(model)` saves and loads them under separate names.
 
 [Note: stale scales] Every change of a scale writes `quant_scale` in place or replaces it. All views share its version
 counter, which compiled code increments too, so a cached cast is valid while its `PersistentScale` is the same

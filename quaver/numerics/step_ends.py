@@ -8,7 +8,7 @@ ran on it: a rank may have had no batch, and gathering a sampled step is a colle
     the model's, in the first step       ends it, unless other trained parameters have no gradients yet on any rank:
                                          then a backward and another optimizer follow
     the model's, in later steps          the last optimizer of the first step ends them; a wrapper of it ends nothing
-    an optimizer that steps twice        ends both steps: the optimizers that it waited for no longer step
+    an optimizer that steps twice        ends two steps; optimizers that have not stepped since are no longer awaited
     an optimizer with copies             none of the model's ever steps; it ends a step if any rank ran a backward
 
 Where the ranks must exchange what they know, they reduce 4 bytes: in the first step, after `Monitor.step()`, and for
