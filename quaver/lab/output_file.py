@@ -59,7 +59,7 @@ def check_outputs(*outputs: Output) -> None:
 def check_output_folder(path: Path, option: str) -> None:
     """Check that a command can write files into the folder `path`, or make it. Raises InputError."""
     _check_names(path, option)
-    _check_folder(Path(os.path.realpath(path)), path, option)
+    _check_folder(_resolve(path), path, option)
 
 
 @contextmanager
@@ -75,9 +75,8 @@ def replace_output(path: Path, option: str = "--output") -> Iterator[Path]:
         if _is_device(path):
             yield path
             return
-        target = _resolve(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(target) as partial:
+        _resolve(path).parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as partial:
             yield partial
     except OSError as error:
         raise NotWrittenError(f"{option}: cannot write {path}: {error.strerror or error}") from error
