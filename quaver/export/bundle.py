@@ -7,14 +7,14 @@ README.md             a model card: format, recipe, SQNR, logits, conversion rep
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from quaver.conversion.report import ConversionReport
-from quaver.export.files import check_names, read_json_object, write_json
+from quaver.export.files import CONFIG_JSON, INDEX_SUFFIX, SAFETENSORS, check_names, read_json_object, write_json
 from quaver.export.folders import make_file_threads
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import join_names
@@ -25,6 +25,9 @@ HEADER_KEY = "quaver_export"
 
 MODEL_CARD_FILE = "README.md"
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+_WRITTEN_FILES = CONFIG_JSON, RECORD_FILE, MODEL_CARD_FILE
+"""The files that an export writes besides the weights and the generation config."""
 
 _TOKENIZER_PATTERNS = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -51,11 +54,29 @@ def list_copied_files(folder: Path) -> list[Path]:
 
 
 def _find_files(folder: Path, *patterns: str) -> list[Path]:
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
     for file in files:
         if file.suffix == ".json":
             read_json_object(file)
     return files
+
+
+def check_copied_files(files: Iterable[Path]) -> None:
+    """Check that `files` can be copied next to exported weights.
+
+    Raises:
+        FileNotFoundError: one of them is not a file.
+        InputError: the export writes a file of that name, or two of them have one name.
+    """
+    copied: dict[str, Path] = {}
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"files: {str(file)!r} is not a file")
+        if file.name in _WRITTEN_FILES or file.name.endswith((SAFETENSORS, INDEX_SUFFIX)):
+            raise InputError(f"files: expected none that the export writes, such as {CONFIG_JSON}, got {str(file)!r}")
+        if file.name in copied:
+            raise InputError(f"files: expected one {file.name}, got {str(copied[file.name])!r} and {str(file)!r}")
+        copied[file.name] = file
 
 
 def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:

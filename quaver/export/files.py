@@ -16,7 +16,8 @@ from quaver.runtime.names import join_names
 
 SAFETENSORS = ".safetensors"
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_FILE = f"model{INDEX_SUFFIX}"
 CONFIG_JSON = "config.json"
 
 
@@ -206,7 +207,7 @@ def _check_file(file: Path) -> None:
     """Raise ValueError for a file of another kind, or one that shares an index with other files."""
     if file.suffix != SAFETENSORS:
         raise InputError(f"{str(file)!r}: expected a folder or a {SAFETENSORS} file")
-    for index in file.parent.glob(f"*{SAFETENSORS}.index.json"):
+    for index in file.parent.glob(f"*{INDEX_SUFFIX}"):
         weight_map = read_json_object(index).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if file.name in files and any(other_file != file.name for other_file in files):
@@ -288,5 +289,10 @@ def write_model(
         writer.add(name, tensor)
     writer.close()
     (folder / CONFIG_JSON).write_text(text, encoding="utf-8")
-    for file in copied:
+    copy_files(copied, folder)
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copy `files` into `folder`. They replace files of the same names: call `check_copied_files` first."""
+    for file in files:
         shutil.copyfile(file, folder / file.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
-from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, write_bundle
+from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_bundle
 from quaver.export.converted_view import Recipe
-from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, encode_config, encode_json
+from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, copy_files, encode_config, encode_json
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
@@ -62,7 +61,7 @@ def save_float8(
             comfyui. Its dtype becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers runs it.
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
         about: the origin, for the record of the bundle: "source", "step".
-        files: more files to copy, such as the tokenizer's.
+        files: more files to copy, such as the tokenizer's. A generation_config.json replaces the model's.
         high_precision_model: a function that returns the unsharded high-precision model, to measure how its logits
             change; None to measure nothing. It is called before the first file is written.
         measure_tokens: the number of random tokens on which to measure.
@@ -70,8 +69,10 @@ def save_float8(
         The weights that were written, with the cost of the format.
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
+        FileNotFoundError: one of `files` is not a file.
         ValueError, NotImplementedError: as `iter_float8_weights`; JSON cannot hold `config` or `about`; ComfyUI would
-            rename tensors and lose their scales; the high-precision model does not take tokens alone.
+            rename tensors and lose their scales; `files` has a name twice, or one that the export writes; the
+            high-precision model does not take tokens alone.
     """
     tensors = iter_float8_weights(
         model,
@@ -89,6 +90,7 @@ def save_float8(
         path, plan = Path(folder), tensors.plan
         options = {"config": config, "files": files, "high_precision_model": high_precision_model}
         plan.format.check_target(path, plan.names, **options)
+        check_copied_files(files)
         record = {"format": format, "recipe": plan.recipe, **(about or {})}
         encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
         if plan.format.is_file:
@@ -167,8 +169,7 @@ def _create_bundle(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.to_json_file(staging / GENERATION_CONFIG_FILE)
-        for file in files:  # may replace the generation config
-            shutil.copyfile(file, staging / file.name)
+        copy_files(files, staging)
         record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
         record |= {"logits": None if logits is None else logits.compare(staging)}
         write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)

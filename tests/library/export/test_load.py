@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.folders import NotWrittenError
+from quaver.runtime.errors import InputError
 from tests.library.export.models import PROJECTIONS, Tiny, saved, tiny
 from tests.steps import assert_same
 
@@ -173,6 +174,27 @@ def test_an_error_leaves_nothing_and_an_existing_folder_stays(tmp_path):
         save_float8(tiny(), tmp_path, config={})
     with pytest.raises(ValueError, match="config: expected the content of config.json"):
         save_float8(tiny(), tmp_path / "out")
+
+
+WEIGHTS = "model.safetensors", "other.safetensors", "model.safetensors.index.json"
+COPIED = {
+    **{f"such as config.json, got .*{name}": [name] for name in (*WEIGHTS, "config.json", "README.md")},
+    "expected one vocab.json, got .*vocab.json' and .*vocab.json": ["vocab.json", "again/vocab.json"],
+    "is not a file": ["again"],
+}
+
+
+@pytest.mark.parametrize("message", COPIED)
+def test_files_that_would_replace_others_are_refused_before_the_work(message, tmp_path):
+    source = tmp_path / "source"
+    (source / "again").mkdir(parents=True)
+    files = [source / name for name in COPIED[message]]
+    for file in files:
+        if not file.is_dir():
+            file.write_text("{}")
+    with pytest.raises((InputError, FileNotFoundError), match=message):
+        saved(tmp_path / "out", files=files, high_precision_model=pytest.fail)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_the_change_of_the_logits_is_measured(tmp_path):
