@@ -26,7 +26,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
-from quaver.recipes.serving import SERVING, Serving, find_serving, get_serving
+from quaver.recipes.serving import SERVING, ServingCasts, find_serving, get_serving
 from quaver.runtime.names import join_names
 
 
@@ -231,7 +231,7 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
 
 
 def _replace_linears(
-    model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], served: Serving
+    model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], served: ServingCasts
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:

@@ -267,7 +267,7 @@ class Float8Weights:
                     self.requantized[get_linear_name(name)] = worst
                 for part, stored_operand in zip(parts, stored, strict=True):
                     yield from format.iter_tensors(part, stored_operand)
-            if format.is_static and isinstance(weight.module, Float8Linear):
+            if format.has_activation_scales and isinstance(weight.module, Float8Linear):
                 prefix = self.plan.checkpoint.get_stored_name(name).removesuffix("weight")
                 yield (
                     f"{prefix}input_scale",

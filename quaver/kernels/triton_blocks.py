@@ -98,7 +98,7 @@ def find_kernel_obstacle(device_index: int | None) -> str | None:
     return None
 
 
-class Tile(NamedTuple):
+class KernelTile(NamedTuple):
     """The part of a matrix that one program processes."""
 
     rows: int
@@ -110,7 +110,7 @@ class Tile(NamedTuple):
     """8 for a square tile: with 16, Triton would give loads of hp the layout of these stores, which have its shape."""
 
 
-def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **constants: Any) -> None:
+def launch(kernel: Any, hp: Tensor, tile: KernelTile, *args: Tensor | int | None, **constants: Any) -> None:
     """Launch `kernel` with one program per tile of each matrix of `hp` [..., R, C], on a grid [tiles, matrices].
 
     The kernel's arguments are hp, `args`, R, C, TILE and `constants`.
@@ -121,12 +121,12 @@ def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **co
         kernel[tiles, math.prod(matrices)](hp, *args, height, width, TILE=tile, num_warps=tile.warps, **constants)
 
 
-def choose_tile(hp: Tensor, *, column_codes: bool = False) -> Tile:
+def choose_tile(hp: Tensor, *, column_codes: bool = False) -> KernelTile:
     """Choose the tile for `hp` [R, C]: eight loads of 16 bytes per thread, or a smaller tile for narrow accesses."""
     height, width = hp.shape
     if width % 16 or hp.data_ptr() % 16 or (column_codes and height % 16):
-        return Tile(64, 32, warps=4, rows_of_thread=16)
-    return Tile(128, 64, warps=2 * hp.element_size(), rows_of_thread=8)
+        return KernelTile(64, 32, warps=4, rows_of_thread=16)
+    return KernelTile(128, 64, warps=2 * hp.element_size(), rows_of_thread=8)
 
 
 Codes = tuple[Tensor | None, Tensor | None]

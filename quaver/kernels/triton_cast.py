@@ -34,7 +34,7 @@ from quaver.kernels.triton_amax import compute_amax, compute_amax_by_dim, comput
 from quaver.kernels.triton_blocks import (
     CastTarget,
     Codes,
-    Tile,
+    KernelTile,
     apply_scale,
     choose_tile,
     compute_amax_bits,
@@ -179,11 +179,11 @@ def _cast_by_dim(
     return codes
 
 
-def choose_whole_row_tile(width: int) -> Tile:
+def choose_whole_row_tile(width: int) -> KernelTile:
     """Return a tile of 4096 elements, or of one row if a row is wider, with 32 elements per thread."""
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
-    return Tile(rows, columns, warps=rows * columns // (32 * 32))
+    return KernelTile(rows, columns, warps=rows * columns // (32 * 32))
 
 
 def _empty_scales(amax: Tensor | None) -> ScaleBuffers:

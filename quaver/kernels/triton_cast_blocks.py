@@ -26,7 +26,7 @@ from quaver.kernels.operands import (
     unflatten_operands,
 )
 from quaver.kernels.triton_blocks import (
-    Tile,
+    KernelTile,
     amax_to_quant_scale,
     apply_scale,
     compute_amax_bits,
@@ -93,8 +93,8 @@ def casts_both_at_once(rows: int, columns: int) -> bool:
     return rows % 16 == columns % 16 == 0
 
 
-def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
-    return Tile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
+def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> KernelTile:
+    return KernelTile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
 
 
 def _cast_both(hp: Tensor, block_cast: BlockCast) -> Operands:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quaver.kernels.triton_blocks import (
     FLOAT8_DTYPES,
     MAX_MATRICES,
-    Tile,
+    KernelTile,
     jit,
     launch,
     load_tile,
@@ -42,7 +42,11 @@ def to_column_major(codes: Tensor) -> Tensor | None:
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0
-    tile = Tile(128, 128, warps=4, rows_of_thread=8) if is_aligned else Tile(64, 32, warps=4, rows_of_thread=16)
+    tile = (
+        KernelTile(128, 128, warps=4, rows_of_thread=8)
+        if is_aligned
+        else KernelTile(64, 32, warps=4, rows_of_thread=16)
+    )
     launch(_column_major, codes.view(torch.uint8), tile, copy.view(torch.uint8))
     return copy.mT
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from quaver.numerics.history import History, Sample, TensorStatistics
 from quaver.numerics.remedies import describe_remedies
-from quaver.numerics.rules import RULES, Measure, Rule
+from quaver.numerics.rules import RULES, AlarmRule, TensorMeasurement
 
 ALARM_ACTIONS = ("log", "callback", "stop", "fallback")
 
@@ -101,7 +101,7 @@ class _State:
     """Good samples in a row."""
     since: int = 0
     usual: float | None = None
-    """The level before the first bad sample (`Measure.usual`)."""
+    """The level before the first bad sample (`TensorMeasurement.usual`)."""
     cause: RuleKey | None = None
     """The alarm that the tensor raised or follows while it is bad."""
     recipe: str | None = None
@@ -111,10 +111,10 @@ class _State:
 @dataclass(frozen=True)
 class _Finding:
     key: RuleKey
-    rule: Rule
+    rule: AlarmRule
     rule_number: int
     tensor: TensorStatistics
-    measure: Measure
+    measure: TensorMeasurement
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int], int]:
@@ -130,7 +130,7 @@ class Alarms:
         action: what alarms say is done about them.
     """
 
-    rules: Sequence[Rule] = RULES
+    rules: Sequence[AlarmRule] = RULES
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
     _states: dict[RuleKey, _State] = field(default_factory=dict, repr=False)

@@ -43,7 +43,7 @@ from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import EXTRAS_WIDTH, describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
-from quaver.numerics.probe import Probe, Site, describe_site, list_sites
+from quaver.numerics.probe import Probe, ProbeSite, describe_site, list_sites
 from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
 from quaver.numerics.sampling import Sampling
@@ -63,7 +63,7 @@ class _MonitoredTensor(NamedTuple):
     """One tensor of the record."""
 
     name: str
-    site: Site
+    site: ProbeSite
     probe: Probe
     weight_numel: int | None
     """A weight's elements on all ranks, which count once although every rank and micro-batch casts the weight."""

@@ -23,7 +23,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 
 
-class Site(NamedTuple):
+class ProbeSite(NamedTuple):
     """One matrix of a linear: an operand in one of its casts, or a result."""
 
     operand: str
@@ -35,21 +35,21 @@ class Site(NamedTuple):
         return f"{self.operand}.{self.cast}"
 
 
-OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Site(result, "result") for result in MATMULS)
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (ProbeSite(result, "result") for result in MATMULS)
 
 FORWARD_SITES = (
-    *(Site(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
+    *(ProbeSite(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
     OUTPUT,
 )
 BACKWARD_SITES = (
-    *(Site("grad_output", cast) for cast in ("row", "column", "both")),
-    Site("weight", "column"),
+    *(ProbeSite("grad_output", cast) for cast in ("row", "column", "both")),
+    ProbeSite("weight", "column"),
     GRAD_INPUT,
     GRAD_WEIGHT,
 )
 
 
-def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
+def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[ProbeSite]:
     """List the sites of a linear with this config, in the order of a record."""
     sites = []
     for operand, casts in config.casts._asdict().items():
@@ -57,12 +57,12 @@ def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
             if casts.shares_codes:
                 name = "both"
             is_read = trains_weight or operand == "weight" or name != "column"
-            if is_read and not cast.is_disabled and Site(operand, name) not in sites:
-                sites.append(Site(operand, name))
-    return [*sites, *(Site(result, "result") for result in MATMULS if trains_weight or result != "grad_weight")]
+            if is_read and not cast.is_disabled and ProbeSite(operand, name) not in sites:
+                sites.append(ProbeSite(operand, name))
+    return [*sites, *(ProbeSite(result, "result") for result in MATMULS if trains_weight or result != "grad_weight")]
 
 
-def describe_site(site: Site, config: Float8LinearConfig) -> dict[str, Any]:
+def describe_site(site: ProbeSite, config: Float8LinearConfig) -> dict[str, Any]:
     """Return a site's entry in the header of a record: operand, cast, granularity, dtype, scaling and recipe."""
     about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
     about |= {"dtype": None, "scaling": None}
@@ -96,7 +96,7 @@ class Probe:
         self._key = number
         self.weight, self.monitor = weight, monitor
 
-    def get_slot(self, site: Site) -> Tensor:
+    def get_slot(self, site: ProbeSite) -> Tensor:
         """Return the slot of a site, [SLOT_WIDTH]. Forward and backward are merged."""
         if site not in BACKWARD_SITES:
             return self.forward[FORWARD_SITES.index(site)]
@@ -128,7 +128,7 @@ class Probe:
         sites, slots = (FORWARD_SITES, self.forward) if is_forward else (BACKWARD_SITES, self.backward)
         for cast, operand in casts.items():
             if operand is not None and operand.dequant_scale is not None:
-                site = Site(name, cast)
+                site = ProbeSite(name, cast)
                 observe.observe_operand(
                     slots,
                     sites.index(site),

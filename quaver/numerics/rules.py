@@ -48,7 +48,7 @@ PERSISTENT_SCALING = ("delayed", "static")
 
 
 @dataclass(frozen=True)
-class Measure:
+class TensorMeasurement:
     """The value that a rule measured for one tensor, and its thresholds."""
 
     value: float
@@ -78,11 +78,11 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One rule. It alarms after `samples` bad samples in a row, and clears after as many good ones."""
+class AlarmRule:
+    """A rule of the alarms. It alarms after `samples` bad samples in a row, and clears after as many good ones."""
 
     name: str
-    measure: Callable[[TensorStatistics, Sample], Measure | None]
+    measure: Callable[[TensorStatistics, Sample], TensorMeasurement | None]
     text: str
     """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
     samples: int = 1
@@ -96,13 +96,13 @@ class Rule:
         return self.suggest is suggest_recipes
 
 
-def _measure_nonfinite(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_nonfinite(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     count = tensor.nonfinite
-    return None if count is None else Measure(math.inf if math.isnan(count) else count, 0, 0)
+    return None if count is None else TensorMeasurement(math.inf if math.isnan(count) else count, 0, 0)
 
 
-def _measure_ranks(tensor: TensorStatistics, sample: Sample) -> Measure | None:
-    return Measure(float(tensor.position in sample.ranks), 0, 0) if tensor.key.operand == "weight" else None
+def _measure_ranks(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
+    return TensorMeasurement(float(tensor.position in sample.ranks), 0, 0) if tensor.key.operand == "weight" else None
 
 
 def _get_cast(tensor: TensorStatistics) -> tuple[Float8Format, float] | None:
@@ -113,29 +113,29 @@ def _get_cast(tensor: TensorStatistics) -> tuple[Float8Format, float] | None:
     return fmt, tensor.sqnr_db
 
 
-def _measure_codes(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_codes(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the SQNR, which is bad below the bound for rounding at the recorded scale."""
     cast = _get_cast(tensor)
     if cast is None or tensor.saturated or tensor.scale_max is None or not tensor.rms:
         return None
     bound = compute_cast_bound_db(cast[0], tensor.rms, tensor.scale_max) - 0.1  # sums in float32
-    return Measure(cast[1], bound, bound, above=False)
+    return TensorMeasurement(cast[1], bound, bound, above=False)
 
 
-def _measure_saturation(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_saturation(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the saturated share. A dynamic scale clips nothing."""
     if _get_cast(tensor) is None or tensor.saturated is None or _is_persistent(tensor):
         return None
-    return Measure(tensor.saturated, 0, 0)
+    return TensorMeasurement(tensor.saturated, 0, 0)
 
 
-def _measure_clipping(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_clipping(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the saturated share under a persistent scale, which is bad if it costs more than rounding can."""
     cast = _get_cast(tensor)
     if cast is None or tensor.saturated is None or not _is_persistent(tensor):
         return None
     harms = cast[1] < compute_rounding_bound_db(cast[0])
-    return Measure(tensor.saturated if harms else 0.0, 0, 0)
+    return TensorMeasurement(tensor.saturated if harms else 0.0, 0, 0)
 
 
 def _is_persistent(tensor: TensorStatistics) -> bool:
@@ -143,36 +143,36 @@ def _is_persistent(tensor: TensorStatistics) -> bool:
     return str(scaling or "delayed").startswith(PERSISTENT_SCALING)
 
 
-def _measure_underflow(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_underflow(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     cast = _get_cast(tensor)
     if cast is None or tensor.underflow is None:
         return None
     # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
     fmt = E5M2 if tensor.key.operand == "grad_output" else cast[0]
     raise_at = compute_underflow(compute_rounding_bound_db(fmt))
-    return Measure(tensor.underflow, raise_at, raise_at / 2)
+    return TensorMeasurement(tensor.underflow, raise_at, raise_at / 2)
 
 
-def _measure_sqnr(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_sqnr(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     cast = _get_cast(tensor)
     if cast is None or tensor.saturated:
         return None
     bound = compute_rounding_bound_db(cast[0])
-    return Measure(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
+    return TensorMeasurement(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
-def _measure_zero(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_zero(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure whether all elements are zero. Gradients may be zero at first, if weights are initialized to zero."""
     if tensor.amax is None or tensor.nonfinite or not tensor.numel:
         return None
-    return Measure(float(tensor.amax == 0), 0, 0)
+    return TensorMeasurement(float(tensor.amax == 0), 0, 0)
 
 
 DEAD_SHARE = 1 / 64
 """The share of one of 64 experts."""
 
 
-def _measure_dead(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_dead(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure how much more of a weight's gradient is zero than before: rows, columns or experts that no token uses.
 
     Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged, because their units idle
@@ -185,7 +185,7 @@ def _measure_dead(tensor: TensorStatistics, sample: Sample) -> Measure | None:
         _get_usual_zeros(operand, sample) > DEAD_SHARE for operand in _list_operands(tensor, sample)
     ):
         return None
-    return Measure(zeros - _get_usual_zeros(tensor, sample), DEAD_SHARE, DEAD_SHARE / 2)
+    return TensorMeasurement(zeros - _get_usual_zeros(tensor, sample), DEAD_SHARE, DEAD_SHARE / 2)
 
 
 def _get_usual_zeros(tensor: TensorStatistics, sample: Sample) -> float:
@@ -200,7 +200,7 @@ def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStati
     return [cast for name, _ in MATMULS[result.key.operand] for cast in operands.get(name, [])]
 
 
-def _measure_jump(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_jump(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the powers of two between a level and all of its last four.
 
     They are bad beyond `JUMP_BITS` and beyond six standard deviations of the level's changes. The level of a weight or
@@ -224,10 +224,12 @@ def _measure_jump(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)
     since = before[-1].step if is_gradient else tensor.step
-    return Measure(value, raise_at, raise_at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
+    return TensorMeasurement(
+        value, raise_at, raise_at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:])
+    )
 
 
-def _measure_growth(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_growth(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the powers of two that an rms grew by in the last 8 or 16 samples, if the growth does not slow down.
 
     Gradients are not judged: they may recover from small values.
@@ -236,7 +238,7 @@ def _measure_growth(tensor: TensorStatistics, sample: Sample) -> Measure | None:
         return None
     levels = [sampled.get_log2("rms") for sampled in [*sample.list_earlier(tensor), tensor]]
     grown = max((_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
-    return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
+    return None if grown is None else TensorMeasurement(grown, GROWTH_BITS, GROWTH_BITS / 2)
 
 
 def _sum_steady_growth(levels: list[float | None]) -> float:
@@ -250,17 +252,17 @@ def _sum_steady_growth(levels: list[float | None]) -> float:
     return early + late if early > 0 and late >= 0.75 * early and rises >= len(known) - 2 else 0.0
 
 
-def _measure_peers(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_peers(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
     raise_at, level = PEER_BITS.get(tensor.key.operand), tensor.get_log2("rms")
     levels = [peer.get_log2("rms") for peer in sample.by_peers[tensor.peers] if peer is not tensor]
     known = [peer_level for peer_level in levels if peer_level is not None]
     if raise_at is None or level is None or tensor.nonfinite or len(known) < 3:
         return None
-    return Measure(abs(level - statistics.median(known)), raise_at, raise_at / 2)
+    return TensorMeasurement(abs(level - statistics.median(known)), raise_at, raise_at / 2)
 
 
-def _measure_result(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_result(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure a result's SQNR over some rows, which is bad three bits below what its operands' errors explain."""
     if not tensor.is_result or tensor.sqnr_db is None or not tensor.rms or tensor.nonfinite:
         return None
@@ -271,16 +273,18 @@ def _measure_result(tensor: TensorStatistics, sample: Sample) -> Measure | None:
     cancelled = min(tensor.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
     expected = compute_result_db(_get_sqnr_db(left), _get_sqnr_db(right), cancelled)
     raise_at = min(expected, 40.0) - 3 * BIT_DB
-    return Measure(tensor.sqnr_db, raise_at, raise_at + BIT_DB, above=False)
+    return TensorMeasurement(tensor.sqnr_db, raise_at, raise_at + BIT_DB, above=False)
 
 
-def _measure_sums(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_sums(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the SQNR of a GPU's sums, with the setting in use, against the casts and rounding to bfloat16."""
     sums = sample.sums.get(tensor.position)
     if sums is None:
         return None
     bound = sums.compute_bound()
-    return Measure(sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
+    return TensorMeasurement(
+        sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False
+    )
 
 
 def _find_worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
@@ -291,15 +295,15 @@ def _get_sqnr_db(operand: TensorStatistics) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 
-def _measure_vanishing(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_vanishing(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the rms of a weight's gradient, if it is the largest of all weights."""
     if tensor.key.operand != "grad_weight" or not tensor.rms:
         return None
     rms = [grad.rms or 0.0 for grad in sample.tensors if grad.key.operand == "grad_weight"]
-    return Measure(tensor.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if tensor.rms == max(rms) else None
+    return TensorMeasurement(tensor.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if tensor.rms == max(rms) else None
 
 
-def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure whether a weight with a gradient stays bit-identical while others change: no optimizer holds it."""
     before = sample.list_earlier(tensor)
     if tensor.key.operand != "weight" or not before or not _has_gradient(tensor, sample):
@@ -307,7 +311,7 @@ def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> Measure | No
     layer, candidates = tensor.key.layer, sample.tensors
     weights = [weight for weight in candidates if weight.key.operand == "weight" and weight.key.layer != layer]
     any_changed = any(_has_gradient(weight, sample) and not _is_unchanged(weight, sample) for weight in weights)
-    return Measure(float(any_changed and _is_unchanged(tensor, sample)), 0, 0)
+    return TensorMeasurement(float(any_changed and _is_unchanged(tensor, sample)), 0, 0)
 
 
 def _is_unchanged(tensor: TensorStatistics, sample: Sample) -> bool:
@@ -321,9 +325,9 @@ def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
     return any(grad.amax for grad in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
-def _measure_mismatch(tensor: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_mismatch(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     error = tensor.token_mult_prob_error
-    return None if error is None else Measure(error, MISMATCH_BOUNDS[1], MISMATCH_BOUNDS[0])
+    return None if error is None else TensorMeasurement(error, MISMATCH_BOUNDS[1], MISMATCH_BOUNDS[0])
 
 
 RESULT_TEXT = "{value:.1f} dB against high precision; the errors of its operands explain only {threshold:.1f}"
@@ -339,23 +343,23 @@ VANISHING_TEXT = "rms {value:.1e} is below the eps of Adam, {threshold:.0e}"
 UNCHANGED_TEXT = "did not change while other weights did: no optimizer holds it"
 
 RULES = (
-    Rule("nonfinite", _measure_nonfinite, "elements that are not finite: {value:g}"),
-    Rule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
-    Rule("codes", _measure_codes, WRONG_CODES_TEXT),
-    Rule("saturation", _measure_saturation, CLIPPED_TEXT, suggest=suggest_recipes),
-    Rule("saturation", _measure_clipping, CLIPPED_TEXT, samples=3, suggest=suggest_recipes),
-    Rule("result", _measure_result, RESULT_TEXT, samples=2),
-    Rule("zero", _measure_zero, "is all zeros", samples=2),
-    Rule("sqnr", _measure_sqnr, LOW_SQNR_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
-    Rule("underflow", _measure_underflow, UNDERFLOW_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
-    Rule("sums", _measure_sums, SUMS_COST_TEXT, spreads=False, suggest=suggest_accumulation),
-    Rule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
-    Rule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
-    Rule("peers", _measure_peers, PEERS_TEXT, samples=2, spreads=False),
-    Rule("dead", _measure_dead, DEAD_TEXT, samples=3, spreads=False),
-    Rule("vanishing", _measure_vanishing, VANISHING_TEXT, samples=2, spreads=False),
-    Rule("mismatch", _measure_mismatch, MISMATCH_TEXT, spreads=False, suggest=suggest_same_codes),
-    Rule("unchanged", _measure_unchanged, UNCHANGED_TEXT, samples=3, spreads=False),
+    AlarmRule("nonfinite", _measure_nonfinite, "elements that are not finite: {value:g}"),
+    AlarmRule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
+    AlarmRule("codes", _measure_codes, WRONG_CODES_TEXT),
+    AlarmRule("saturation", _measure_saturation, CLIPPED_TEXT, suggest=suggest_recipes),
+    AlarmRule("saturation", _measure_clipping, CLIPPED_TEXT, samples=3, suggest=suggest_recipes),
+    AlarmRule("result", _measure_result, RESULT_TEXT, samples=2),
+    AlarmRule("zero", _measure_zero, "is all zeros", samples=2),
+    AlarmRule("sqnr", _measure_sqnr, LOW_SQNR_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
+    AlarmRule("underflow", _measure_underflow, UNDERFLOW_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
+    AlarmRule("sums", _measure_sums, SUMS_COST_TEXT, spreads=False, suggest=suggest_accumulation),
+    AlarmRule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
+    AlarmRule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
+    AlarmRule("peers", _measure_peers, PEERS_TEXT, samples=2, spreads=False),
+    AlarmRule("dead", _measure_dead, DEAD_TEXT, samples=3, spreads=False),
+    AlarmRule("vanishing", _measure_vanishing, VANISHING_TEXT, samples=2, spreads=False),
+    AlarmRule("mismatch", _measure_mismatch, MISMATCH_TEXT, spreads=False, suggest=suggest_same_codes),
+    AlarmRule("unchanged", _measure_unchanged, UNCHANGED_TEXT, samples=3, spreads=False),
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 

@@ -15,7 +15,7 @@ from quaver.recipes.formats import E4M3
 from quaver.runtime.names import suggest
 
 
-class Serving(NamedTuple):
+class ServingCasts(NamedTuple):
     """How an engine quantizes the two operands of a linear."""
 
     input: CastConfig
@@ -26,7 +26,7 @@ class Serving(NamedTuple):
     """The format of quaver.export that the engine reads for this weight."""
 
 
-def _define(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
+def _define(granularity: ScalingGranularity, input: str, weight: str, format: str) -> ServingCasts:
     """Define how an engine quantizes. `input` and `weight` are names of rules (scale_rules.py).
 
     Blocks are 1 x 128 for the input and 128 x 128 for the weight.
@@ -42,12 +42,12 @@ def _define(granularity: ScalingGranularity, input: str, weight: str, format: st
         )
 
     recipe = "blockwise" if is_blockwise else granularity.name.lower()
-    return Serving(cast(input, (1, 128)), cast(weight, (128, 128)), recipe, format)
+    return ServingCasts(cast(input, (1, 128)), cast(weight, (128, 128)), recipe, format)
 
 
 _ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
 _COMPRESSED, _FP8 = "compressed-tensors", "fp8"
-SERVING: dict[str, Serving] = {
+SERVING: dict[str, ServingCasts] = {
     "vllm-per-token": _define(_ROWS, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
     "vllm-per-token-kernel": _define(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),  # its CUDA kernel
     "vllm-per-tensor": _define(_TENSOR, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
@@ -68,7 +68,7 @@ SERVING: dict[str, Serving] = {
 """How engines quantize, by name. A comment names the engine's function."""
 
 
-def get_serving(name: str) -> Serving:
+def get_serving(name: str) -> ServingCasts:
     """Return the entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING:
         raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}{suggest(name, SERVING)}")

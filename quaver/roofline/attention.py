@@ -39,7 +39,7 @@ ATTENTION_SHARE = 0.35
 utilization", arXiv 2407.08608, abstract)."""
 
 
-class Rate(NamedTuple):
+class AttentionRate(NamedTuple):
     """The TFLOP/s for long sequences, and the sequence length with half of this rate."""
 
     best: float
@@ -50,10 +50,10 @@ class Rate(NamedTuple):
         return self.best * seq_len / (seq_len + self.half)
 
 
-_FLASH_H100 = Rate(340, 290), Rate(320, 480)
-_FLASH_A100 = Rate(0.6 * 312, 0), Rate(0.6 * 312, 0)
-_CUDNN_H200 = Rate(700, 800), Rate(600, 1100)
-_CUDNN_B200 = Rate(1700, 800), Rate(1400, 800)
+_FLASH_H100 = AttentionRate(340, 290), AttentionRate(320, 480)
+_FLASH_A100 = AttentionRate(0.6 * 312, 0), AttentionRate(0.6 * 312, 0)
+_CUDNN_H200 = AttentionRate(700, 800), AttentionRate(600, 1100)
+_CUDNN_B200 = AttentionRate(1700, 800), AttentionRate(1400, 800)
 ATTENTION_RATES = {
     (FLASH, "H100"): _FLASH_H100,
     (FLASH, "H200"): _FLASH_H100,
@@ -75,14 +75,14 @@ def choose_kernel(compute_capability: int | None) -> str:
     return CUDNN if (compute_capability or 0) // 10 in (9, 10) else FLASH
 
 
-def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
+def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[AttentionRate, AttentionRate]:
     """Return the rates of the forward and of the backward.
 
     Args:
         spec: the device.
         kernel: FLASH or CUDNN; None for torch's choice.
     """
-    default = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
+    default = AttentionRate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
     return ATTENTION_RATES.get((kernel or choose_kernel(spec.compute_capability), spec.name), (default, default))
 
 

@@ -63,7 +63,7 @@ def make_scope_error(weight: Tensor, how: str) -> RuntimeError:
     )
 
 
-class PreparedShard:
+class CastOnceShard:
     """This rank's shard of a weight, quantized once while the scope is open, and a check that it does not change."""
 
     def __init__(self, weight: ModuleWeight, holder: str) -> None:
@@ -140,7 +140,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
                 weight.module.prepared_weights[weight.name] = PreparedWeight(weight, holder)
         for state, weight in gathered:
-            state.prepared[weight.name] = PreparedShard(weight, holder)
+            state.prepared[weight.name] = CastOnceShard(weight, holder)
         yield
         for weight in whole:
             if weight.prepared is not None:

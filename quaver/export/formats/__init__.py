@@ -43,7 +43,7 @@ CHECKPOINT_FORMATS: dict[str, type[WeightFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.CompressedTensors,
     compressed_tensors.BLOCK_FORMAT: compressed_tensors.CompressedTensorsBlocks,
     "compressed-tensors-mxfp8": compressed_tensors.CompressedTensorsMXFP8,
-    fp8.METHOD: fp8.FP8,
+    fp8.METHOD: fp8.DeepSeekFP8,
     COMFYUI: ComfyUI,
 }
 """The formats that `save_float8` writes, by name."""

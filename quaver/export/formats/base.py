@@ -32,7 +32,7 @@ class WeightFormat:
     """The strategy "channel" (a scale per row), "tensor", "block" (128 x 128) or "group" (MXFP8)."""
     activation_strategy: str | None
     """The strategy "token", "tensor" or "group"; None for activations in high precision."""
-    is_static: bool = False
+    has_activation_scales: bool = False
     """Whether the checkpoint has scales of activations."""
 
     scale_name: ClassVar[str] = "weight_scale"

@@ -69,7 +69,7 @@ class ComfyUI(WeightFormat):
     def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
         if has_mx_scales(weight):
             return cls("group", "group")
-        return cls("tensor", "tensor", is_static=True) if input.is_persistent else cls("tensor", None)
+        return cls("tensor", "tensor", has_activation_scales=True) if input.is_persistent else cls("tensor", None)
 
     @classmethod
     def list_unsupported(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:

@@ -52,7 +52,7 @@ class CompressedTensors(WeightFormat):
     ) -> dict[str, Any]:
         inputs = None
         if self.activation_strategy is not None:
-            inputs = self._make_quantization_args(self.activation_strategy, is_dynamic=not self.is_static)
+            inputs = self._make_quantization_args(self.activation_strategy, is_dynamic=not self.has_activation_scales)
         group = {
             "targets": ["Linear"],
             "weights": self._make_quantization_args(self.weight_strategy, is_dynamic=False),

@@ -16,7 +16,7 @@ from quaver.runtime.names import join_names
 METHOD = "fp8"
 
 
-class FP8(WeightFormat):
+class DeepSeekFP8(WeightFormat):
     """DeepSeek's format, for writing."""
 
     scale_name = "weight_scale_inv"

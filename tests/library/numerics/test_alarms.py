@@ -14,7 +14,7 @@ from quaver.numerics.expected import (
     compute_underflow,
 )
 from quaver.numerics.history import History
-from quaver.numerics.rules import Measure, Rule
+from quaver.numerics.rules import AlarmRule, TensorMeasurement
 from quaver.recipes.formats import E4M3, E5M2
 from tests.library.numerics.samples import LAYERS, RMS, find_position, make_header, make_sample
 
@@ -61,7 +61,7 @@ def test_a_fault_raises_one_alarm_with_its_name(changes, rule, operand, late):
 
 
 def test_a_user_may_add_a_rule():
-    large = Rule("large", lambda tensor, _: Measure(tensor.amax, 2.0, 2.0), "has an amax of {value:g}")
+    large = AlarmRule("large", lambda tensor, _: TensorMeasurement(tensor.amax, 2.0, 2.0), "has an amax of {value:g}")
     event = Alarms(rules=[large]).update(make_header(), make_sample(1))[0]
     assert (event.rule, event.operand, event.threshold) == ("large", "input", 2.0)
 
