@@ -124,7 +124,10 @@ def describe_grouped_backends(
 
 
 def _has_native(device: torch.device, *, emulate: bool) -> bool:
-    return choose_backend(device, ScaleKind.GROUPS, emulate=emulate, works=_run_trial_as_constant) is GemmBackend.NATIVE
+    return (
+        choose_backend(device, ScaleKind.GROUPS, emulate=emulate, run_trial=_run_trial_as_constant)
+        is GemmBackend.NATIVE
+    )
 
 
 @assume_constant_result

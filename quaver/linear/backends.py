@@ -48,16 +48,16 @@ def choose_backend(
     kind: ScaleKind | None,
     *,
     emulate: bool = False,
-    works: Callable[[int, ScaleKind], bool] | None = None,
+    run_trial: Callable[[int, ScaleKind], bool] | None = None,
 ) -> GemmBackend:
     """Return the backend of `device` for a kind of scales.
 
     Args:
         kind: None if no hardware supports the scales.
-        works: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
+        run_trial: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
     """
-    works = works or _run_trial_as_constant
-    if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
+    run_trial = run_trial or _run_trial_as_constant
+    if kind is None or emulate or not is_cuda_device(device) or not run_trial(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 

@@ -27,7 +27,7 @@ def to_local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def check_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
+def resolve_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
     """Return `dim` counted from the first one. Raises ValueError if the ranks cannot share it evenly."""
     dim %= tensor.dim()
     if tensor.shape[dim] % group.size():
@@ -85,7 +85,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
         else:
-            grad = reduce_scatter(grad, check_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
+            grad = reduce_scatter(grad, resolve_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
         return grad, *[None] * 8
 
 

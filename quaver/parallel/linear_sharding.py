@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.shared_input import choose_quantizer
-from quaver.parallel.gathered_input import AllGatherInput, check_sequence_dim, to_local
+from quaver.parallel.gathered_input import AllGatherInput, resolve_sequence_dim, to_local
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
@@ -152,7 +152,7 @@ class RowwiseSharding(_Sharding):
                 f"expected an output that is sharded along its tokens, got S({self.sequence_dim}) (features)"
             )
         output = output.view(*leading, output.shape[-1])
-        return reduce_scatter(output, check_sequence_dim(output, self.sequence_dim, self.group), self.group)
+        return reduce_scatter(output, resolve_sequence_dim(output, self.sequence_dim, self.group), self.group)
 
 
 class PartialSumSharding(RowwiseSharding):

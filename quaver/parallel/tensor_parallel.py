@@ -38,7 +38,7 @@ from quaver.parallel.gathered_input import AllGatherInput, to_local
 from quaver.parallel.linear_sharding import ColwiseSharding, RowwiseSharding, check_can_be_sharded
 
 
-def _check_linear(style: object, module: nn.Module) -> Float8Linear:
+def _require_linear(style: object, module: nn.Module) -> Float8Linear:
     if isinstance(module, Float8Linear) and isinstance(module.weight, Float8Tensor):
         raise NotImplementedError(
             f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
@@ -56,7 +56,7 @@ def _check_linear(style: object, module: nn.Module) -> Float8Linear:
     return module
 
 
-def _check_one_axis(mesh: DeviceMesh) -> DeviceMesh:
+def _require_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim != 1:
         raise ValueError(f"tensor parallelism runs along one mesh axis, got a mesh of {mesh.ndim}; pass mesh['tp']")
     return mesh
@@ -81,8 +81,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _check_linear(self, module)
-        mesh = _check_one_axis(device_mesh)
+        linear = _require_linear(self, module)
+        mesh = _require_one_axis(device_mesh)
         check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
         all_gather_input = None
@@ -118,8 +118,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear = _check_linear(self, module)
-        mesh = _check_one_axis(device_mesh)
+        linear = _require_linear(self, module)
+        mesh = _require_one_axis(device_mesh)
         layout = self.output_layouts[0]
         if layout != Replicate() and (not isinstance(layout, Shard) or layout.dim == -1):
             raise ValueError(
@@ -162,7 +162,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         """The module that the style was applied to."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear, mesh = self._find_linear(module), _check_one_axis(device_mesh)
+        linear, mesh = self._find_linear(module), _require_one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules with other configs
         applied._module = module
         layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
@@ -176,7 +176,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     def _find_linear(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
-            linears = [_check_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
+            linears = [_require_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
         else:
             linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
         if not linears:
