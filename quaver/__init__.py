@@ -10,7 +10,7 @@ from quaver.conversion.check import assert_float8_training
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training, convert_to_high_precision
 from quaver.conversion.delayed import (
     Float8ScalingState,
-    TensorScaling,
+    TensorScaleReport,
     calibrate_float8_static_scales,
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
@@ -66,7 +66,7 @@ __all__ = [
     "ScaleCalculationMode",
     "ScalingGranularity",
     "ScalingType",
-    "TensorScaling",
+    "TensorScaleReport",
     "assert_float8_training",
     "auto_filter_for_recipe",
     "calibrate_float8_static_scales",

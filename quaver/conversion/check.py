@@ -21,7 +21,7 @@ from quaver.conversion.report import (
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.last_run import get_last_device
 from quaver.linear.module import Float8Linear
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.names import join_names
 from quaver.runtime.slow_paths import list_slow_paths
@@ -104,7 +104,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
             yield f"{name}: {obstacle}"
     scalings = [getattr(module, "scaling", None) for _, module in iter_float8_modules(model)]
-    if any(isinstance(scaling, LinearScales) and scaling.state.is_sync_forgotten for scaling in scalings):
+    if any(isinstance(scaling, LinearScaleSlots) and scaling.state.is_sync_forgotten for scaling in scalings):
         yield (
             "weights changed between forwards without a sync, so delayed scales are out of date: call "
             "sync_float8_amax_and_scale_history(model) once a step, after the backward"

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import (
     OPERANDS,
-    LinearScales,
+    LinearScaleSlots,
     NamedSlot,
     ScaleState,
     compute_scale,
@@ -57,7 +57,7 @@ def add_persistent_scales(
     device = named_linears[0][1].weight.device
     state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
     for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
-        linear.scaling = LinearScales(state, (input, weight, grad_output))
+        linear.scaling = LinearScaleSlots(state, (input, weight, grad_output))
 
 
 def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _check_measured(amaxes: dict[str, float]) -> None:
         raise RuntimeError(f"calibration: {bad[0]} {problem}{more}; no scale was changed")
 
 
-class TensorScaling(NamedTuple):
+class TensorScaleReport(NamedTuple):
     """The persistent scale of one tensor, compared with its amax in the step before the last sync."""
 
     name: str
@@ -240,7 +240,7 @@ class Float8ScalingState:
         for state in self._states:
             state.reset_amax_buffer()
 
-    def report(self) -> list[TensorScaling]:
+    def report(self) -> list[TensorScaleReport]:
         """Compare each scale with its amax in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
@@ -271,13 +271,13 @@ def load_checkpoint_scales(scales: Float8ScalingState, saved: dict[str, Any], so
         scales.load_state_dict(saved)
 
 
-def _describe_scaling(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+def _describe_scaling(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaleReport:
     is_dynamic = not scale > 0
     if amax < 0:
-        return TensorScaling(name, scale, is_dynamic, amax, float("nan"), 0)
+        return TensorScaleReport(name, scale, is_dynamic, amax, float("nan"), 0)
     used = format_max / max(amax, scaling.EPS) if is_dynamic else scale
     ratio = 1.0 if is_dynamic else scale * amax / format_max
-    return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
+    return TensorScaleReport(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
 def list_named_slots(model: nn.Module) -> list[NamedSlot]:
@@ -287,7 +287,7 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
     for fqn, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             in_ddp.append(f"{fqn}.module.".removeprefix("."))
-        elif isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
+        elif isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScaleSlots):
             prefix = f"{fqn}." if fqn else ""
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
@@ -300,7 +300,7 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
 def _list_states(modules: Iterable[nn.Module]) -> list[ScaleState]:
     states = {}
     for module in modules:
-        if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
+        if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScaleSlots):
             states[id(module.scaling.state)] = module.scaling.state
     return list(states.values())
 

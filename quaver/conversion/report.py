@@ -21,7 +21,7 @@ from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module, list_taken_attributes
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS
@@ -297,7 +297,7 @@ def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
 
 
 def _describe_shared_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
-    if not isinstance(linear.scaling, LinearScales) or linear.scaling.slots[0] is None:
+    if not isinstance(linear.scaling, LinearScaleSlots) or linear.scaling.slots[0] is None:
         return ""
     owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
     return "" if owner == name else f"input scale of {owner}"

@@ -17,7 +17,7 @@ from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear
 from quaver.linear.protocols import PreparedOperands
 from quaver.linear.quantize import Quantizer
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -43,7 +43,7 @@ class ModuleWeight(NamedTuple):
         return self.module.float8_config
 
     @property
-    def scaling(self) -> LinearScales | None:
+    def scaling(self) -> LinearScaleSlots | None:
         """The persistent scales of a linear, if its config has any; experts are scaled dynamically."""
         return self.module.scaling if isinstance(self.module, Float8Linear) else None
 

@@ -21,9 +21,9 @@ class ShardState:
         self.computed_from: tuple[Tensor, int, int] | None = None
         """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
         self.observed: Tensor | None = None
-        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced only after a write:
-        forwards that read it may be queued on another stream, and all-gathers wait for that stream after an optimizer
-        step.
+        """`LinearScaleSlots.weight_observed` of the all-gathers since the last write. It is replaced only after a
+        write: forwards that read it may be queued on another stream, and all-gathers wait for that stream after an
+        optimizer step.
         """
         self.writes = 0
         """The number of writes to the shard, whether there were scales to drop or not."""

@@ -20,7 +20,7 @@ from transformers import Trainer
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.module import Float8Linear
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.names import strip_wrappers
 
@@ -78,7 +78,7 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
         if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
         if _remove_all_gather(linear.config) == _remove_all_gather(source.config):
-            linear.scaling = LinearScales(source.scaling.state, source.scaling.slots)
+            linear.scaling = LinearScaleSlots(source.scaling.state, source.scaling.slots)
 
 
 def _get_configs(model: nn.Module) -> dict[str, Float8LinearConfig]:

@@ -13,7 +13,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.nested import apply_to_rows
 from quaver.linear.protocols import LinearSharding, find_sharding
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
@@ -35,7 +35,7 @@ class Float8Linear(Float8Module, nn.Linear):
     replaces: ClassVar[type[nn.Linear]] = nn.Linear
     """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
     _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")
-    scaling: LinearScales | None
+    scaling: LinearScaleSlots | None
     """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""

@@ -124,7 +124,7 @@ class ScaleState:
         return torch.where(torch.tensor(by_rule, device=quant_scale.device), invert_twice(quant_scale), quant_scale)
 
     def _reset_views(self) -> None:
-        self.linear_scales: list[LinearScales] = []
+        self.linear_scales: list[LinearScaleSlots] = []
         self.weight_versions: dict[int, int] = {}
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
@@ -220,7 +220,7 @@ class ScaleState:
     def count_forward(self, linear: int, weight: Tensor | None) -> None:
         """Count a forward that records gradients, and warn after `FORWARDS_WITHOUT_SYNC` for each linear.
 
-        `linear`: the id of its `LinearScales`.
+        `linear`: the id of its `LinearScaleSlots`.
         """
         self.forwards_since_sync += 1
         if weight is not None and self.has_delayed and not weight.is_inference():
@@ -242,7 +242,7 @@ class ScaleState:
         self.refresh_known()
 
 
-class LinearScales:
+class LinearScaleSlots:
     """The slots of one linear, as its persistent scales."""
 
     def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
@@ -328,7 +328,7 @@ class LinearScales:
             self.state.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LinearScales, (self.state, self.slots)  # a copy has views of the copied state
+        return LinearScaleSlots, (self.state, self.slots)  # a copy has views of the copied state
 
 
 def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:

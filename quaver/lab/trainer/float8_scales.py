@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quaver import TensorScaling
+from quaver import TensorScaleReport
 
 
-def make_scales_record(step: int, model: str, report: Iterable[TensorScaling]) -> dict[str, Any]:
+def make_scales_record(step: int, model: str, report: Iterable[TensorScaleReport]) -> dict[str, Any]:
     """Return the record of a step from its `Float8ScalingState.report`."""
     cast = [tensor for tensor in report if _was_cast(tensor)]
     columns = {
@@ -41,7 +41,7 @@ def make_scales_record(step: int, model: str, report: Iterable[TensorScaling]) -
     }
 
 
-def summarize_saturation(report: Sequence[TensorScaling]) -> dict[str, int]:
+def summarize_saturation(report: Sequence[TensorScaleReport]) -> dict[str, int]:
     """Return the fields of metrics.jsonl on a step's persistent scales; empty if there are none."""
     if not report:
         return {}
@@ -49,7 +49,7 @@ def summarize_saturation(report: Sequence[TensorScaling]) -> dict[str, int]:
     return {"float8_saturated": sum(counts), "float8_saturated_tensors": sum(count > 0 for count in counts)}
 
 
-def _was_cast(tensor: TensorScaling) -> bool:
+def _was_cast(tensor: TensorScaleReport) -> bool:
     return not tensor.amax < 0  # a tensor with a NaN was cast
 
 

@@ -33,7 +33,7 @@ from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.process import SignalRequests, count_snapshot_signals
-from quaver.linear.scale_state import LinearScales
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
 
@@ -183,5 +183,5 @@ def _is_whole(trace: Path) -> bool:
 def list_persistent_scales(model: nn.Module) -> list[Tensor]:
     """Return every tensor of the persistent scales and histories that the linears of `model` share."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
-    states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}
+    states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScaleSlots)}
     return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]

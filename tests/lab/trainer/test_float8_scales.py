@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
+from quaver import DelayedScalingConfig, Float8Linear, TensorScaleReport
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.lab.trainer import trained_model as trained_model_module
@@ -160,14 +160,14 @@ def test_settings_reach_the_linears(delayed_config):
 
 def test_a_record_has_only_numbers_that_json_has():
     report = [
-        TensorScaling("a", 2.0, False, 100.0, 0.4464285714285714, 0),
-        TensorScaling("not cast", 2.0, False, -1.0, NAN, 0),
-        TensorScaling("cold and not cast", NAN, True, -1.0, NAN, 0),
-        TensorScaling("zeros", 4.0, False, 0.0, NAN, 0),
-        TensorScaling("cold zeros", NAN, True, 0.0, NAN, 0),
-        TensorScaling("inf", 8.0, False, INF, NAN, 3),
-        TensorScaling("nan", 8.0, False, NAN, NAN, 0),
-        TensorScaling("full", 1 / 3, True, 1344.0, 1.0, 0),
+        TensorScaleReport("a", 2.0, False, 100.0, 0.4464285714285714, 0),
+        TensorScaleReport("not cast", 2.0, False, -1.0, NAN, 0),
+        TensorScaleReport("cold and not cast", NAN, True, -1.0, NAN, 0),
+        TensorScaleReport("zeros", 4.0, False, 0.0, NAN, 0),
+        TensorScaleReport("cold zeros", NAN, True, 0.0, NAN, 0),
+        TensorScaleReport("inf", 8.0, False, INF, NAN, 3),
+        TensorScaleReport("nan", 8.0, False, NAN, NAN, 0),
+        TensorScaleReport("full", 1 / 3, True, 1344.0, 1.0, 0),
     ]
     assert json.loads(json.dumps(make_scales_record(7, "delayed", report), allow_nan=False)) == {
         "step": 7,
