@@ -1,7 +1,7 @@
 """Selects and synchronizes devices, and decides which device's code path a tensor uses.
 
 Code that depends on the device calls `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda`, so that CPU tensors can use
-a GPU's code path in tests and predictions.
+a GPU's code path inside `simulate_gpu`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_virtual: tuple[int, int] | None = None
+_simulated_capability: tuple[int, int] | None = None
 """The compute capability of the GPU that CPU tensors simulate; None without a simulation."""
-_virtually_capturing = False
 
 
 class MissingDeviceError(RuntimeError):
@@ -40,22 +39,22 @@ def resolve_device(name: str) -> torch.device:
 
 def is_cpu(tensor: Tensor) -> bool:
     """Return whether `tensor` uses the code path for CPUs; a CPU tensor does not inside `simulate_gpu`."""
-    return tensor.is_cpu and _virtual is None
+    return tensor.is_cpu and _simulated_capability is None
 
 
 def is_cuda(tensor: Tensor) -> bool:
     """Return whether `tensor` uses the code path for CUDA or ROCm devices; a CPU tensor does inside `simulate_gpu`."""
-    return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
+    return tensor.is_cuda or (_simulated_capability is not None and tensor.is_cpu)
 
 
 def is_cuda_device(device: torch.device) -> bool:
     """Return `is_cuda` of tensors on `device`."""
-    return device.type == "cuda" or (_virtual is not None and device.type == "cpu")
+    return device.type == "cuda" or (_simulated_capability is not None and device.type == "cpu")
 
 
 def get_cuda_device(index: int | None = None) -> torch.device:
     """Return the CUDA device with this index; None for the current one."""
-    if _virtual is not None:
+    if _simulated_capability is not None:
         return torch.device("cpu")
     return torch.device("cuda") if index is None else torch.device("cuda", index)
 
@@ -70,20 +69,18 @@ def add_device_index(device: torch.device) -> torch.device:
 
 def has_cuda() -> bool:
     """Return whether there is a CUDA device."""
-    return _virtual is not None or torch.cuda.is_available()
+    return _simulated_capability is not None or torch.cuda.is_available()
 
 
 def is_capturing() -> bool:
     """Return whether the current stream is capturing a CUDA graph."""
-    if _virtual is not None:
-        return _virtually_capturing
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def get_compute_capability(index: int | None) -> tuple[int, int]:
     """Return the compute capability of a CUDA device, (9, 0) for an H100. `index`: None for the current device."""
-    if _virtual is not None:
-        return _virtual
+    if _simulated_capability is not None:
+        return _simulated_capability
     return _get_compute_capability(torch.cuda.current_device() if index is None else index)
 
 
@@ -96,25 +93,15 @@ def _get_compute_capability(index: int) -> tuple[int, int]:
 def simulate_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
     """Make CPU tensors use the code path of a GPU of this compute capability; None for the code path of a CPU.
 
-    For tests and predictions in one thread.
+    A prediction of memory runs a GPU's code on fake CPU tensors, because PyTorch without CUDA cannot differentiate fake
+    CUDA tensors. Tests run that code on CPU tensors. Both use one thread.
     """
-    global _virtual
-    before, _virtual = _virtual, capability
+    global _simulated_capability
+    before, _simulated_capability = _simulated_capability, capability
     try:
         yield
     finally:
-        _virtual = before
-
-
-@contextlib.contextmanager
-def simulate_capture() -> Iterator[None]:
-    """Make `is_capturing` return True within `simulate_gpu`. For tests in one thread."""
-    global _virtually_capturing
-    before, _virtually_capturing = _virtually_capturing, True
-    try:
-        yield
-    finally:
-        _virtually_capturing = before
+        _simulated_capability = before
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 
 from quaver.roofline.device_specs import find_device_spec
-from quaver.runtime.devices import is_capturing, simulate_capture
 
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
@@ -57,7 +56,7 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
         "get_device_properties": lambda device=None: properties,
         "device_count": lambda: gpus,
         "is_available": lambda: False,  # a PyTorch with CUDA derives it from device_count, and then asks the driver
-        "is_current_stream_capturing": is_capturing,
+        "is_current_stream_capturing": lambda: False,
         "set_device": set_device,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: _memory_stats(),
@@ -89,6 +88,15 @@ def host_reads_refused() -> Iterator[None]:
         for operator in ("_local_scalar_dense", "nonzero", "equal"):
             library.impl(operator, refuse, "CPU", allow_override=True)
         stack.enter_context(mock.patch.object(torch.Tensor, "tolist", refuse))
+        yield
+
+
+@contextlib.contextmanager
+def simulate_capture() -> Iterator[None]:
+    """Let torch.cuda answer inside the block that a CUDA graph is captured."""
+    with contextlib.ExitStack() as stack:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=True))
         yield
 
 

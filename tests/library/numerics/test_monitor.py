@@ -27,11 +27,11 @@ from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import observe_matrix, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.optim import CombinedOptimizer
-from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps
 from tests.library.numerics.samples import compare_sums
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
+from tests.virtual_gpu.runtime import simulate_capture
 
 
 class Model(nn.Module):
@@ -510,5 +510,5 @@ def test_a_monitor_that_cannot_start_leaves_no_probes(monkeypatch):
 
 def test_a_sample_in_a_cuda_graph_is_refused():
     model, message = make(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
-    with monitor(model), simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=message):
+    with monitor(model), simulate_capture(), pytest.raises(RuntimeError, match=message):
         model(torch.randn(4, 48).bfloat16())

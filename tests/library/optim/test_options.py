@@ -189,7 +189,7 @@ def test_states_of_another_algorithm_are_refused(make, options, message):
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
 def test_a_step_in_a_cuda_graph_is_refused(optimizer, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=f"{optimizer.__name__} counts steps on the host"):
         optimizer([nn.Parameter(torch.zeros(64, 64))]).step()

@@ -8,11 +8,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, monitor
-from quaver.runtime.devices import simulate_capture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
-from tests.virtual_gpu.runtime import capturing
+from tests.virtual_gpu.runtime import capturing, simulate_capture
 
 
 def _step(module, input):
