@@ -23,7 +23,13 @@ from quaver.experts.grouped_gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import check_transforms, get_output_dtype, make_device_error, run_backward
+from quaver.linear.function import (
+    check_transforms,
+    get_output_dtype,
+    make_device_error,
+    needs_autograd,
+    run_backward,
+)
 from quaver.linear.protocols import NO_PROBE, Groups, MatmulProbe
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
@@ -32,7 +38,7 @@ from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.compile_hints import add_dependency
-from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
+from quaver.torch_private.autograd import find_wanted_gradients
 
 NO_PERSISTENT_SCALES_REASON = "experts are scaled dynamically: an expert receives different tokens in each step"
 
@@ -105,8 +111,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     matmuls = args.config.matmuls
     needs_grad_a, needs_grad_weight = find_wanted_gradients(ctx, 2)
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
     grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
     local_grad = None if args.combine else grad_output  # with `combine` the experts multiply rows of other ranks
@@ -284,7 +288,7 @@ def multiply_by_weight(
     args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
     check_transforms()
-    if torch.is_grad_enabled() or get_forward_ad_level() >= 0:
+    if needs_autograd():
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", row=True, column=False)

@@ -124,7 +124,6 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         warn_user(_ZERO_BUBBLE_WITH_FSDP2)
     (saved_input, saved_weight), _ = load_saved(ctx)
     if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
         clear_cached_operands()
     quantizer = _make_grad_output_quantizer(args)
     # One read could make both row-wise casts. On a CPU they are made one by one, so that one set of codes is alive.
@@ -313,6 +312,11 @@ def get_output_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
+def needs_autograd() -> bool:
+    """Return whether a call must go through its autograd function. Without a jvp it refuses forward-mode autodiff."""
+    return torch.is_grad_enabled() or get_forward_ad_level() >= 0
+
+
 def check_transforms() -> None:
     """Raise RuntimeError under a functorch transform that differentiates.
 
@@ -384,8 +388,7 @@ def apply_linear(
     keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
     args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, linear_id, probe)
     check_transforms()
-    # A Function without jvp refuses forward-mode autodiff.
-    if torch.is_grad_enabled() or get_forward_ad_level() >= 0:
+    if needs_autograd():
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row = _quantize_input(input, args, needs_grad_weight=False).row

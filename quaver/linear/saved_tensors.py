@@ -91,8 +91,13 @@ def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
 
 
 def load_saved(ctx: Any) -> tuple[list[Operand | None], list[Tensor]]:
-    """Return the operands and the other tensors that `save` saved. Call it once in a backward."""
+    """Return the operands and the other tensors that `save` saved. Call it once in a backward.
+
+    Eager autograd then holds none of them, unless the graph is retained.
+    """
     tensors = list(_unpack(ctx))
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
     operands: list[Operand | None] = []
     for layout in ctx.layouts:
         data, dequant_scale, quant_scale, outer_scale = tensors[:4]
