@@ -44,7 +44,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import Scales, dequantize, to_dequant_scale
+from quaver.recipes.scaling import CastScales, dequantize, to_dequant_scale
 from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.errors import InputError
 from quaver.runtime.names import strip_wrappers
@@ -420,7 +420,7 @@ def store_matrix(
     return [Operand(*part, converted.layout) for part in zip(converted.data.chunk(parts), scales, strict=True)], False
 
 
-def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None) -> Operand:
+def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: CastScales | None = None) -> Operand:
     module, scale = weight.module, None
     if isinstance(module, Float8Linear):
         scale = module.get_persistent_scales(module.weight.device, recording=False).weight
@@ -428,9 +428,9 @@ def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: Scales | None
     return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
 
 
-def _get_scales(operand: Operand) -> Scales:
+def _get_scales(operand: Operand) -> CastScales:
     dequant = expect(operand.dequant_scale)
-    return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
+    return CastScales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
 
 def get_input_scale(name: str, linear: Float8Linear) -> Tensor:

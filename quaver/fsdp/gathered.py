@@ -65,7 +65,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.parts import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
-from quaver.recipes.scaling import Scales
+from quaver.recipes.scaling import CastScales
 from quaver.runtime.float8_collectives import pad_rows
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
@@ -160,7 +160,7 @@ class Float8AllGatherWeight(ScaledShard):
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
             operand = expect(cast.row)
             codes = [operand.data]
-            scales = [Scales(expect(operand.quant_scale), expect(operand.dequant_scale))]
+            scales = [CastScales(expect(operand.quant_scale), expect(operand.dequant_scale))]
         else:
             scales = get_whole_scales(weight)
             codes = [

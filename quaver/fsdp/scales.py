@@ -35,10 +35,10 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.parts import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import Scales, compute_scales_of_parts
+from quaver.recipes.scaling import CastScales, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks
 
-WholeScales = Sequence[Scales]
+WholeScales = Sequence[CastScales]
 """The scales of one weight, one for each cast in the order of `list_layouts`; for experts see experts/groups.py."""
 
 WeightCast = tuple[int, ScaleLayout]
@@ -89,7 +89,7 @@ def compute_whole_scales(shards: Sequence[WeightShard], weights: Sequence[Module
     tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
     amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
-    scales: dict[WeightCast, Scales] = {}
+    scales: dict[WeightCast, CastScales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
         scales[cast] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
     return [[scales[i, layout] for layout in list_layouts(weight)] for i, weight in enumerate(weights)]

@@ -134,7 +134,7 @@ def _cast_rowwise(
     return cast_by_layout(cast, row, column, ROWWISE)
 
 
-def realize_scales(scales: scaling.Scales) -> scaling.Scales:
+def realize_scales(scales: scaling.CastScales) -> scaling.CastScales:
     """Make Inductor store scales in a buffer instead of computing them again for each element.
 
     Inductor realizes the argument of `as_strided`. The strides are computed from the shape, because reading a tensor's
@@ -142,7 +142,7 @@ def realize_scales(scales: scaling.Scales) -> scaling.Scales:
     """
     if not torch.compiler.is_dynamo_compiling():
         return scales
-    return scaling.Scales(_view_by_strides(scales.quant), _view_by_strides(scales.dequant))
+    return scaling.CastScales(_view_by_strides(scales.quant), _view_by_strides(scales.dequant))
 
 
 def _view_by_strides(scale: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
         dequant = dequant.t().contiguous() if by_columns else dequant
-        quant, dequant, _ = realize_scales(scaling.Scales(quant, dequant))
+        quant, dequant, _ = realize_scales(scaling.CastScales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
-        factor = scaling.choose_factor(scaling.Scales(quant, dequant), rule)
+        factor = scaling.choose_factor(scaling.CastScales(quant, dequant), rule)
         codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, own_amax=True, rule=rule)
         return Operand(codes, dequant, layout, quant, outer)
 
@@ -187,7 +187,7 @@ def _cast_blockwise_cpu(hp: Tensor, cast: BlockCast) -> Operands | None:
 
 
 def _cast_to_operand_cpu(
-    hp: Tensor, scales: scaling.Scales, float8_dtype: torch.dtype, layout: ScaleLayout, rule: str
+    hp: Tensor, scales: scaling.CastScales, float8_dtype: torch.dtype, layout: ScaleLayout, rule: str
 ) -> Operand:
     factor = scaling.choose_factor(scales, rule)
     codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=divides(rule))

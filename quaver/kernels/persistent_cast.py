@@ -138,7 +138,7 @@ def _trace_persistent_cast(
         else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     )
     used = torch.where(given > 0, given, own)
-    quant, dequant, _ = realize_scales(scaling.Scales(used, scaling.to_dequant_scale(used)))
+    quant, dequant, _ = realize_scales(scaling.CastScales(used, scaling.to_dequant_scale(used)))
     known = given if scale.is_known_to_compiler else quant
     if is_materialized and row and column:
         row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known, "")

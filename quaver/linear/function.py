@@ -51,7 +51,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scale_layout import ROWWISE
-from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
+from quaver.recipes.scaling import NO_PERSISTENT_SCALES, CastScales, PersistentScales
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.warnings import warn_user
@@ -209,7 +209,7 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
         return saved._replace(data=codes)
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:
-        scales = Scales(saved.quant_scale, saved.dequant_scale)
+        scales = CastScales(saved.quant_scale, saved.dequant_scale)
     if grad_output.dequant_scale is not None:
         # Otherwise the compiler would compute the column codes in the forward and save them.
         add_dependency(grad_output.dequant_scale, weight)

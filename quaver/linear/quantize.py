@@ -41,7 +41,7 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import TENSORWISE
-from quaver.recipes.scaling import PersistentScale, Scales, choose_factor, to_dequant_scale
+from quaver.recipes.scaling import CastScales, PersistentScale, choose_factor, to_dequant_scale
 from quaver.runtime.devices import is_cpu
 
 
@@ -59,7 +59,7 @@ class Quantizer:
     def __init__(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None = None) -> None:
         self.casts, self.hp_dtype, self.scale = casts, hp_dtype, scale
 
-    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
         """Quantize `hp` for one or both of its matmuls.
 
         Args:
@@ -83,7 +83,7 @@ class Quantizer:
         second = self.cast(later, hp, row=columns_first, column=not columns_first, scales=scales)
         return Operands(first.row or second.row, first.column or second.column)
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
         """Quantize `hp` [rows, columns] with one cast."""
         if cast.is_disabled:
             converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype))
@@ -105,7 +105,7 @@ class Quantizer:
         casts = MATERIALIZED_CASTS if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
         return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.trailing_arguments)
 
-    def derive_scales(self, cast: CastConfig, operands: Operands) -> Scales | None:
+    def derive_scales(self, cast: CastConfig, operands: Operands) -> CastScales | None:
         """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
         After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
@@ -120,11 +120,11 @@ class Quantizer:
         if not cast.is_tensorwise or operand.layout.is_blockwise:
             return None
         if operand.quant_scale.dim() == 0:
-            return Scales(operand.quant_scale, operand.dequant_scale)
+            return CastScales(operand.quant_scale, operand.dequant_scale)
         if not operand.quant_scale.numel():
             return None
         quant = operand.quant_scale.min()
-        return Scales(quant, to_dequant_scale(quant))
+        return CastScales(quant, to_dequant_scale(quant))
 
 
 class StoredQuantizer(Quantizer):
@@ -136,7 +136,7 @@ class StoredQuantizer(Quantizer):
 
     __slots__ = ()
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
         by_operation = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().cast(cast, hp, row=row, column=column, scales=scales)

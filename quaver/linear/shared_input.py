@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import PersistentScale, Scales
+from quaver.recipes.scaling import CastScales, PersistentScale
 from quaver.runtime.names import list_enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICY_MODES
@@ -167,7 +167,7 @@ class CachedQuantizer(Quantizer):
         super().__init__(casts, hp_dtype, scale)
         self.linear_id = linear_id
 
-    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
         global _cached_operands
         mode, known, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
         entry = _cached_operands  # read once: another thread may replace it

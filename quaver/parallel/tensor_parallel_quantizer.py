@@ -30,7 +30,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
-from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, choose_factor, compute_scales
+from quaver.recipes.scaling import PLAIN_TYPES, CastScales, PersistentScale, choose_factor, compute_scales
 from quaver.runtime.compile_hints import is_compiling, materialize
 from quaver.runtime.float8_collectives import all_gather, max_over_ranks
 
@@ -51,13 +51,13 @@ class TensorParallelQuantizer(Quantizer):
         super().__init__(casts, hp_dtype, scale)
         self.group, self.sharded_dim = group, sharded_dim
 
-    def derive_scales(self, cast: CastConfig, operands: Operands) -> Scales | None:
+    def derive_scales(self, cast: CastConfig, operands: Operands) -> CastScales | None:
         """See `Quantizer`. Row-wise scales may cover this rank's rows only, so no tensorwise scale follows."""
         operand = operands.row or operands.column
         is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
         return super().derive_scales(cast, operands) if is_tensorwise else None
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: Scales | None) -> Operands:
+    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
         """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
         if cast.is_disabled:
             return super().cast(cast, hp, row=row, column=column, scales=scales)
@@ -97,7 +97,7 @@ class TensorParallelQuantizer(Quantizer):
             own = super().cast(cast, hp, row=own_row, column=own_column, scales=None)
         return Operands(agreed.row or own.row, agreed.column or own.column)
 
-    def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
+    def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
         amax = max_over_ranks(compute_matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.rule else amax  # exact: an amax is an element of `hp`; see `compute_scales`
@@ -125,7 +125,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
         super().__init__(casts, hp_dtype, scale, group, 0)
         self.token_dim = token_dim
 
-    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
         """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; operands are of the whole activation."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
         row_tokens = _count_tokens_per_scale(casts.row, 0)

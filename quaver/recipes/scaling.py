@@ -207,7 +207,7 @@ def to_dequant_scale(quant_scale: Tensor) -> Tensor:
     return (1.0 / quant_scale.double()).float()  # [Note: one division, two formulas]
 
 
-class Scales(NamedTuple):
+class CastScales(NamedTuple):
     """The scales of a cast, of the shape of the amaxes. Under quaver's rule dequant is RN32(1 / quant)."""
 
     quant: Tensor
@@ -220,7 +220,7 @@ class Scales(NamedTuple):
 
 def compute_scales(
     amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, rule: str = "", *, is_blockwise: bool = False
-) -> Scales:
+) -> CastScales:
     """Compute the scales that map amaxes of any shape to the largest number of `float8_dtype`.
 
     Args:
@@ -231,29 +231,29 @@ def compute_scales(
         is_blockwise: the amaxes are of blocks. quaver's rule then gives a block of zeros a scale of 1.
     """
     if float8_dtype is E2M1.dtype:
-        return Scales(*e2m1.compute_block_scales(amax))
+        return CastScales(*e2m1.compute_block_scales(amax))
     if rule in SCALE_RULES:
-        return Scales(*compute_scales_by_rule(amax, float8_dtype, rule))
+        return CastScales(*compute_scales_by_rule(amax, float8_dtype, rule))
     if rule:
         return compute_e8m0_scales(amax, float8_dtype, rule)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     if is_blockwise:
         quant = quant.masked_fill_(amax == 0, 1.0)
-    return Scales(quant, to_dequant_scale(quant))
+    return CastScales(quant, to_dequant_scale(quant))
 
 
 def compute_scales_of_parts(
     amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, rule: str, is_blockwise: bool
-) -> list[Scales]:
+) -> list[CastScales]:
     """Run `compute_scales` for several tensors, whose amaxes are parts of a vector; in one call except for e2m1."""
     if float8_dtype is E2M1.dtype:
         parts = amaxes.split(list(lengths))
         return [compute_scales(part, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise) for part in parts]
     quant, dequant, _ = compute_scales(amaxes, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise)
-    return [Scales(*pair) for pair in zip(quant.split(list(lengths)), dequant.split(list(lengths)), strict=True)]
+    return [CastScales(*pair) for pair in zip(quant.split(list(lengths)), dequant.split(list(lengths)), strict=True)]
 
 
-def choose_factor(scales: Scales, rule: str) -> Tensor:
+def choose_factor(scales: CastScales, rule: str) -> Tensor:
     """Return the scale that `cast_to_float8` applies under a rule: the dequant_scale if the rule divides by it."""
     return scales.dequant if divides(rule) else scales.quant
 
@@ -423,7 +423,7 @@ def compute_e8m0_offset(float8_dtype: torch.dtype, rule: str) -> int:
     return int(carry - (((largest >> 23) - 127) << 23))
 
 
-def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> Scales:
+def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> CastScales:
     """Compute E8M0 scales by the rule "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
 
     `amax`: a high-precision dtype, any shape.
@@ -435,7 +435,7 @@ def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> S
     dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number
     # NaN as an integer constant: a compiler merges the equal casts of q, k and v only if their constants compare equal.
     is_finite = amax < torch.inf
-    return Scales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
+    return CastScales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
 
 
 def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from quaver import (
 from quaver.checkpointing.policy import apply_activation_checkpointing, make_selective_contexts
 from quaver.linear import shared_input
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.scaling import Scales
+from quaver.recipes.scaling import CastScales
 from tests.library.linear.linears import Qkv, count_reads, needs_counts
 from tests.steps import assert_same, results_of
 
@@ -121,7 +121,7 @@ def test_linears_of_other_scales_share_nothing():
 
 def test_given_scales_are_used():
     casts, x = Float8LinearConfig().casts.input, torch.randn(32, 64)
-    scales = Scales(torch.tensor(2.0), torch.tensor(0.5))
+    scales = CastScales(torch.tensor(2.0), torch.tensor(0.5))
     quantizers = Quantizer(casts, x.dtype), shared_input.CachedQuantizer(casts, x.dtype, None, 1)
     expected, actual = (quantizer(x, row=True, column=True, scales=scales) for quantizer in quantizers)
     assert_same(expected.row[:2], actual.row[:2])
