@@ -5,22 +5,16 @@
             model(batch).sum().backward()
             optimizer.step()
 
-Each `Float8Linear` and each weight of `Float8Experts` gets a probe (probe.py) while the monitor is open. A step ends
-with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective gathers
-the slots of all weights on the first rank, which writes them as one line of a record (record.py). Every rank takes
-part, even if nothing ran on it.
-
-[Note: a sink that fails] A monitor must not end a training. If the header cannot be written, the constructor raises on
-all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. What the callback of an
-`AlarmSink` raises ends the step on all ranks. The ranks agree on this at the end of each sampled step.
+Each `Float8Linear` and each weight of `Float8Experts` gets a probe while the monitor is open (attachment.py). A step
+ends with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective
+gathers the slots of all weights on the first rank, which writes them as one line of a record (delivery.py, record.py).
+Every rank takes part, even if nothing ran on it.
 
 A step that is not sampled costs one call per cast and result.
 """
 
 from __future__ import annotations
 
-import enum
-import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from numbers import Integral
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,52 +31,21 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from quaver.experts.module import Float8Experts
-from quaver.experts.module_weight import ModuleWeight, iter_model_weights
-from quaver.linear.module import Float8Linear
+from quaver.experts.module_weight import iter_model_weights
 from quaver.numerics.accumulation import get_accumulation
-from quaver.numerics.extras import EXTRAS_WIDTH, describe_extras, describe_sums
+from quaver.numerics.attachment import AttachedProbes
+from quaver.numerics.delivery import Delivery, Outcome
+from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
-from quaver.numerics.probe import Probe, ProbeSite, describe_site, list_sites
+from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
-from quaver.numerics.record import SCHEMA, AnySink, Sink, make_sink
+from quaver.numerics.record import SCHEMA, AnySink, make_sink
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
-from quaver.numerics.watch import AlarmSink
-from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
-from quaver.runtime.names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
-
-logger = logging.getLogger(__name__)
-
-
-class _MonitoredTensor(NamedTuple):
-    """One tensor of the record."""
-
-    name: str
-    site: ProbeSite
-    probe: Probe
-    weight_numel: int | None
-    """A weight's elements on all ranks, which count once although every rank and micro-batch casts the weight."""
-
-
-class _Failure(NamedTuple):
-    """An error of a sampled step on the first rank."""
-
-    error: BaseException
-    is_of_sink: bool
-    """Whether the sink raised it."""
-
-
-class _Outcome(enum.IntEnum):
-    """The end of a sampled step, by [Note: a sink that fails]. The ranks agree on the largest."""
-
-    WRITTEN = 0
-    MONITOR_CLOSES = 1
-    STEP_ENDS = 2
 
 
 class Monitor:
@@ -130,9 +93,6 @@ class Monitor:
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque()
         """The last samples, on the first rank only."""
-        self._weights: dict[str, ModuleWeight] = {}
-        self._probes: dict[str, Probe] = {}
-        self._configs: dict[str, Float8LinearConfig] = {}
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
@@ -142,9 +102,8 @@ class Monitor:
         """This monitor, for the hook, until it closes."""
         self._is_first = not has_process_group() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if has_process_group() else 1
-        self._sink: Sink | None = None
-        self._written_header: dict[str, Any] | None = None
         self._sampling = Sampling()
+        self._attached, self._delivery = AttachedProbes(self._sampling), Delivery()
         self._is_open = True
         error = self._start(model, sink, history_len)
         try:
@@ -152,7 +111,7 @@ class Monitor:
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
             if self._ranks > 1:
                 options = f"{self.every=}, {self.extras_every=}, {self.completed_steps=}, {hardware=}, {steps_by_hand=}"
-                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._tensors]
+                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._attached.tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
             self._plan_next()
             self._ends = StepEnds(model, self._any_over_ranks)
@@ -173,23 +132,9 @@ class Monitor:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
             self._check_options(history_len)
-            weights = {strip_wrappers(name): weight for name, weight in iter_model_weights(model)}
-            if not weights:
-                raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
-            if any(_is_watched(weight) for weight in weights.values()):
-                raise RuntimeError(
-                    "another monitor watches this model; close it first: quaver.monitor.find(model).close()"
-                )
-            self._weights = weights
-            for name, weight in weights.items():
-                number, device = self._sampling.assign_number(), weight.parameter.device
-                self._probes[name] = Probe(number, weight, device, self)
-                _attach_probe(weight, self._probes[name])
-            self._describe_tensors(self.completed_steps + 1)
-            self._sink = make_sink(sink) if self._is_first else None
-            if self._sink is not None:
-                self._sink.write(self.header)
-                self._written_header = self.header
+            self._attached.attach(model, self)
+            self.header = self._make_header(self.completed_steps + 1)
+            self._delivery.open(make_sink(sink) if self._is_first else None, self.header)
         except BaseException as error:  # noqa: BLE001 - raised by the caller on all ranks, also an interrupt
             return error
         return None
@@ -204,25 +149,8 @@ class Monitor:
             if not self.extras_every:
                 raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
 
-    def _describe_tensors(self, step: int) -> None:
-        """Set the tensors of the samples from `step` on, and their header, by the current configs of the modules."""
-        self._configs = self._list_configs()
-        self._tensors = []
-        for name, weight in self._weights.items():
-            numel = weight.parameter.numel()
-            for site in list_sites(self._configs[name], weight.parameter.requires_grad):
-                weight_numel = numel if site.operand == "weight" else None
-                self._tensors.append(_MonitoredTensor(name, site, self._probes[name], weight_numel))
-        self.header = self._make_header(step)
-
-    def _list_configs(self) -> dict[str, Float8LinearConfig]:
-        """Return the config of each module, the last one of modules that were converted back to high precision."""
-        return {
-            name: weight.config if _is_float8(weight) else self._configs[name] for name, weight in self._weights.items()
-        }
-
     def _make_header(self, step: int) -> dict[str, Any]:
-        names = {config.recipe_name for config in self._configs.values()}
+        names = {config.recipe_name for config in self._attached.configs.values()}
         recipes = {"custom" if name is None else name.value for name in names}
         return {
             "kind": "header",
@@ -234,18 +162,9 @@ class Monitor:
             "step": step,
             "ranks": self._ranks,
             "statistics": list(STATISTICS),
-            "tensors": [self._describe(tensor) for tensor in self._tensors],
+            "tensors": self._attached.describe_tensors(with_sums=self._hardware is not None),
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
-
-    def _describe(self, tensor: _MonitoredTensor) -> dict[str, Any]:
-        weight = self._weights[tensor.name]
-        experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
-        config = self._configs[tensor.name]
-        about = {"layer": tensor.name, "experts": experts, **describe_site(tensor.site, config)}
-        if self._hardware is not None and tensor.site.cast == "result":
-            about["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
-        return about
 
     def step(self) -> None:
         """End a training step, unless nothing ran on any rank since the last end, as after `optimizer.step()`.
@@ -254,7 +173,7 @@ class Monitor:
         calls it, even without a batch. It does nothing after the monitor has closed.
         """
         if self._is_open:
-            self._attach_lost_probes()
+            self._attached.attach_lost()
             if self._hook is None or self._any_over_ranks(self._sampling.ran):
                 self._ends.record_end()
                 self._end(1)
@@ -306,7 +225,7 @@ class Monitor:
             if self._sampling.is_on:
                 self._sample()
         finally:
-            self._clear()
+            self._attached.clear()
             if self._is_open:
                 self._plan_next()
 
@@ -314,22 +233,23 @@ class Monitor:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
         is_sampled = self.is_sampled(step)
-        names = list(self._weights) if is_sampled and self.extras_every else []
+        names = self._attached.list_names() if is_sampled and self.extras_every else []
         # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
         turn = step // self.every
         chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
-        if self._ranks == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know the suspects
-            chosen |= self._sink.alarms.suspects & set(names)
-        numbers = {tensor.name: int(tensor.probe.number) for tensor in self._tensors if tensor.name in chosen}
+        if self._ranks == 1:  # other ranks do not know the suspects
+            chosen |= self._delivery.suspects & set(names)
+        tensors, configs = self._attached.tensors, self._attached.configs
+        numbers = {tensor.name: int(tensor.probe.number) for tensor in tensors if tensor.name in chosen}
         with_sums: frozenset[int] = frozenset()
         if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
-            with_sums = frozenset(number for name, number in numbers.items() if not self._configs[name].emulate)
+            with_sums = frozenset(number for name, number in numbers.items() if not configs[name].emulate)
         self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
         if not self._is_open or runs_in_backward():
             return
-        self._attach_lost_probes()
+        self._attached.attach_lost()
         if steps := self._ends.count_ends(optimizer, self._sampling):
             self._is_in_hook = True
             try:
@@ -337,51 +257,36 @@ class Monitor:
             finally:
                 self._is_in_hook = False
 
-    def _attach_lost_probes(self) -> None:
-        """Attach the probes of modules that were converted to high precision and back, which removes them."""
-        lost = [name for name, weight in self._weights.items() if _is_float8(weight) and not _is_watched(weight)]
-        for name in lost:
-            _attach_probe(self._weights[name], self._probes[name])
-        if lost:
-            logger.warning(
-                "the monitor attached its probes again to layers that were converted while it is open: %s; what they "
-                "ran since then is not in the samples",
-                join_names(lost),
-            )
-
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
-        if self._configs != self._list_configs():  # after set_high_precision_matmuls
-            self._describe_tensors(self.completed_steps)
-        slots = torch.stack([tensor.probe.get_slot(tensor.site) for tensor in self._tensors])
-        extras = None
-        if self._sampling.with_extras:
-            zeros = slots.new_zeros(EXTRAS_WIDTH)
-            keys = ((int(tensor.probe.number), tensor.site.name) for tensor in self._tensors)
-            extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
+        if self._attached.has_new_configs():  # after set_high_precision_matmuls
+            self._attached.update_tensors()
+            self.header = self._make_header(self.completed_steps)
+        slots = self._attached.stack_slots()
+        extras = self._attached.stack_extras(slots)
         gathered = gather_slots(slots, extras, self._group)
-        self._clear()
-        failure = None if gathered is None else self._write(gathered)
-        outcome = _Outcome.WRITTEN
-        if failure is not None:
-            outcome = _Outcome.STEP_ENDS if self._ends_step(failure.error) else _Outcome.MONITOR_CLOSES
-        outcome = _Outcome(self._max_over_ranks(outcome))
-        if outcome is _Outcome.STEP_ENDS:
+        self._attached.clear()
+        failure = None
+        if gathered is not None:
+            failure = self._delivery.deliver(self.header, partial(self._make_sample, gathered))
+        outcome = Outcome(self._max_over_ranks(failure.outcome if failure else Outcome.WRITTEN))
+        if outcome is Outcome.STEP_ENDS:
             raise failure.error if failure else RuntimeError("a callback of an alarm ended the step on the first rank")
-        if outcome is _Outcome.MONITOR_CLOSES:
+        if outcome is Outcome.MONITOR_CLOSES:
             if failure is not None:
-                text = _describe_sink_error(failure.error) if failure.is_of_sink else "the sample could not be made"
-                step, traceback = f"{self.completed_steps:,}", None if failure.is_of_sink else failure.error
-                logger.warning("the monitor ends after step %s: %s", step, text, exc_info=traceback)
+                failure.log(self.completed_steps)
             self.close()
 
-    def _make_sample(self, gathered: GatheredStatistics) -> dict[str, Any]:
-        """Make the line of this step and append it to `samples`."""
-        weights = [tensor.weight_numel for tensor in self._tensors]
+    def _make_sample(self, gathered: GatheredStatistics) -> dict[str, Any] | None:
+        """Make the line of this step and append it to `samples`. Returns None if nothing ran."""
+        tensors = self._attached.tensors
+        if gathered.slots.equal(make_slots(len(tensors), torch.device("cpu"))):
+            return None
+        weights = [tensor.weight_numel for tensor in tensors]
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
-        outliers = find_disagreements(gathered.by_rank, self._list_whole_weights())
+        outliers = find_disagreements(gathered.by_rank, self._attached.list_whole_weights())
         if outliers:
             sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
@@ -390,41 +295,6 @@ class Monitor:
                 sample["sums"] = describe_sums(gathered.extras.numpy())
         self.samples.append(sample)
         return sample
-
-    def _list_whole_weights(self) -> list[int]:
-        """List the positions of weights that are not split over ranks, so that all ranks must have the same weight."""
-        return [
-            position
-            for position, tensor in enumerate(self._tensors)
-            if tensor.weight_numel is not None
-            and self._sampling.weight_sizes.get(int(tensor.probe.number)) == tensor.weight_numel
-            and not _is_split(self._weights[tensor.name])
-        ]
-
-    def _clear(self) -> None:
-        for probe in self._probes.values():
-            probe.clear()
-
-    def _write(self, gathered: GatheredStatistics) -> _Failure | None:
-        """Write the line of this step, unless nothing ran. Returns an error, so that the ranks can agree on it."""
-        is_writing = False
-        try:
-            if not gathered.slots.equal(make_slots(len(self._tensors), torch.device("cpu"))):
-                sample = self._make_sample(gathered)
-                if self._sink is not None:
-                    is_writing = True
-                    if self._written_header is not self.header:
-                        self._sink.write(self.header)
-                        self._written_header = self.header
-                    self._sink.write(sample)
-        except BaseException as error:  # noqa: BLE001 - `_sample` raises it on all ranks, also an interrupt
-            return _Failure(error, is_writing)
-        return None
-
-    def _ends_step(self, error: BaseException) -> bool:
-        """Return whether an error ends the step, not the monitor: an alarm's callback raised it, or the user quits."""
-        is_of_callback = isinstance(self._sink, AlarmSink) and error is self._sink.raised_by_callback
-        return is_of_callback or not isinstance(error, Exception)
 
     def close(self) -> None:
         """Stop sampling and remove the probes from the model. Compiled code is recompiled without them."""
@@ -435,15 +305,9 @@ class Monitor:
         if not self._is_open:
             return
         self._is_open = False
-        for weight in self._weights.values():
-            vars(weight.module).pop("probes", None)
+        self._attached.detach()
         self._sampling.close()
-        if self._sink is not None:
-            try:
-                self._sink.close()
-            except Exception as error:  # noqa: BLE001 - [Note: a sink that fails]
-                logger.warning("the record of the monitor may be incomplete: %s", _describe_sink_error(error))
-            self._sink = None
+        self._delivery.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -459,33 +323,10 @@ def _call_monitors(monitors: list[Monitor], optimizer: Optimizer, *_: Any) -> No
         monitor._after_optimizer(optimizer)
 
 
-def _describe_sink_error(error: BaseException) -> str:
-    line = next(iter(str(error).splitlines()), "")
-    return f"its sink raised {type(error).__name__}: {line}"
-
-
 def _check_number(option: str, number: object, expected: str, *, minimum: int = 0) -> int:
     if not isinstance(number, Integral) or isinstance(number, bool) or number < minimum:
         raise ValueError(f"{option}: expected {expected}, got {number!r}")
     return int(number)
-
-
-def _is_float8(weight: ModuleWeight) -> bool:
-    return isinstance(weight.module, Float8Linear | Float8Experts)
-
-
-def _is_watched(weight: ModuleWeight) -> bool:
-    return weight.module.probes is not None
-
-
-def _is_split(weight: ModuleWeight) -> bool:
-    """Return whether tensor or expert parallelism gives each rank another part of the weight."""
-    module = weight.module
-    return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
-
-
-def _attach_probe(weight: ModuleWeight, probe: Probe) -> None:
-    weight.module.probes = {**(weight.module.probes or {}), weight.name: probe}
 
 
 monitor = Monitor
