@@ -30,7 +30,7 @@ from quaver import (
 from quaver.checkpointing.store import stop_storing_activations, store_activations_in_float8
 from quaver.experts.module_weight import ModuleWeight
 from quaver.linear.class_change import get_class_parts
-from quaver.optim import Float8AdamW
+from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from quaver.weights.cast_once import is_cast_once
 from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests.steps import assert_same, by_torch_save, results_of
@@ -58,6 +58,11 @@ class Net(nn.Module):
         if self.recomputes and self.training:
             return self.head(input + checkpoint(self.attend, hidden, use_reentrant=False))
         return self.head(input + self.attend(hidden))
+
+
+def combine(parameters):
+    matrices, vectors = ([p for p in parameters if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    return CombinedOptimizer(Float8Muon(matrices, lr=0.02), Float8AdamW(vectors))
 
 
 EVENTS = {}
@@ -114,7 +119,7 @@ class User:
         self.make_optimizer()
 
     def make_optimizer(self):
-        kinds = [lambda parameters: torch.optim.SGD(parameters, lr=0.02), Float8AdamW]
+        kinds = [lambda parameters: torch.optim.SGD(parameters, lr=0.02), Float8AdamW, combine]
         self.optimizer = self.random.choice(kinds)([p for p in self.model.parameters() if p.requires_grad])
 
     def draw(self):
