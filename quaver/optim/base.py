@@ -339,8 +339,9 @@ def _write_to_empty_shard(parameter: Tensor) -> None:
 
 
 def get_local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of the gradient as a plain contiguous tensor."""
-    return wait_for_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
+    """Return this rank's shard of the gradient as a plain contiguous tensor, in float32 if it is float64."""
+    grad = wait_for_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
+    return grad.float() if grad.dtype is torch.float64 else grad
 
 
 def check_gradient(parameter: Tensor) -> None:

@@ -146,6 +146,15 @@ def test_a_parameter_of_other_strides_is_updated_in_place():
     assert (transposed.data_ptr(), transposed.stride()) == (address, (1, 100))
 
 
+def test_gradients_in_float64_are_those_in_float32():
+    (expected,), _ = train(steps=1, shapes=[(64, 128)])
+    (parameter,), optimizer = build_parameters(shapes=[(64, 128)])
+    parameter.grad_dtype = None  # allows any
+    parameter.grad = expected.grad.double()
+    optimizer.step()
+    assert torch.equal(parameter, expected)
+
+
 def decay(beta2, *, stochastic, root):
     """Return the mean of 255 second moments, over the true one, after 1 / (1 - beta2) steps without gradient."""
     moment = torch.full((64, 256), 0.1)
