@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.run_folder import CONFIG_FILE, RUN_FILES
+from quaver.lab.runs.file_names import CONFIG_FILE, RUN_FILES
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import MAX_NAME_BYTES, replace_file
 

@@ -11,7 +11,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.files import CONFIG_JSON, read_config
 from quaver.export.source import DEFAULT_FILTER, build_skeleton, make_name_filter
 from quaver.lab.doctor.gpu import GpuFindings, describe_gpu
-from quaver.lab.runs.run_folder import CONFIG_FILE
+from quaver.lab.runs.file_names import CONFIG_FILE
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.float8 import convert_model, make_linear_config

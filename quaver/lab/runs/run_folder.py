@@ -14,32 +14,21 @@ from typing import Any
 from quaver.export.folders import NO_ROOM, NotWrittenError
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import OutputError, convert_to_output_error
+from quaver.lab.runs.file_names import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    NUMERICS_FILE,
+    POST_MORTEM_FILE,
+    RUN_FILES,
+    WANDB_ID_FILE,
+)
 from quaver.lab.runs.json_lines import rewind_metrics
 from quaver.lab.runs.lock import RunLock
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
-from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.runtime.files import replace_file
-
-CONFIG_FILE = "config.toml"
-WANDB_ID_FILE = "wandb_id.txt"
-POST_MORTEM_FILE = "numerics_post_mortem.jsonl"
-
-RUN_FILES = (
-    CONFIG_FILE,
-    "metrics.jsonl",
-    "float8_scales.jsonl",
-    NUMERICS_FILE,
-    POST_MORTEM_FILE,
-    "provenance.jsonl",
-    "data.json",
-    "conversion_report.json",
-    "summary.json",
-    "curves.png",
-    WANDB_ID_FILE,
-)
 
 SUBFOLDER_SETTINGS = (
     "checkpoint.folder",
@@ -143,7 +132,7 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         """JSON lines: one per step and model, and per validation."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def curves_path(self) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 from uuid import uuid4
 
 from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
-from quaver.lab.runs.run_folder import WANDB_ID_FILE, RunFolder
+from quaver.lab.runs.file_names import WANDB_ID_FILE
+from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, require
 from quaver.lab.terminal.console import print_line
 from quaver.runtime.files import replace_file

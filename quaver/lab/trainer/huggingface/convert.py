@@ -34,9 +34,9 @@ from quaver.lab.runs.checkpoint_folder import (
     write_record,
 )
 from quaver.lab.runs.dcp import read_metadata
+from quaver.lab.runs.file_names import CONFIG_FILE
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.provenance import collect_provenance
-from quaver.lab.runs.run_folder import CONFIG_FILE
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config
