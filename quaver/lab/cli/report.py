@@ -1,4 +1,4 @@
-"""`quaver report RUN [RUN2 ...] [--html FILE]`."""
+"""`quaver report RUNS [--html FILE]`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from quaver.lab.output_file import Output, check_outputs, replace_output
 from quaver.lab.report.facts import describe_health, list_facts
 from quaver.lab.report.page import write_report
 from quaver.lab.report.run import RunData, read_runs
+from quaver.lab.runs.file_names import NUMERICS_FILE, RUN_FILES
 from quaver.lab.settings.fields import NotNegative, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.terminal.console import print_views
@@ -32,19 +33,24 @@ class ReportOptions(Settings):
     top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
-        """Raise InputError if a run is given twice."""
+        """Raise InputError if a run is given twice, or by a file of its folder other than numerics.jsonl."""
         paths: set[Path] = set()
         for run_path in self.runs:
             path = Path(run_path).resolve()
             if path in paths:
-                raise InputError(f"RUN must be different runs, got {run_path!r} twice")
+                raise InputError(f"RUNS must be different runs, got {run_path!r} twice")
+            if path.is_file() and path.name in RUN_FILES and path.name != NUMERICS_FILE:
+                folder = str(Path(run_path).parent)
+                raise InputError(
+                    f"{run_path!r} is a file of a run, not its {NUMERICS_FILE}; give the folder {folder!r}"
+                )
             paths.add(path)
 
 
 def main(argv: list[str]) -> int:
     """Print and write the report; returns 0 when done, 2 for bad input, 4 if a file cannot be written."""
     with report_bad_input():
-        options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")
+        options = parse_options(ReportOptions, argv, prog="quaver report RUNS")
         paths = [Path(path) for path in options.runs]
         with show_progress("reading runs"):
             runs = read_runs(paths)

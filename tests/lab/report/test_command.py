@@ -122,7 +122,8 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
         ([], "the following arguments are required: RUNS; see quaver report --help"),
         (["{folder}/missing"], "there is no run"),
         (["{folder}"], "is not the folder of a run: it has neither metrics.jsonl nor numerics.jsonl"),
-        (["{run}", "{run}"], "RUN must be different runs"),
+        (["{run}/metrics.jsonl"], "a file of a run, not its numerics.jsonl; give its folder '{run}'"),
+        (["{run}", "{run}"], "RUNS must be different runs"),
         (["{run}", "--html", "{folder}"], "--html must be a file to write, got the folder"),
         (["{run}", "--html", "/dev/null/page.html"], "--html: cannot write"),
         (["{run}", "--htlm", "a"], "unknown flag: '--htlm'; did you mean '--html'?"),
@@ -130,7 +131,8 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
     ],
 )
 def test_bad_words_are_refused_in_one_line(run, tmp_path, refused, words, expected):
-    assert expected in refused("report", *(word.format(folder=tmp_path, run=run) for word in words))
+    words = [word.format(folder=tmp_path, run=run) for word in words]
+    assert expected.format(run=run) in refused("report", *words)
 
 
 def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
@@ -141,7 +143,7 @@ def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
 
 
 def test_one_run_under_two_paths_is_given_twice():
-    with pytest.raises(ValueError, match=r"RUN must be different runs, got '\./runs/x' twice"):
+    with pytest.raises(ValueError, match=r"RUNS must be different runs, got '\./runs/x' twice"):
         ReportOptions(runs=("runs/x", "./runs/x"))
 
 
