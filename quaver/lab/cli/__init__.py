@@ -46,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after the program's name; None reads sys.argv.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if sys.stdout is None:  # closed by the shell, as a daemon's may be
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    _open_closed_streams()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the lines that torch 2.13's profiler prints
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
@@ -104,6 +103,20 @@ def _run_verb(argv: list[str]) -> int:
         if stopped.code:
             raise
         return 0
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that the shell closed, as a daemon's may be.
+
+    print would write errors to stdout if `sys.stderr` is None, and the next file to be opened would take its number.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def _discard_stdout() -> None:

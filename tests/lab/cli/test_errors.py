@@ -1,6 +1,7 @@
 """Tests that bad input is one line and that a ValueError of a bug is a traceback."""
 
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -89,3 +90,16 @@ def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeyp
             except SystemExit as stopped:
                 code = stopped.code
             assert code == expected
+
+
+@pytest.mark.parametrize(("closed", "opened"), [("<&- 2>&-", (0, 2)), (">&-", (1,))])
+def test_a_closed_stream_goes_nowhere_and_its_number_to_no_file(closed, opened, tmp_path):
+    """The codes: 2 for an unknown command, plus 1 for each closed stream that is not /dev/null afterwards."""
+    (tmp_path / "program.py").write_text(
+        "import os, sys\nfrom quaver.lab.cli import main\ncode = main(['trian'])\n"
+        f"null = os.stat('/dev/null').st_rdev\nsys.exit(code + sum(os.fstat(n).st_rdev != null for n in {opened}))\n"
+    )
+    command = f'exec "{sys.executable}" {tmp_path / "program.py"} {closed}'
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ("unknown command 'trian'" in ended.stderr) == (closed == ">&-")

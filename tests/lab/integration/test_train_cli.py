@@ -83,11 +83,6 @@ def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, b
     assert 0.5 < peaks[1] / peaks[0] < 1.5
 
 
-def test_a_closed_standard_output(run_words, monkeypatch):
-    monkeypatch.setattr("sys.stdout", None)  # as Python has it after `>&-` in a shell
-    assert main(["train", *TINY, *run_words, "--training.steps=2"]) == 0
-
-
 def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
     flags = ["--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.steps", "20"]
     assert main(["train", *TINY, *run_words, *flags]) == 3
