@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,8 @@ class StorageWatch(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._ignored: dict[int, weakref.ref[UntypedStorage]] = {}  # buffers of a collective's backend
-        self._resizes: AbstractContextManager[Any] = nullcontext()
+        self._undo = ExitStack()
+        """Removes the patch of `resize_` when the mode ends."""
         self._among_fakes = False  # whether storages on the meta device belong to fake tensors
         self._lock = threading.RLock()
         """Held while the records change: a thread of a collective's backend may release a storage at any time."""
@@ -85,13 +86,15 @@ class StorageWatch(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._among_fakes = is_fake_mode_on()
-        self._resizes = self._patch_resize()
-        self._resizes.__enter__()
-        return super().__enter__()
+        with ExitStack() as undo:
+            undo.enter_context(self._patch_resize())
+            entered = super().__enter__()
+            self._undo = undo.pop_all()
+        return entered
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._resizes.__exit__(None, None, None)
+        with self._undo:
+            super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
@@ -182,6 +183,21 @@ def test_a_release_on_another_thread_waits_for_a_resize():
         resized.untyped_storage().resize_(0)
         release.join()
     assert order == ["resized", "released"]
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_a_mode_that_fails_leaves_no_patch_of_resize(method, monkeypatch):
+    resize, original = torch.UntypedStorage.resize_, getattr(TorchDispatchMode, method)
+
+    def fail(mode, *error):
+        if method == "__exit__":
+            original(mode, *error)
+        raise RuntimeError("no mode")
+
+    monkeypatch.setattr(TorchDispatchMode, method, fail)
+    with pytest.raises(RuntimeError, match="^no mode$"), StorageWatch():
+        pass
+    assert torch.UntypedStorage.resize_ is resize
 
 
 def test_sums_names_and_spans_of_a_whole_step():
