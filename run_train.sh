@@ -18,4 +18,4 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 exec "$torchrun" --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-    --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m quaver.lab.cli train "$CONFIG_FILE" "$@"
+    --local-ranks-filter "$LOG_RANK" --role rank --tee 3 -m quaver train "$CONFIG_FILE" "$@"

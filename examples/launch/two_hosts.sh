@@ -12,4 +12,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec torchrun --nnodes 2 --nproc-per-node 8 --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:?}" --rdzv-id "${JOB:-llama3-8b}" \
     --rdzv-conf "join_timeout=1800,${RDZV_CONF:-keep_alive_interval=5,keep_alive_max_attempt=3}" \
-    -m quaver.lab.cli train train_configs/llama3_8b.toml --job.name=llama3-8b --checkpoint.resume=auto "$@"
+    -m quaver train train_configs/llama3_8b.toml --job.name=llama3-8b --checkpoint.resume=auto "$@"

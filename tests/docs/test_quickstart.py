@@ -35,7 +35,7 @@ def set_up(clone: Path) -> None:
     binaries.mkdir(parents=True)
     # Scripts, because a symbolic link to Python would look for its packages next to the link.
     (binaries / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (binaries / "quaver").write_text(f'#!/bin/sh\nexec {sys.executable} -m quaver.lab.cli "$@"\n')
+    (binaries / "quaver").write_text(f'#!/bin/sh\nexec {sys.executable} -m quaver "$@"\n')
     for path in binaries.iterdir():
         path.chmod(0o755)
     (clone / ".venv" / ".base").touch()
@@ -63,7 +63,7 @@ def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
         return quaver(words[1:], **forked).finished()
     if words[:3] == TORCHRUN:
         ranks = int(words[words.index("--nproc-per-node") + 1])
-        started = quaver_on_ranks(ranks, words[words.index("quaver.lab.cli") + 1 :], **forked)
+        started = quaver_on_ranks(ranks, words[words.index("quaver") + 1 :], **forked)
         finished = [rank.finished() for rank in started]
         return next((rank for rank in finished if rank.returncode), finished[0])
     if words[0] == PYTHON:

@@ -42,7 +42,7 @@ class ReportOptions(Settings):
             if path.is_file() and path.name in RUN_FILES and path.name != NUMERICS_FILE:
                 folder = str(Path(run_path).parent)
                 raise InputError(
-                    f"{run_path!r} is a file of a run, not its {NUMERICS_FILE}; give the folder {folder!r}"
+                    f"{run_path!r} is a file of a run, not its {NUMERICS_FILE}; give its folder {folder!r}"
                 )
             paths.add(path)
 

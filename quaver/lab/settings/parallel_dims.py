@@ -75,7 +75,7 @@ def resolve_config(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -
         "float8.enable_fsdp_float8_all_gather",
         "false where no weight is sharded (a data_parallel_shard_degree of 1)",
         True,
-        "shard over 2 or more ranks: torchrun --nproc-per-node 2 -m quaver.lab.cli train ...",
+        "shard over 2 or more ranks: torchrun --nproc-per-node 2 -m quaver train ...",
     )
     require(
         dims.replicate > 1 or training.reduce != "last_all_reduce",

@@ -81,7 +81,7 @@ def start_by_torchrun(words: list[str]) -> list[subprocess.Popen]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    return [subprocess.Popen([*launcher, "-m", "quaver.lab.cli", *words], **options)]
+    return [subprocess.Popen([*launcher, "-m", "quaver", *words], **options)]
 
 
 def list_with_children(pid: int) -> list[int]:

@@ -328,7 +328,7 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
     process = finish([script, *make_words(folder, "diverges", DIVERGES)], env=environment, cwd=folder)
     threads, *words = process.stdout.split("\0")[:-1]
     args = get_args_parser().parse_args(words)
-    assert (threads, args.nproc_per_node, args.module, args.training_script) == ("1", "2", True, "quaver.lab.cli")
+    assert (threads, args.nproc_per_node, args.module, args.training_script) == ("1", "2", True, "quaver")
     assert (args.local_ranks_filter, args.tee, args.role) == ("0", "3", "rank")
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "localhost:0")
 

@@ -121,7 +121,7 @@ def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
     fixed = [f"--nnodes={hosts}", f"--nproc-per-node={gpus}", "--max-restarts=3", "--rdzv-backend=c10d"]
 
     def check(arguments: list[str], endpoint: str, conf: str) -> None:
-        at = arguments.index("quaver.lab.cli")
+        at = arguments.index("quaver")
         flags = arguments[: at - 1]
         if "=" not in flags[0]:
             flags = list(map("=".join, zip(flags[::2], flags[1::2], strict=True)))

@@ -12,4 +12,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec torchrun --nnodes {{hosts}} --nproc-per-node {{gpus}} --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "{{head}}" --rdzv-id "${JOB:-{{name}}}" \
     --rdzv-conf "join_timeout={{join_seconds}},${RDZV_CONF:-keep_alive_interval=5,keep_alive_max_attempt=3}" \
-    -m quaver.lab.cli train {{arguments}} "$@"
+    -m quaver train {{arguments}} "$@"
