@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     """Make or check the tokens and print their numbers; returns 0 when done, 2 for bad input."""
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():
-        config_path, flags = parse_arguments(argv)
+        config_path, flags = parse_arguments(argv, prog="quaver prepare-data")
         data = load_data(load_and_warn(config_path, flags), ShownProgress(), check=True)
     origin = data.origin
     print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")

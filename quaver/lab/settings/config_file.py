@@ -22,7 +22,7 @@ from quaver.lab.settings.fields import (
     setting,
     suggest_nearest,
 )
-from quaver.lab.settings.flags import split_flags
+from quaver.lab.settings.flags import make_unknown_flag_error, split_flags
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
 
@@ -122,7 +122,9 @@ class TrainFlags(TrainConfig):
     resume: str = setting("", "Resume the run in this folder, with its own config.")
 
 
-def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tuple[Path | None, Sections]:
+def parse_arguments(
+    argv: list[str], options: type[Settings] = TrainFlags, *, prog: str = "quaver train"
+) -> tuple[Path | None, Sections]:
     """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
 
     `--resume RUN_FOLDER` takes the config and the name of that folder, and sets checkpoint.resume = must.
@@ -130,6 +132,7 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
 
     Args:
         options: the command's own options, which are parsed already. The hint for an unknown flag may name one.
+        prog: the command whose help that hint names otherwise.
     """
     values, rest = split_flags(TrainFlags, argv)
     known = [
@@ -137,8 +140,8 @@ def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tu
         *(name for name, cls in get_types(options).items() if not is_section(cls)),
     ]
     for word in rest:
-        if word.startswith("--"):
-            _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
+        if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") not in known:
+            raise make_unknown_flag_error(word, known, prog=prog)
     for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
         raise InputError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
     config_path = expand_user(rest[0]) if rest else None

@@ -5,7 +5,7 @@ The command line, its help, the TOML files and docs/configuration.md all read th
 
 import difflib
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from operator import attrgetter
@@ -144,7 +144,7 @@ def as_tuple(value: Any) -> Any:
 
 def expand_user(path: str) -> Path:
     """Return `path` with ~ expanded. Raises InputError for the home of a user that does not exist, and for NUL."""
-    if "\0" in path:  # of a TOML file, for no system call takes it
+    if "\0" in path:  # a TOML file may hold one, and every system call refuses it
         raise InputError(f"{path!r} has a NUL character; give another path")
     try:
         return Path(path).expanduser()
@@ -214,12 +214,12 @@ def _iter_own_fields(cls: type) -> "Iterator[Field[Any]]":
         yield from owner.__dict__.get("__dataclass_fields__", {}).values()
 
 
-def suggest_nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
-    """Return the hint for an unknown `name`: the nearest of `choices`, or `otherwise`."""
+def suggest_nearest(name: str, choices: Collection[str], *, otherwise: str, spell: Callable[[str], str] = str) -> str:
+    """Return the hint for an unknown `name`: the nearest of `choices` as `spell` writes it, or `otherwise`."""
     # A right key in the wrong section is nearer than a name of similar spelling.
     matches = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
     matches = matches or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"did you mean {matches[0]!r}?" if matches else otherwise
+    return f"did you mean {spell(matches[0])!r}?" if matches else otherwise
 
 
 def format_default(setting: "Field[Any]") -> str:

@@ -6,7 +6,7 @@ A value that cannot be converted stays text, so that the type check refuses it w
 import itertools
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -37,17 +37,15 @@ _Options = TypeVar("_Options", bound=Settings)
 def parse_options(cls: type[_Options], argv: list[str], *, prog: str) -> _Options:
     """Parse the options of a command from `argv`; for --help print its help and exit. Raises InputError."""
     exit_after_help(cls, argv, prog=prog)
-    see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
     try:
         values, rest = split_flags(cls, argv)
     except InputError as error:
-        raise InputError(f"{error}; {see}") from error
+        raise InputError(f"{error}; {_point_to_help(prog)}") from error
     if rest and rest[0].startswith("--"):
-        flags = [f"--{field.name.replace('_', '-')}" for field in fields(cls) if not is_positional(field)]
-        flag = rest[0].partition("=")[0].replace("_", "-")
-        raise InputError(f"unknown flag: {rest[0]!r}; {suggest_nearest(flag, flags, otherwise=see)}")
+        names = [field.name for field in fields(cls) if not is_positional(field)]
+        raise make_unknown_flag_error(rest[0], names, prog=prog)
     if rest:
-        raise InputError(f"unexpected argument {rest[0]!r}; {see}")
+        raise InputError(f"unexpected argument {rest[0]!r}; {_point_to_help(prog)}")
     return cls(**values)
 
 
@@ -61,6 +59,21 @@ def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_
     return cls(**values), rest
 
 
+def make_unknown_flag_error(word: str, names: Collection[str], *, prog: str) -> InputError:
+    """Return the error for the flag `word` of the command `prog`, which is none of the settings `names`."""
+    flag = word.partition("=")[0]
+    hint = suggest_nearest(flag[2:].replace("-", "_"), names, otherwise=_point_to_help(prog), spell=_spell_flag)
+    return InputError(f"unknown flag: {flag!r}; {hint}")
+
+
+def _point_to_help(prog: str) -> str:
+    return f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
+
+
+def _spell_flag(name: str) -> str:
+    return f"--{name if '.' in name else name.replace('_', '-')}"
+
+
 def exit_after_help(cls: type, argv: list[str], *, prog: str) -> None:
     """Print the help of `cls` and exit with 0 if `argv` asks for it."""
     if "--help" in argv or "-h" in argv:
@@ -71,10 +84,11 @@ def exit_after_help(cls: type, argv: list[str], *, prog: str) -> None:
 def split_flags(cls: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `cls` in `argv`, and the other words in their order.
 
-    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; another word
-    after it is a wrong value, unless it may be an argument or has the dot or slash of a path. A list is every word up
-    to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces. Of a repeated flag
-    the last value counts; lists are joined. Raises InputError if a flag has no value, or an argument is missing.
+    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. Any other word
+    after it is a wrong value, unless the command takes arguments or the word has a dot or a slash. A list is every
+    word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces. Of a
+    repeated flag the last value counts; lists are joined. Raises InputError if a flag has no value, or an argument is
+    missing.
     """
     parser = _Parser(cls)
     values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
@@ -150,7 +164,7 @@ class _Parser(ArgumentParser):
                 continue
             choices = ("true", "false") if base is bool else get_choices(annotation)
             metavar = "|".join(choices) or (item or base).__name__.upper()
-            flag = f"--{name if section else name.replace('_', '-')}"
+            flag = _spell_flag(name)
             options: dict[str, Any] = {"type": partial(_convert, base)}
             if base is bool:
                 options["nargs"] = "?"

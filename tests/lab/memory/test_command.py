@@ -112,6 +112,7 @@ def test_a_quick_estimate_is_of_a_gpu():
             "data_parallel_shard_degree",
             marks=needs_gathers,
         ),
+        (["--batch", "3"], "unknown flag: '--batch'; see quaver memory --help"),
         (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),

@@ -118,8 +118,8 @@ def test_a_file_with_a_byte_order_mark_and_windows_line_ends_loads(tmp_path):
 
 
 BAD_SETTINGS = {
-    "--training.stepz 3": "unknown flag: 'training.stepz'; did you mean 'training.steps'",
-    "--steps 3": "unknown flag: 'steps'; did you mean 'training.steps'",
+    "--training.stepz 3": "unknown flag: '--training.stepz'; did you mean '--training.steps'",
+    "--steps 3": "unknown flag: '--steps'; did you mean '--training.steps'",
     "--training.steps abc": "training.steps must be an integer, got 'abc'",
     "--training.steps --compare": "--training.steps: expected one argument",
     "--float8.emulate maybe": "float8.emulate must be true or false, got 'maybe'",
@@ -128,8 +128,8 @@ BAD_SETTINGS = {
     "--optimizer.lr fast": "optimizer.lr must be a number, got 'fast'",
     "a.toml b.toml": "unexpected argument 'b.toml'",
     "-x": "unexpected argument '-x'",
-    "--no-such-thing": "unknown flag: 'no_such_thing'",
-    "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean 'float8.delayed_history_len'",
+    "--no-such-thing": "unknown flag: '--no-such-thing'; see quaver train --help",
+    "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean '--float8.delayed_history_len'",
     "--float8.serving vlm": "float8.serving: expected one of vllm-per-token, ",
     "--float8.serving vllm-static": "float8.serving must be an engine that scales dynamically, got 'vllm-static'",
     "--float8.serving deepgemm --float8.recipe_name delayed": "float8.serving: expected a recipe with dynamic scaling",
@@ -212,7 +212,7 @@ BAD_SETTINGS = {
     "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
     "--float8.recipe_name=delayed --float8.delayed_headroom=nan": "must be a factor of 1 to 65536, got nan",
     "--float8.delayed_margin=1": "float8.delayed_margin must be its default, 0, unless scaling is delayed, got 1; set",
-    "--metrics.plot_float8_scales": "unknown flag: 'metrics.plot_float8_scales'; did you mean 'metrics.float8_scales",
+    "--metrics.plot_float8_scales": "unknown flag: '--metrics.plot_float8_scales'; did you mean '--metrics.float8_",
     "--metrics.float8_scales_freq=5 --float8.no-enable_float8_linear": "must be 0 or 1 where no scale",
     "--profiling.profile_freq=5": "must be its default, 10, unless profiling.enable_profiling",
     "--profiling.enable_profiling --profiling.profile_freq=3": "must be at least profiler_warmup + profiler_active = 4",

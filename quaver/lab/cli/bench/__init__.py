@@ -87,7 +87,7 @@ def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Res
         options.prepare()
         return options, options.measure
     options, run_flags = split_options(kind, argv, prog="quaver bench train [CONFIG.toml]")
-    path, flags = parse_arguments(run_flags, kind)
+    path, flags = parse_arguments(run_flags, kind, prog="quaver bench train")
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
     config = load_and_warn(path, flags)

@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         options.check_files()
-        config_path, flags = parse_arguments(run_flags, MemoryOptions)
+        config_path, flags = parse_arguments(run_flags, MemoryOptions, prog="quaver memory")
         config = load_and_warn(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
@@ -180,7 +180,9 @@ def _predict(
         other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")
-        other_config = load_and_warn(*parse_arguments([*run_flags, *other_flags] if is_over else other_flags))
+        other_config = load_and_warn(
+            *parse_arguments([*run_flags, *other_flags] if is_over else other_flags, prog="quaver memory")
+        )
     results: dict[str, Any] = {}
     with show_progress("predicting a step") as set_activity:
         memory = predict_memory(config, options.ranks, device)

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         options.check_files()
-        config = load_and_warn(*parse_arguments(run_flags, PlanOptions))
+        config = load_and_warn(*parse_arguments(run_flags, PlanOptions, prog="quaver plan"))
         spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
