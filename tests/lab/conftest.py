@@ -108,11 +108,16 @@ def load() -> Callable[..., TokenData]:
     """Return a function that loads the data at a path with [data] settings, for sequences of 16 tokens."""
 
     def load(
-        path: Path | str, *, seq_len: int = 16, vocab_size: int = 1 << 20, check: bool = False, **settings: object
+        path: Path | str,
+        *,
+        seq_len: int = 16,
+        vocab_size: int = 1 << 20,
+        verify_content: bool = False,
+        **settings: object,
     ) -> TokenData:
         training, model = Training(seq_len=seq_len, device="cpu"), Model(vocab_size=vocab_size)
         data = Data(path=str(path), **settings)
-        return load_data(TrainConfig(training=training, model=model, data=data), check=check)
+        return load_data(TrainConfig(training=training, model=model, data=data), verify_content=verify_content)
 
     return load
 

@@ -43,19 +43,19 @@ class TokenCache:
         """The path of the entry."""
         return self.folder / self.key
 
-    def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> CacheEntry:
+    def get(self, build: Build, label: str, total_bytes: int, *, verify_content: bool = False) -> CacheEntry:
         """Return the entry. If it does not exist, `build` makes it, and `label` is shown meanwhile.
 
         Of several processes that ask at once, one builds. An entry whose entry.json or file sizes are wrong is made
-        again; with `check`, which reads all files, also one whose content is wrong. Opening an intact entry writes
-        nothing.
+        again; with `verify_content`, which reads all files, also one whose content is wrong. Opening an intact entry
+        writes nothing.
 
         Raises:
             InputError: if the folder belongs to another user, and the current user may write it.
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
-        entry = self._open_entry(check, CacheProgress())
+        entry = self._open_entry(CacheProgress(), verify_content=verify_content)
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
@@ -66,7 +66,7 @@ class TokenCache:
             except Timeout:
                 self._wait_for_lock(lock)
         try:
-            entry = self._open_entry(check, self.progress)
+            entry = self._open_entry(self.progress, verify_content=verify_content)
             if entry is None:
                 with self.progress.show_reading(label, total_bytes) as advance:
                     self._make_entry(build, advance)
@@ -75,13 +75,13 @@ class TokenCache:
             lock.release()
         return entry
 
-    def _open_entry(self, check: bool, progress: CacheProgress) -> CacheEntry | None:
+    def _open_entry(self, progress: CacheProgress, *, verify_content: bool) -> CacheEntry | None:
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
                 if entry.description[name] != getattr(self.tokenizer, name):
                     raise DamagedEntryError(f"{ENTRY_FILE} has the {name} of another tokenizer")
-            if check:
+            if verify_content:
                 check_content(self.entry_folder, entry, self.tokenizer.vocab_size)
         except FileNotFoundError:
             return None

@@ -177,11 +177,11 @@ def test_a_damaged_entry_is_made_again(damage, text_folder, load, cache, builds,
     before = load(text_folder, cache_folder=cache)
     tokens = before.train.tokens.tobytes()
     DAMAGE[damage](find_entry(cache))
-    after = load(text_folder, cache_folder=cache, check=True)
+    after = load(text_folder, cache_folder=cache, verify_content=True)
     assert len(builds) == 2
     assert after.train.tokens.tobytes() == tokens
     assert after.origin == before.origin
-    load(text_folder, cache_folder=cache, check=True)
+    load(text_folder, cache_folder=cache, verify_content=True)
     assert len(builds) == 2
 
 
