@@ -95,7 +95,7 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
         net.zero_grad()
         if VIRTUAL:  # its memory is the host's
             return None, gradients
-        with measure_usage(torch.device(DEVICE), may_leave=True) as measured:
+        with measure_usage(torch.device(DEVICE), allow_leftover=True) as measured:
             run(measured.mark)
         return measured.usage.saved_bytes, gradients
 

@@ -78,18 +78,18 @@ class MeasuredStep:
 
 
 @contextmanager
-def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[MeasuredStep]:
+def measure_usage(device: torch.device, *, allow_leftover: bool = False) -> Iterator[MeasuredStep]:
     """Measure the block, which runs one step on `device`, and fill in `usage`.
 
     Args:
-        may_leave: allow the step to free memory from before it and allocate a replacement, such as the next step's
-            scales. The profiler misses the free, so both count.
+        allow_leftover: allow the step to free memory from before it and allocate a replacement, such as the next
+            step's scales. The profiler misses the free, so both count.
     Raises:
         RuntimeError: at the exit, if `mark` was not called exactly once, or if the step left memory behind. Such a step
             does not repeat, and releases of older memory may be missing.
     """
     with pause_garbage_collection():
-        yield from _measure_cuda(device, may_leave) if is_cuda_device(device) else _measure_cpu(may_leave)
+        yield from _measure_cuda(device, allow_leftover) if is_cuda_device(device) else _measure_cpu(allow_leftover)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[MeasuredStep]:
+def _measure_cuda(device: torch.device, allow_leftover: bool) -> Iterator[MeasuredStep]:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -115,18 +115,18 @@ def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[MeasuredSte
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     gc.collect()
-    _check_one_step(len(at_mark), 0 if may_leave else torch.cuda.memory_allocated(device) - before)
+    _check_one_step(len(at_mark), 0 if allow_leftover else torch.cuda.memory_allocated(device) - before)
     measured.usage = Usage(peak, None, at_mark[0])
 
 
-def _measure_cpu(may_leave: bool) -> Iterator[MeasuredStep]:
+def _measure_cpu(allow_leftover: bool) -> Iterator[MeasuredStep]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         measured = MeasuredStep(_record_mark)
         yield measured
         gc.collect()
         torch.empty(1)  # logs a last event, which has the allocator's final sum
     events = profiler.profiler.kineto_results.experimental_event_tree()
-    measured.usage = _compute_usage(list(_iter_nodes(events)), may_leave)
+    measured.usage = _compute_usage(list(_iter_nodes(events)), allow_leftover)
 
 
 def _record_mark() -> None:
@@ -141,12 +141,12 @@ def _check_one_step(marks: int, left_bytes: int) -> None:
         raise RuntimeError(f"the step left {left_bytes} bytes behind; measure one that repeats, after a warm-up")
 
 
-def _compute_usage(nodes: list[Any], may_leave: bool) -> Usage:
+def _compute_usage(nodes: list[Any], allow_leftover: bool) -> Usage:
     blocks = _read_blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK_NAME]
     # Buffers of collectives are excluded, since a gloo thread holds its last one until its next work.
     left = [block for block in _select_alive(blocks, math.inf) if not block.is_of_collective]
-    _check_one_step(len(marks), 0 if may_leave else _sum_bytes(left))
+    _check_one_step(len(marks), 0 if allow_leftover else _sum_bytes(left))
     tensors = [block for block in blocks if not block.is_scratch]
     return Usage(_find_peak_bytes(blocks), _find_peak_bytes(tensors), _sum_bytes(_select_alive(blocks, marks[0])))
 

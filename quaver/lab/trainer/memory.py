@@ -56,7 +56,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         peak.peak_bytes = resident_bytes + counted.peak_bytes
         peak.source = "tensors of one step, exact"
     else:
-        with measure_usage(device, may_leave=True) as measured:
+        with measure_usage(device, allow_leftover=True) as measured:
             measured.mark()  # memory that is alive here does not count
             yield peak
         peak.peak_bytes = resident_bytes + (measured.usage.tensor_peak_bytes or 0)

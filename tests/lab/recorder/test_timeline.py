@@ -289,7 +289,7 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
         train_step(model, input, optimizer)
 
     def measure_growth():
-        with measure_usage(CPU, may_leave=True) as measured:
+        with measure_usage(CPU, allow_leftover=True) as measured:
             measured.mark()
             train_step(model, input, optimizer)
         return measured.usage.peak_bytes

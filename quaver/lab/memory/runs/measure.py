@@ -32,7 +32,7 @@ from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.devices import is_cuda_device, resolve_device
 
-WARM_UP_STEPS = 2
+STEPS_BEFORE_MEASURING = 2
 """After the first step the optimizer has its state, and code is compiled."""
 
 MAX_RANKS = 8
@@ -135,10 +135,10 @@ def measure_rank(config: TrainConfig, dims: ParallelDims, ranks: Ranks, device: 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(dims, device.type))
     step, micro_batches = make_train_step(trained, config, dims)
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(STEPS_BEFORE_MEASURING):
         step()
     recorded = record_step(step, model, trained.optimizer, persistent_scales=list_persistent_scales(model))
-    with measure_usage(device, may_leave=True) as measured:
+    with measure_usage(device, allow_leftover=True) as measured:
         trained.mark = measured.mark
         step()
     usage = measured.usage
