@@ -53,7 +53,7 @@ def _describe_numerics(run: RunData) -> str:
         return NO_STATISTICS_NOTE
     samples, tensors = format_count(len(record.steps), "sample"), format_count(len(record.tensors), "tensor")
     where = f"{samples} of {tensors}, up to step {record.steps[-1]:,}"
-    non_finite = describe_nonfinite(record)
+    non_finite = describe_first_nonfinite(record)
     if run.alarms:
         first, number = run.alarms[0], format_count(len(run.alarms), "alarm")
         return f"{number} in {where}; the first at step {first['step']:,}: {first['message']}"
@@ -64,10 +64,10 @@ def is_healthy(run: RunData) -> bool | None:
     """Return whether no error ended the run and all measured values are fine; None if nothing was measured."""
     if has_failed(run):
         return False
-    return None if run.numerics is None else not run.alarms and not describe_nonfinite(run.numerics)
+    return None if run.numerics is None else not run.alarms and not describe_first_nonfinite(run.numerics)
 
 
-def describe_nonfinite(record: Record) -> str:
+def describe_first_nonfinite(record: Record) -> str:
     """Say when and where the first non-finite elements were seen; "" if there were none."""
     if "nonfinite" not in record.statistics:
         return ""
@@ -111,7 +111,7 @@ def _list_numerics_facts(run: RunData) -> list[tuple[str, str]]:
     record = run.numerics
     if record is None:
         return []
-    facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", describe_nonfinite(record) or "0")]
+    facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", describe_first_nonfinite(record) or "0")]
     for statistic in STATISTICS:
         for tensor, step, value in (
             find_worst_cells(record, statistic, 1) if statistic.name in record.statistics else []
