@@ -3,7 +3,7 @@
     python -m benchmarks.plan --published --update-docs    docs/lab/published-runs.md; a minute
     python -m benchmarks.plan --published --memory         predicts their memory, too; half an hour
     python -m benchmarks.plan --scaling --update-docs      docs/lab/scaling-curves.md and its picture; minutes
-    python -m benchmarks.plan --calibrate                  the share of each card that fits its row
+    python -m benchmarks.plan --calibrate                  the share of each gpu that fits its row
 
 `--recorded` reads benchmarks/results/plan_{published,memory,scaling}.json. Without `--memory`, memory is always read.
 All results are deterministic.
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true")
     options = parser.parse_args()
     if options.calibrate:
-        for name, card in plan_published.CARDS.items():
-            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {card.sustained}  {card.row}")
+        for name, gpu in plan_published.CALIBRATED_GPUS.items():
+            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {gpu.sustained}  {gpu.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
         results = record_and_show(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:

@@ -11,7 +11,7 @@ from benchmarks.pipeline import PipelinedRun, make_pipeline_step
 from benchmarks.published import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan import calibration
-from quaver.lab.plan.calibration import Card
+from quaver.lab.plan.calibration import CalibratedGPU
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import Framework
 from quaver.lab.plan.simulate import simulate
@@ -25,16 +25,18 @@ NETWORK_GBPS = 400.0
 """The bandwidth of a network whose source does not state it."""
 _B200, _H100 = require_device_spec("B200", "card"), require_device_spec("H100", "card")
 _OTHER_SETUPS = {
-    "B200-limited": Card(_B200, 0.326, "torchao-202508 8B 8 B200 bfloat16"),
-    "H100-500W": Card(replace(_H100, memory_gb_per_s=2400.0), 0.684, "torchtitan-202412 8B 8gpu FSDP compile bf16"),
-    "H100-DGX": Card(_H100, 0.909, "dgxc-25.04 llama3.1-8b 8 H100 BF16 TP1 PP1 CP2"),
-    "H800": Card(replace(_H100, link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
+    "B200-limited": CalibratedGPU(_B200, 0.326, "torchao-202508 8B 8 B200 bfloat16"),
+    "H100-500W": CalibratedGPU(
+        replace(_H100, memory_gb_per_s=2400.0), 0.684, "torchtitan-202412 8B 8gpu FSDP compile bf16"
+    ),
+    "H100-DGX": CalibratedGPU(_H100, 0.909, "dgxc-25.04 llama3.1-8b 8 H100 BF16 TP1 PP1 CP2"),
+    "H800": CalibratedGPU(replace(_H100, link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
 }
 """B200-limited: "power limited", the limit is not stated (torchao). H100-500W: HBM2e and a limit of 500 W (torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md). H100-DGX: NVIDIA's runs with Megatron and TransformerEngine. H800: 160
 GB/s of NVLink reached. Its run used DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are
 longer, so its share is a bit too high."""
-CARDS = dict(sorted({**calibration.CARDS, **_OTHER_SETUPS}.items()))
+CALIBRATED_GPUS = dict(sorted({**calibration.CALIBRATED_GPUS, **_OTHER_SETUPS}.items()))
 MAX_UNEXPLAINED_ERROR = 0.15
 """A row whose ratio differs from 1 by more needs a reason."""
 NODE_LIMITED_SHARE = (0.5 * 0.5 + 0.5) / 2
@@ -100,22 +102,22 @@ def make_run(row: Published) -> PipelinedRun:
     return run
 
 
-def simulate_seconds(row: Published, card: Card) -> float:
+def simulate_seconds(row: Published, card: CalibratedGPU) -> float:
     """Return the simulated seconds of a step."""
     cluster = Cluster(card.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
     run = make_run(row)
     return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 
 
-def predict_tokens_per_s(row: Published, card: Card | None = None) -> float:
+def predict_tokens_per_s(row: Published, card: CalibratedGPU | None = None) -> float:
     """Return the predicted tokens/s per GPU, on the row's card unless another is given."""
     run = make_run(row)
-    return run.step_tokens / simulate_seconds(row, card or CARDS[row.gpu]) / run.ranks
+    return run.step_tokens / simulate_seconds(row, card or CALIBRATED_GPUS[row.gpu]) / run.ranks
 
 
 def calibrate_share(name: str) -> float:
     """Return the share of a card at which the prediction of its row equals the published figure, by bisection."""
-    card = CARDS[name]
+    card = CALIBRATED_GPUS[name]
     row = next(row for row in load_published() if row.name == card.row)
     low, high = 0.1, 1.2
     for _ in range(30):
@@ -136,7 +138,7 @@ def predict_all() -> dict[str, Any]:
 
 def find_note(name: str) -> str:
     """Return the note of a row: that it fixes its card's share, or why its error is large; else ""."""
-    if name in {card.row for card in CARDS.values()}:
+    if name in {card.row for card in CALIBRATED_GPUS.values()}:
         return "fixes its card"
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
 
@@ -152,7 +154,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
         lines.append(
             [group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{result['predicted']:,.0f}", shown, note]
         )
-    cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CARDS.items()]
+    cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CALIBRATED_GPUS.items()]
     heads = ["source", "run", "card", "published", "predicted", "ratio", "note"]
     return {
         "published runs": make_markdown_table(heads, lines),
@@ -163,7 +165,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 def make_summary(results: dict[str, Any]) -> str:
     """Return a table of the errors of the rows that do not fix a card."""
-    fixed = {card.row for card in CARDS.values()}
+    fixed = {card.row for card in CALIBRATED_GPUS.values()}
     errors = sorted(abs(row["predicted"] / row["published"] - 1) for row in results["rows"] if row["name"] not in fixed)
     near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, MAX_UNEXPLAINED_ERROR)]
     counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]

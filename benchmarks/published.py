@@ -39,7 +39,7 @@ class Published:
     model: str
     """The key of `models`."""
     gpu: Literal["A100", "B200", "B200-limited", "H100", "H100-500W", "H100-DGX", "H200", "H800"]
-    """A card of `plan_published.CARDS`."""
+    """A GPU of `plan_published.CALIBRATED_GPUS`."""
     gpus: int
     local_batch: int
     """Sequences of one micro-batch of a data-parallel rank."""

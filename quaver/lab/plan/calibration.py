@@ -1,6 +1,6 @@
-"""The share of a card's best matmul rate that a long run sustains: one number per card, from one published run.
+"""The share of a GPU's best matmul rate that a long run sustains: one number per GPU, from one published run.
 
-MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold card. A card
+MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold GPU. A GPU
 that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
 table of rates at a power limit was found. So `sustained` is fitted so that the simulated time of one published run
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 
 
-class Card(NamedTuple):
+class CalibratedGPU(NamedTuple):
     """A GPU in the setup of a published run."""
 
     spec: DeviceSpec
@@ -27,26 +27,26 @@ class Card(NamedTuple):
 _SPECS = {spec.name: spec for spec in DEVICE_SPECS}
 
 
-CARDS = {
-    "A100": Card(_SPECS["A100"], 0.871, "fms-fsdp llama2-7b 128 A100"),
-    "B200": Card(_SPECS["B200"], 0.78, "megatron-bridge-25.11 llama3-8b 8 B200 FP8-CS TP1 PP1 CP1"),
-    "H100": Card(_SPECS["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
-    "H200": Card(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
+CALIBRATED_GPUS = {
+    "A100": CalibratedGPU(_SPECS["A100"], 0.871, "fms-fsdp llama2-7b 128 A100"),
+    "B200": CalibratedGPU(_SPECS["B200"], 0.78, "megatron-bridge-25.11 llama3-8b 8 B200 FP8-CS TP1 PP1 CP1"),
+    "H100": CalibratedGPU(_SPECS["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
+    "H200": CalibratedGPU(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
 }
-"""benchmarks/plan_published.py adds the cards of other setups."""
+"""benchmarks/plan_published.py adds the GPUs of other setups."""
 
 
 def get_sustained_share(spec: DeviceSpec) -> float:
-    """Return the share of the device's card, or of the H100 if the device has none."""
-    return _find_card(spec).sustained
+    """Return the share of the GPU with this specification, or of the H100 if no published run has that GPU."""
+    return _find_calibrated(spec).sustained
 
 
 def describe_sustained_share(spec: DeviceSpec) -> str:
     """Return a sentence that says which share is taken and from which run, or that the H100's is assumed."""
-    card = _find_card(spec)
-    share, runs = f"{card.sustained:.0%} of the best rate of a matmul", f"as in {card.row}"
-    if card.spec == spec:
-        trained_by = ", with Megatron and TransformerEngine" if card.row.startswith("megatron") else ""
+    gpu = _find_calibrated(spec)
+    share, runs = f"{gpu.sustained:.0%} of the best rate of a matmul", f"as in {gpu.row}"
+    if gpu.spec == spec:
+        trained_by = ", with Megatron and TransformerEngine" if gpu.row.startswith("megatron") else ""
         return f"a long run keeps {share}, {runs}{trained_by}"
     return (
         f"no published run says what a long run on {spec.name} keeps of a matmul's rate: assumed are the H100's "
@@ -54,5 +54,5 @@ def describe_sustained_share(spec: DeviceSpec) -> str:
     )
 
 
-def _find_card(spec: DeviceSpec) -> Card:
-    return next((card for card in CARDS.values() if card.spec == spec), CARDS["H100"])
+def _find_calibrated(spec: DeviceSpec) -> CalibratedGPU:
+    return next((gpu for gpu in CALIBRATED_GPUS.values() if gpu.spec == spec), CALIBRATED_GPUS["H100"])
