@@ -10,8 +10,9 @@ from dataclasses import fields, replace
 from math import ceil
 from typing import NamedTuple
 
+from quaver.conversion.roles import LM_HEAD
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun, count_networks
+from quaver.lab.plan.run import EXPERTS, PlannedRun, count_networks
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName
@@ -221,7 +222,7 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
 def time_head(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
-    time = time_linear(run, HEAD, model.dim, model.vocab_size, cluster)
+    time = time_linear(run, LM_HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
     loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]

@@ -22,8 +22,9 @@ from math import ceil, prod
 
 import torch
 
+from quaver.conversion.roles import LM_HEAD
 from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
-from quaver.lab.plan.run import EXPERTS, HEAD, count_networks, find_float8_shares, shares_codes
+from quaver.lab.plan.run import EXPERTS, count_networks, find_float8_shares, shares_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -38,7 +39,7 @@ ESTIMATE_ERROR = 0.1
 tests/lab/plan/test_estimate.py draws configs at random; most are within half of it."""
 
 _EMBEDDING = "embed_tokens"
-_ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, HEAD: 0}
+_ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, LM_HEAD: 0}
 _LOSS_SLICES = 4
 """Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/trainer/loss.py):
 log-probabilities and gradients of the previous slice, logits (unless they are float32) and log-probabilities of the
@@ -136,7 +137,7 @@ class Estimate:
         codes_and_root = self._count_held_code_bytes()
         codes_and_root += self.embedding_elements * self.stream_bytes if self.is_sharded else 0
         in_model = {**self._count_head_moments(), **self._count_block_moments(), **self._count_embedding_moments()}
-        # the embedding's gradient in the dtype of its weight, and the copy that is reduced
+        # Resident are the embedding's gradient, in the dtype of its weight, and the float32 copy that FSDP2 reduces.
         reduced = self._count_reduced_bytes(self.embedding_elements)
         reduced += self.embedding_bytes * self.embedding_elements if self.is_sharded else 0
         return {
@@ -152,10 +153,10 @@ class Estimate:
         with_input = saved + self._count_head_input_bytes()
         weights = 0 if self.model.tie_word_embeddings or not self.is_sharded else self.embedding_elements
         return {
-            # the buffers of two all-gathers, or a buffer and the weights in it
+            # Resident are the buffers of two all-gathers, or one buffer and the weights that it is copied into.
             "forward of the last block": saved + self._count_mask_bytes() + 2 * self._count_gathered_block_bytes(),
             **{name: with_input + size for name, size in self._count_head_bytes().items()},
-            # the gradient, and the copy that is reduced, while the last block's weights are gathered
+            # FSDP2 reduces a float32 copy of the head's gradient while it gathers the last block's weights.
             "end of the head": saved
             + self.gathered_block
             + self.compute_bytes * weights
@@ -172,36 +173,37 @@ class Estimate:
         head = 0 if self.model.tie_word_embeddings else self.embedding_elements
         reduced_head = self._count_reduced_bytes(head)
         reduced_block, gathered = self._count_reduced_bytes(self.padded_block_elements), self.gathered_block
-        of_block = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
+        block_gradient_bytes = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
         whole_block = self._count_gradient_bytes(self.block_elements)
-        of_embedding = parameter * self.embedding_elements // self.dims.shard
+        embedding_gradient_bytes = parameter * self.embedding_elements // self.dims.shard
         tied = self._count_tied_gradient_bytes() + tables
 
         def add_held(gradients: int) -> int:
             return tied + max(self.held_gradients, gradients)
 
         kept = [self.kept_block] * len(saved)
-        at_last = add_held(parameter * head // self.dims.shard) + sum(saved[:-1]) + sum(kept[:-1])
-        at_next = add_held(parameter * head // self.dims.shard + of_block) + sum(saved[:-2]) + sum(kept[:-1])
-        at_first = add_held(self.count_parameter_bytes() - of_embedding - of_block) + self.kept_block
-        forward_last, forward_next, forward_first = (
-            size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[max(-2, -len(saved))], saved[0])
-        )
+        head_gradient_bytes = parameter * head // self.dims.shard
+        reduced_before_first = self.count_parameter_bytes() - embedding_gradient_bytes - block_gradient_bytes
+        last = add_held(head_gradient_bytes) + sum(saved[:-1]) + sum(kept[:-1])
+        first = add_held(reduced_before_first) + self.kept_block
+        last_forward, first_forward = (size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[0]))
         is_only = self.model.n_layers == 1
         moments = {
-            "feed-forward of the last block": at_last + self.kept_block + 2 * gathered + forward_last + reduced_head,
-            "end of the last block": at_last + whole_block + max(gathered + reduced_block, 2 * gathered + reduced_head),
-            "feed-forward of the first block": at_first
+            "feed-forward of the last block": last + self.kept_block + 2 * gathered + last_forward + reduced_head,
+            "end of the last block": last + whole_block + max(gathered + reduced_block, 2 * gathered + reduced_head),
+            "feed-forward of the first block": first
             + gathered
-            + forward_first
+            + first_forward
             + (reduced_head if is_only else reduced_block),
-            "end of the first block": at_first + gathered + whole_block + reduced_block,
+            "end of the first block": first + gathered + whole_block + reduced_block,
         }
         if self.model.n_layers > 2:
-            in_next = at_next + 2 * gathered + reduced_block
+            second_last = add_held(head_gradient_bytes + block_gradient_bytes) + sum(saved[:-2]) + sum(kept[:-1])
+            second_last += 2 * gathered + reduced_block
+            second_last_forward = saved[-2] + self._count_feed_forward_bytes(saved[-2])
             moments |= {
-                "feed-forward of the last block but one": in_next + forward_next,
-                "end of the last block but one": in_next + whole_block,
+                "feed-forward of the second last block": second_last + second_last_forward,
+                "end of the second last block": second_last + whole_block,
             }
         return moments
 
@@ -267,7 +269,7 @@ class Estimate:
             return BYTES_PER_UPDATED_ELEMENT * min(MAX_BUCKET_ELEMENTS, elements // MIN_BUCKETS)
         if optimizer.implementation != "foreach":
             return 0
-        # AdamW's square roots of second moments, of all parameters at once
+        # foreach AdamW holds the square roots of the second moments of all parameters at once.
         return self.parameter_bytes * self._sum_over_weights(
             lambda weight: (
                 0
@@ -299,14 +301,14 @@ class Estimate:
                 compute_bytes * logits
                 + (_LOSS_SLICES - (compute_bytes == FLOAT32_BYTES)) * FLOAT32_BYTES * SLICE_ELEMENTS
             )
-        else:  # log-probabilities and two gradients
+        else:  # the log-probabilities and two gradients are resident
             loss = 3 * FLOAT32_BYTES * logits
         return {
-            # the weight, the all-gather's buffer of the same size, and the logits
+            # Resident are the gathered weight, the all-gather's buffer of the same size, and the logits.
             "forward of the head": (2 * gathered + cast + logits) * compute_bytes
             + (input_bytes // tp if tp > 1 else 0),
             "loss": cast * compute_bytes + loss,
-            # the weight and its gradient, the logits, the gradient of the input, and the last block's weights
+            # Resident are the weight and its gradient, the logits, the input's gradient and the last block's weights.
             "backward of the head": (gathered + cast + logits + weights) * compute_bytes
             + self.gathered_block
             + input_bytes,
@@ -383,10 +385,10 @@ class Estimate:
         wide_bytes = self.compute_bytes * count_networks(model) * model.hidden_dim
         token_bytes = 3 * wide_bytes
         if not self.config.training.compile:
-            # saved codes of gate and up are dequantized; the tokens' gradients from all experts are added in float32
+            # Eager code dequantizes the saved codes of gate and up, and adds the gradients of all experts in float32.
             token_bytes += 2 * wide_bytes if checkpoint.store_in_float8 else 0
-            of_experts = (3 * FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k if model.n_experts else 0
-            token_bytes = max(token_bytes, of_experts)
+            if model.n_experts:
+                token_bytes = max(token_bytes, (3 * FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k)
         token_bytes += self.stream_bytes * model.dim
         wide = sum(
             prod(weight.find_gathered_shape(self.dims))
@@ -399,5 +401,5 @@ class Estimate:
 
 def _list_outside_weights(model: Model) -> list[_Weight]:
     """Return the last norm, the embedding and, unless it is tied, the head."""
-    tables = [_EMBEDDING] if model.tie_word_embeddings else [_EMBEDDING, HEAD]
+    tables = [_EMBEDDING] if model.tie_word_embeddings else [_EMBEDDING, LM_HEAD]
     return [_Weight("norm", (model.dim,)), *(_Weight(name, (model.vocab_size, model.dim)) for name in tables)]

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
+from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.scales import list_linear_layouts
 from quaver.lab.plan.compute import INPUT_READERS, list_expert_matrices, list_linears
-from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
+from quaver.lab.plan.run import EXPERTS, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.parallel.expert_parallel import travels_as_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig
@@ -130,12 +131,12 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
         return []
     model, config = run.model, Float8LinearConfig.from_recipe_name(run.recipe)
     linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linears(model).items()]
-    linears.append((run.get_float8_share(HEAD), model.dim, model.vocab_size))
+    linears.append((run.get_float8_share(LM_HEAD), model.dim, model.vocab_size))
     if config.has_persistent_scales:
         inputs = sum(
             model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1) for name in list_linears(model)
         )
-        operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(HEAD)
+        operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
         return [Exchange("all_reduce", 8 * operands, 1, run.ranks, 1)]
     shards = run.shard * run.context
     if not run.float8_gather or shards == 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from quaver.conversion.roles import LM_HEAD
 from quaver.lab.plan.compute import list_linears
-from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
+from quaver.lab.plan.run import EXPERTS, PlannedRun
 from quaver.lab.trainer.model import count_expert_elements
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import find_scale_kinds
@@ -30,11 +31,11 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
     linears = list_linears(model).items()
     weights = sum(run.get_float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears)
     weights += run.get_float8_share(EXPERTS) * model.top_k * count_expert_elements(model)
-    weights = weights * model.n_layers + run.get_float8_share(HEAD) * model.dim * model.vocab_size
+    weights = weights * model.n_layers + run.get_float8_share(LM_HEAD) * model.dim * model.vocab_size
     return 2 * len(find_scale_kinds(run.precision)) * weights
 
 
-def compute_share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
+def compute_mfu(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
     """Return the share of `seconds` that a step's matmuls take at the data sheet's peak of their precisions.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
@@ -26,7 +26,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     seconds = first_s = extrapolate_seconds(run, 1, cluster, costs)
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
-    compute_share_of_peak(run, seconds, cluster.spec)
+    compute_mfu(run, seconds, cluster.spec)
     return seconds
 
 

@@ -16,6 +16,7 @@ import torch
 
 from quaver import Float8Linear
 from quaver.checkpointing.policy import parse_selective_option
+from quaver.conversion.roles import LM_HEAD
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
@@ -33,7 +34,6 @@ Resharding = Literal["default", "always", "never"]
 Reduction = Literal["every", "last", "last_all_reduce"]
 """A value of training.reduce."""
 
-HEAD = "lm_head"
 EXPERTS = "experts"
 _MOMENTS_PER_PARAMETER = {"AdamW": 2, "Float8AdamW": 2, "Muon": 1, "Float8Muon": 1}
 """The optimizer's states per parameter; Muon's are for matrices of blocks."""
@@ -245,4 +245,4 @@ def _count_float8_shares(model: Model, float8: Float8, tokens: int) -> Mapping[s
     modules = dict(llama.named_modules())
     names = [name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, Float8Linear)]
     names += [EXPERTS for module in modules.values() if isinstance(module, Float8Experts)]
-    return {name: 1.0 if name == HEAD else count / model.n_layers for name, count in Counter(names).items()}
+    return {name: 1.0 if name == LM_HEAD else count / model.n_layers for name, count in Counter(names).items()}

@@ -17,7 +17,7 @@ from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Candidate, Layouts
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
@@ -187,7 +187,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     if few < run.micro_batches:
         fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
         timeline = ExtrapolatedTimeline(timeline.spans, fewer, run.micro_batches - few)
-    compute_share_of_peak(run, timeline.seconds, cluster.spec)
+    compute_mfu(run, timeline.seconds, cluster.spec)
     return timeline
 
 

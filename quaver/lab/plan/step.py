@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.gradients import BLOCK_ELEMENTS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import (
@@ -30,7 +31,7 @@ from quaver.lab.plan.compute import (
     time_head,
 )
 from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
-from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
+from quaver.lab.plan.run import EXPERTS, PlannedRun
 from quaver.lab.plan.saving import time_saving
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import PerPass
@@ -186,9 +187,9 @@ class _StepBuilder:
         rows = model.vocab_size * model.dim // run.tensor
         shard = run.shard * run.context
         self._root = ParameterGroup("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
-        head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(HEAD) * rows)
+        head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(LM_HEAD) * rows)
         tied = model.tie_word_embeddings  # the projection is in the embedding's group
-        self._head = [] if tied else [ParameterGroup(HEAD, rows, head_bytes, shard, run.tensor)]
+        self._head = [] if tied else [ParameterGroup(LM_HEAD, rows, head_bytes, shard, run.tensor)]
         self._gathers = self._reduces = self._all_reduces = True
         self._split_embedding, self._split_head = list_end_exchanges(run)
         self._scattered: int | None = None
@@ -210,17 +211,17 @@ class _StepBuilder:
         for number in range(blocks):
             self._gather_and_copy_out(self._groups, f"{prefix}forward of block {number}")
             self._add_block(f"{prefix}forward of block {number}", times.forward, backward=False)
-        self._gather_and_copy_out(self._head, f"{prefix}forward of {HEAD}")
-        self._exchange_at_end(f"{prefix}forward of {HEAD}", self._split_head[False], "forward")
-        self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
+        self._gather_and_copy_out(self._head, f"{prefix}forward of {LM_HEAD}")
+        self._exchange_at_end(f"{prefix}forward of {LM_HEAD}", self._split_head[False], "forward")
+        self._compute(f"{prefix}forward of {LM_HEAD} and the loss", head.forward, "forward")
         if run.reshard_after_forward != "never":
             if run.reshard_after_forward == "always":
                 self._gather_and_copy_out([self._root], f"{prefix}backward of the embedding")
-            self._gather_and_copy_out(self._head, f"{prefix}backward of {HEAD}")
+            self._gather_and_copy_out(self._head, f"{prefix}backward of {LM_HEAD}")
         prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
-        self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
-        self._exchange_at_end(f"{prefix}backward of {HEAD}", self._split_head[True], "backward")
-        self._reduce(self._head, f"{prefix}backward of {HEAD}")
+        self._compute(f"{prefix}backward of {LM_HEAD} and the loss", head.backward, "backward")
+        self._exchange_at_end(f"{prefix}backward of {LM_HEAD}", self._split_head[True], "backward")
+        self._reduce(self._head, f"{prefix}backward of {LM_HEAD}")
         for number in reversed(range(blocks)):
             name = f"{prefix}backward of block {number}"
             self._copy_out(self._groups, name, prefetched)

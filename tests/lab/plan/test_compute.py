@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.record import ROOT
+from quaver.conversion.roles import LM_HEAD
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import time_block, time_head
-from quaver.lab.plan.run import HEAD, Framework, PlannedRun, make_planned_run
+from quaver.lab.plan.run import Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.trainer.model import SPLIT_DIMS
@@ -86,7 +87,7 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
         ({"filter_fqns": ("lm_head", "mlp")}, dict.fromkeys(LINEARS[:4], 1.0)),
         (
             {"filter_fqns": ("layers.3.mlp",)},
-            dict.fromkeys(LINEARS, 1.0) | dict.fromkeys(LINEARS[4:], 0.75) | {HEAD: 1.0},
+            dict.fromkeys(LINEARS, 1.0) | dict.fromkeys(LINEARS[4:], 0.75) | {LM_HEAD: 1.0},
         ),
         ({"layer_recipes": (f"{UP_PROJ}=high_precision",)}, dict.fromkeys(LINEARS, 1.0) | {"up_proj": 0.75}),
         ({"enable_float8_linear": False}, {}),

@@ -12,7 +12,7 @@ from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, compute_gain, describe_gain, describe_limits, list_links
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
@@ -108,7 +108,7 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
     flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
-    share = compute_share_of_peak(run, row.seconds, CLUSTER.spec)
+    share = compute_mfu(run, row.seconds, CLUSTER.spec)
     assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
 
 
@@ -149,9 +149,9 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
     long = replace(run, seq_len=2**20)
     seconds = estimate_seconds(long, replace(CLUSTER, sustained=1.0))
     as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
-    assert compute_share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
+    assert compute_mfu(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
-        compute_share_of_peak(long, seconds / 5, spec)
+        compute_mfu(long, seconds / 5, spec)
 
 
 def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):

@@ -15,7 +15,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import check_counts_for
 from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.plan.limits import describe_limits, list_links
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE, FittingLayout, SearchResult, search
 from quaver.lab.plan.unsimulated import iter_unsimulated
@@ -116,7 +116,7 @@ def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> d
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,
         "step_tokens": row.run.step_tokens,
-        "mfu": compute_share_of_peak(row.run, row.seconds, cluster.spec),
+        "mfu": compute_mfu(row.run, row.seconds, cluster.spec),
         "links": [asdict(link) for link in list_links(row.timeline)],
         "limits": limits,
         "is_configured": row.candidate.is_configured,

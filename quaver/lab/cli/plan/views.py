@@ -13,7 +13,7 @@ from quaver.lab.plan.counted import count_costs
 from quaver.lab.plan.estimate import ESTIMATE_ERROR
 from quaver.lab.plan.layouts import Layouts
 from quaver.lab.plan.limits import list_links
-from quaver.lab.plan.peak import compute_share_of_peak
+from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.search import FittingLayout, SearchResult, simulate_step
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings.float8 import BFLOAT16
@@ -112,7 +112,7 @@ def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str,
         _format_tokens(row.run.step_tokens),
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{100 * compute_share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
+        f"{100 * compute_mfu(row.run, row.seconds, cluster.spec):.0f}",
         f"{100 * waits:.0f}",
     )
 
