@@ -63,7 +63,6 @@ class Checkpointer:
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
         self._pending: Future[None] | None = None
         self._saved_step = -1
-        self._resumed_step: int | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -143,7 +142,7 @@ class Checkpointer:
         for name, trained in zip(names, models, strict=True):
             load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
         rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
-        self._saved_step = self._resumed_step = step
+        self._saved_step = step
         return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
 
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +168,7 @@ class Checkpointer:
                 for rank_digests in self._run_on_every_rank(digest):
                     digests |= rank_digests
             self._run_on_first_rank(partial(_check_readable, folder.get_partial_path(step), list(state)))
-            self._run_on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
+            self._run_on_first_rank(partial(folder.publish, step, record, digests))
         except Exception as error:
             if self.ranks.is_first:
                 with suppress(OSError, InputError):  # the next save removes it
@@ -178,7 +177,6 @@ class Checkpointer:
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
                 f"{describe_innermost_cause(error)}; {_describe_newest(folder)}"
             ) from error
-        self._resumed_step = None
         try:
             self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:

@@ -4,11 +4,15 @@
         checkpoint.json       the step, the position in the data, the config, the versions
         tensorwise/           a torch.distributed.checkpoint folder for each model of the run
         manifest.json         size and xxh3_128 of every other file
-        .abandons.json        later steps that a resume from an earlier one abandoned, until they are removed
     .step-00000150.partial/   being written, being deleted, or left by a process that was killed; never read
-    .step-00000100.replaced/  complete until there is another step-00000100
+    .step-00000200.abandoned/ complete, but a resume from an earlier step began another history; never read
 
 A rename within one folder is atomic: a crash at any moment leaves the complete checkpoints as they were.
+
+[Note: one history] The complete checkpoints and the records of metrics belong to one history. A resume from an earlier
+step first renames the later checkpoints, the last one first, and then removes the later records. A crash in between
+leaves checkpoints of the old history alone, or of the new one alone, and the next resume removes the records after
+the newest. Abandoned checkpoints stay on the disk until the new history has a complete one.
 """
 
 import json
@@ -32,7 +36,6 @@ from quaver.runtime.errors import InputError
 
 RECORD_FORMAT = 1
 RECORD_FILE = "checkpoint.json"
-ABANDONED_STEPS_FILE = ".abandons.json"
 
 
 @dataclass
@@ -99,8 +102,8 @@ class _CheckpointRecord(TypedDict):
     huggingface: NotRequired[dict[str, Any]]
 
 
-_RECORD_ADAPTER, _STEPS_ADAPTER = TypeAdapter(_CheckpointRecord), TypeAdapter(list[NotNegative])
-_COMPLETE_NAME = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
+_RECORD_ADAPTER = TypeAdapter(_CheckpointRecord)
+_COMPLETE_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -110,24 +113,27 @@ class CheckpointFolder:
     path: Path
 
     def list_steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints in order, without steps of a history that the run abandoned."""
-        complete_steps = self._list_complete_steps()
-        abandoned: set[int] = set()
-        for step in complete_steps:
-            marker = self.find_checkpoint(step) / ABANDONED_STEPS_FILE
-            if marker.exists():
-                later_steps: list[int] = read_json(marker, _STEPS_ADAPTER, "remove the file")
-                abandoned.update(later_steps)
-        return sorted(complete_steps - abandoned)
+        """Return the steps of the complete checkpoints in order."""
+        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
+        return sorted(int(match[1]) for match in map(_COMPLETE_NAME.fullmatch, names) if match)
 
     def find_checkpoint(self, step: int) -> Path:
         """Return the path of the complete checkpoint of `step`."""
-        path, replaced = self._get_path(step), self._get_replaced_path(step)
-        return replaced if replaced.exists() and not path.exists() else path
+        return self.path / f"step-{step:08d}"
 
     def get_partial_path(self, step: int) -> Path:
         """Return the path under which the checkpoint of `step` is written."""
         return self.path / f".step-{step:08d}.partial"
+
+    def abandon_after(self, step: int) -> None:
+        """Abandon the complete checkpoints of later steps than `step`; see [Note: one history]."""
+        for later in reversed(self.list_steps()):
+            if later > step:
+                abandoned = self.path / f".step-{later:08d}.abandoned"
+                if abandoned.exists():  # of a still earlier history
+                    abandoned.rename(self._get_removed_path(later))
+                    self.remove_partials()
+                rename(self.find_checkpoint(later), abandoned)
 
     def begin(self, step: int) -> None:
         """Make an empty folder to write the checkpoint of `step` in."""
@@ -135,67 +141,35 @@ class CheckpointFolder:
         self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
         self.get_partial_path(step).mkdir()
 
-    def publish(
-        self,
-        step: int,
-        record: dict[str, Any],
-        digests: dict[str, FileDigest] | None = None,
-        *,
-        discard_after: int | None = None,
-    ) -> None:
+    def publish(self, step: int, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:
         """Add `record` and the manifest to the partial checkpoint of `step` and rename it to its complete name.
 
         Args:
             digests: the known digests, whose files are not read again.
-            discard_after: complete checkpoints of later steps belong to a history that the run abandoned. They no
-                longer count once this one is complete, and the next `prune` removes them.
         """
-        later_steps = []
-        if discard_after is not None:
-            later_steps = [other for other in self.list_steps() if other > max(step, discard_after)]
-        if later_steps:
-            (self.get_partial_path(step) / ABANDONED_STEPS_FILE).write_text(json.dumps(later_steps), encoding="utf-8")
         write_record(self.get_partial_path(step), record, digests)
         sync_all(self.get_partial_path(step))
-        path = self._get_path(step)
-        if path.exists():
-            path.rename(self._get_replaced_path(step))
-        rename(self.get_partial_path(step), path)
+        rename(self.get_partial_path(step), self.find_checkpoint(step))
 
     def prune(self, keep_latest_k: int) -> None:
         """Remove abandoned and partial checkpoints, and all but the newest `keep_latest_k` complete ones.
 
         0 keeps all complete ones.
         """
-        steps = self.list_steps()
-        self._hide(steps[:-keep_latest_k] if keep_latest_k else [])
+        for step in self.list_steps()[:-keep_latest_k] if keep_latest_k else []:
+            # An interrupted removal leaves nothing that looks complete.
+            self.find_checkpoint(step).rename(self._get_removed_path(step))
         self.remove_partials()
+        for abandoned in self.path.glob(".step-*.abandoned"):
+            shutil.rmtree(abandoned)
 
     def remove_partials(self) -> None:
-        """Remove what is not a complete checkpoint, or no longer counts as one."""
-        self._hide(sorted(self._list_complete_steps() - set(self.list_steps())))
-        for marker in self.path.glob(f"step-*/{ABANDONED_STEPS_FILE}"):
-            marker.unlink()
-        for replaced in self.path.glob(".step-*.replaced"):
-            path = replaced.with_name(replaced.stem[1:])
-            replaced.rename(replaced.with_suffix(".partial") if path.exists() else path)
+        """Remove what is being written or deleted, or was when a process was killed."""
         for partial in self.path.glob(".step-*.partial"):
             shutil.rmtree(partial)
 
-    def _list_complete_steps(self) -> set[int]:
-        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return {int(match[1] or match[2]) for match in map(_COMPLETE_NAME.fullmatch, names) if match}
-
-    def _get_path(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
-
-    def _get_replaced_path(self, step: int) -> Path:
-        return self.path / f".step-{step:08d}.replaced"
-
-    def _hide(self, steps: list[int]) -> None:
-        """Make complete checkpoints partial: an interrupted removal leaves nothing that looks complete."""
-        for step in steps:
-            self.find_checkpoint(step).rename(self.path / f".step-{step:08d}.removed.partial")
+    def _get_removed_path(self, step: int) -> Path:
+        return self.path / f".step-{step:08d}.removed.partial"
 
 
 def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:

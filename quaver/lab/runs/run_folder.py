@@ -83,9 +83,10 @@ class RunFolder:
             raise
 
     def begin(self, config: TrainConfig) -> None:
-        """Write the resolved config, and remove the records of metrics after the step that the run resumes from.
+        """Write the resolved config, and abandon the checkpoints and records after the step that the run resumes from.
 
-        If there are such records, the id of the run at Weights & Biases is removed too, where they stay.
+        See [Note: one history] in checkpoint_folder.py. If there are such records, the id of the run at Weights &
+        Biases is removed too, where they stay.
 
         Raises:
             CheckpointError: the metrics are damaged; nothing was written.
@@ -96,6 +97,7 @@ class RunFolder:
             with rewind_metrics(files, self.resume_step or 0) as has_later:
                 if has_later:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
+                self.get_checkpoint_folder(config.checkpoint).abandon_after(self.resume_step or 0)
                 write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error

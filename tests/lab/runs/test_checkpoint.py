@@ -200,14 +200,31 @@ def test_a_checkpoint_cannot_ask_for_a_history_of_any_length():
             fit_histories({name: torch.zeros(shape)}, metadata, Path("x"))
 
 
-def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
+def test_resuming_from_an_earlier_step_abandons_the_later_ones(config, finished, saved):
     again = run_to_end(set_steps(config, 6, resume="must", load_step=2))
     assert (again.began_at_step, read_numbers(again)) == (2, read_numbers(finished))
-    shorter = prepare_run(set_steps(config, 3, resume="must", load_step=2))
-    assert shorter.checkpoints.folder.list_steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
-    train(shorter)
-    assert shorter.checkpoints.folder.list_steps() == [2, 3]
+    prepare_run(set_steps(config, 3, resume="must", load_step=2)).folder.release()  # it dies before its first save
+    assert list_abandoned(saved) == [4, 6], "removed before the next checkpoint is complete"
+    shorter = run_to_end(set_steps(config, 3, resume="must"))
+    assert (shorter.began_at_step, shorter.checkpoints.folder.list_steps()) == (2, [2, 3])
+    assert list_abandoned(saved) == []
     assert max(record["step"] for record in read_metrics(shorter.folder.metrics_path)) == 3
+
+
+def list_abandoned(run: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix(".step-")) for path in (run / "checkpoint").glob(".step-*.abandoned"))
+
+
+def test_a_history_that_is_abandoned_again_replaces_the_checkpoints_of_the_earlier_one(config, saved, monkeypatch):
+    """The second run dies after it has published step 4, and before it has removed the first one's."""
+    monkeypatch.setattr(CheckpointFolder, "prune", lambda folder, keep: None)
+    run_to_end(set_steps(config, 4, resume="must", load_step=2))
+    assert list_abandoned(saved) == [4, 6]
+    prepare_run(set_steps(config, 3, resume="must", load_step=2)).folder.release()
+    monkeypatch.undo()
+    assert list_abandoned(saved) == [4, 6]
+    assert run_to_end(set_steps(config, 3, resume="must")).checkpoints.folder.list_steps() == [2, 3]
+    assert list_abandoned(saved) == []
 
 
 def test_random_numbers_follow_the_seed_and_resume(config):
@@ -381,7 +398,7 @@ def test_initial_weights_of_a_run_with_dynamic_scaling(config):
 
 
 def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
-    """The run removes even those that it discards only when the next checkpoint is complete."""
+    """The run removes even those that it abandons only when the next checkpoint is complete."""
     again = prepare_run(set_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
 
     def fail(*_: object, **__: object) -> None:
@@ -389,10 +406,11 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed.checkpoint.filesystem.FileSystemWriter, "finish", fail)
-        with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 6 is intact"):
+        with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 2 is intact"):
             train(again)
-    assert again.checkpoints.folder.list_steps() == [2, 4, 6]
-    assert not list(again.checkpoints.folder.path.glob(".*"))
+    assert again.checkpoints.folder.list_steps() == [2]
+    assert list_abandoned(saved) == [4, 6]
+    assert not list(again.checkpoints.folder.path.glob(".*.partial"))
 
 
 def test_a_folder_that_cannot_be_written(config):
@@ -406,11 +424,12 @@ def test_a_folder_that_cannot_be_written(config):
 
 @pytest.mark.parametrize("cause", [OSError(116, "Stale file handle"), InputError("Stale file handle")])
 def test_a_save_to_a_folder_that_cannot_be_listed_reports_why_it_failed(tiny_config, monkeypatch, cause):
-    def fail(folder: CheckpointFolder) -> None:
+    def fail(*_: object) -> None:
         raise type(cause)(*cause.args)
 
     run = prepare_run(make_resumable(tiny_config))
-    monkeypatch.setattr(CheckpointFolder, "list_steps", fail)
+    for name in ("publish", "list_steps"):
+        monkeypatch.setattr(CheckpointFolder, name, fail)
     with pytest.raises(
         CheckpointError, match=r"of step 2 could not be written to .*: Stale .*; the earlier ones cannot"
     ):
