@@ -56,8 +56,8 @@ class RunStart(TypedDict):
     changes: NotRequired[dict[str, Any]]
 
 
-class RunEnd(TypedDict):
-    """The end of a run in summary.json, after `steps` steps."""
+class RunSummary(TypedDict):
+    """The fields of summary.json that are read: how a run ended, after `steps` steps."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     status: RunStatus
@@ -65,7 +65,7 @@ class RunEnd(TypedDict):
     steps: int
 
 
-_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(RunStart), TypeAdapter(RunEnd)
+_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(RunStart), TypeAdapter(RunSummary)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RunData:
     """conversion_report.json, or None if it was not written."""
     starts: list[RunStart] = field(default_factory=list)
     """The lines of provenance.jsonl, one per start of the run."""
-    end: RunEnd | None = None
+    end: RunSummary | None = None
     """How the last start ended; None while the run goes on, after it was killed, and for a record alone."""
 
     @property
@@ -132,7 +132,7 @@ def _read(path: Path, label: str) -> RunData:
         records=records,
         conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
         starts=_read_starts(starts) if starts.is_file() else [],
-        end=_read_end(summary, records) if summary.is_file() else None,
+        end=read_json(summary, _END, "remove the file") if summary.is_file() else None,
         **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
 
@@ -140,13 +140,6 @@ def _read(path: Path, label: str) -> RunData:
 def _read_numerics(path: Path) -> dict[str, Any]:
     record = Record.read(path)
     return {"numerics": record, "alarms": read_alarms(record, repr(str(path)))}
-
-
-def _read_end(path: Path, records: list[dict[str, Any]]) -> RunEnd | None:
-    """Return the end of the run, or None if it has been resumed since: a step can be recorded that did not end."""
-    end = read_json(path, _END, "remove the file")
-    last_step = records[-1]["step"] if records else 0
-    return None if last_step > end["steps"] + 1 else end
 
 
 def _read_starts(path: Path) -> list[RunStart]:

@@ -86,7 +86,7 @@ class RunFolder:
         """Write the resolved config, and abandon the checkpoints and records after the step that the run resumes from.
 
         See [Note: one history] in checkpoint_folder.py. If there are such records, the id of the run at Weights &
-        Biases is removed too, where they stay.
+        Biases is removed too, where they stay. So is the summary, which says how an earlier start ended.
 
         Raises:
             CheckpointError: the metrics are damaged; nothing was written.
@@ -98,6 +98,7 @@ class RunFolder:
                 if has_later:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
                 self.get_checkpoint_folder(config.checkpoint).abandon_after(self.resume_step or 0)
+                (self.path / SUMMARY_FILE).unlink(missing_ok=True)
                 write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error

@@ -26,8 +26,7 @@ class RunEnd:
 
     def note_last_step(self, alarm: str) -> None:
         """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
-        is_done = self._run.progress.step >= self._run.config.training.steps
-        self.status = RunStatus.FINISHED if is_done else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
+        self.status = RunStatus.FINISHED if self._run.has_ended else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
         self.error = alarm or None
 
     def note_error(self, error: Exception) -> None:
@@ -51,10 +50,9 @@ class RunEnd:
                 print_line(unsaved)
 
     def write(self) -> None:
-        """Write the summary and the curves, on the first rank, unless there was nothing to do. Raises OutputError."""
+        """Write the summary and the curves, on the first rank. Raises OutputError."""
         run = self._run
-        did_something = run.progress.step > run.began_at_step or self.status != RunStatus.FINISHED
-        if run.ranks.is_first and did_something:
+        if run.ranks.is_first:
             run.folder.write_json("summary.json", self.summary)
             with convert_to_output_error(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
                 draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
@@ -64,11 +62,7 @@ class RunEnd:
         run = self._run
         if not run.ranks.is_first:
             return
-        if run.progress.step == run.began_at_step and self.status == RunStatus.FINISHED:
-            steps = f"training.steps = {run.config.training.steps}"
-            print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
-        else:
-            print_results(self.summary)
+        print_results(self.summary)
         print_line(f"run folder: {run.folder.path}")
         if self.status in (RunStatus.INTERRUPTED, RunStatus.ALARM) and run.checkpoints.folder.list_steps():
             print_line(f"resume with: quaver train --resume {run.folder.path}")

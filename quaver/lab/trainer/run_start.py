@@ -1,7 +1,16 @@
 """Prints what a run trains, on what data and devices, before its first step."""
 
+from quaver.lab.terminal.console import print_line
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.training_run import TrainingRun
+
+
+def print_nothing_left(run: TrainingRun) -> None:
+    """Print that `run` has ended before this start, on the first rank."""
+    if run.ranks.is_first:
+        steps = f"training.steps = {run.config.training.steps}"
+        print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
+        print_line(f"run folder: {run.folder.path}")
 
 
 def print_run_description(run: TrainingRun, display: Display) -> None:

@@ -13,6 +13,7 @@ from quaver.lab.data import Batch
 from quaver.lab.runs.dcp import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.runs.json_lines import RecordKind
+from quaver.lab.runs.status import RunStatus
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
@@ -27,7 +28,7 @@ from quaver.lab.trainer.process import (
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_end import conclude
 from quaver.lab.trainer.run_monitor import apply_fallbacks
-from quaver.lab.trainer.run_start import print_run_description
+from quaver.lab.trainer.run_start import print_nothing_left, print_run_description
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 
@@ -41,6 +42,7 @@ If torch.profiler is needed for it (memory.py) but traces that step, a later ste
 def train(run: TrainingRun) -> dict[str, Any]:
     """Train every model to the last step, and return the summary, which is also written to summary.json.
 
+    A run that has ended writes nothing, and its summary has the status alone.
     Ctrl-C, SIGTERM or SIGHUP on any rank ends the run on all ranks after the current step, with status "interrupted"
     and with a checkpoint if checkpoints are enabled. An alarm with numerics.on_alarm = stop does the same with status
     "alarm". However the loop ends, the summary and the curves are written and the run folder is unlocked.
@@ -53,6 +55,9 @@ def train(run: TrainingRun) -> dict[str, Any]:
     """
     failures = OutputFailures(run.ranks)
     try:
+        if run.has_ended:
+            print_nothing_left(run)
+            return {"status": RunStatus.FINISHED}
         with (
             catch_stop_signals() as requests,  # around all collectives: a scheduler's signals reach ranks one by one
             silence_other_ranks(run.ranks.is_first),
@@ -74,7 +79,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
 def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> None:
     """Train to the last step, or to a signal, an alarm or a write error on any rank; then save, or raise the error."""
     config, progress = run.config, run.progress
-    while progress.step < config.training.steps and not _must_end(run, outputs, requests):
+    while not run.has_ended and not _must_end(run, outputs, requests):
         try:
             _train_step(run, progress.step + 1, outputs)
         except NonFiniteError as error:

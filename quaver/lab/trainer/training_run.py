@@ -51,6 +51,11 @@ class TrainingRun:
         self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is after its last step."""
+        return self.progress.step >= self.config.training.steps
+
     def watch(self, phase: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
         """Write the stacks of this process if the block takes longer than comm.watchdog_seconds.
 
@@ -76,6 +81,8 @@ def prepare_run(config: TrainConfig) -> TrainingRun:
 
 def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
     """Parallelize the models of `setup`, initialize them or load a checkpoint, and begin the run folder.
+
+    A run that has ended changes nothing in its folder.
 
     The initial weights are the same for any number of ranks. Every rank must call this, with a process group.
 
@@ -106,12 +113,16 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
         progress, notes = checkpoints.load(resume_step, models, partial(_restore_fallbacks, models, checkpoints))
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
-    run_on_every_rank(partial(begin_folder, locked_folder, config, description))
-    return TrainingRun(setup, models, folder, checkpoints, progress, notes)
+    run = TrainingRun(setup, models, folder, checkpoints, progress, notes)
+    if not run.has_ended:
+        run_on_every_rank(partial(begin_folder, locked_folder, config, description))
+    return run
 
 
 def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dict[str, Any]) -> None:
     """Write the files about this start of the run, on the rank that has the folder; see [Note: refusals write nothing].
+
+    The conversion report of an earlier start stays, with the backends that ran, until the first step of this one.
 
     Raises:
         CheckpointError: the metrics are damaged.
@@ -122,7 +133,7 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
     folder.begin(config)
     folder.add_provenance(description["provenance"])
     folder.write_json("data.json", description["data"])
-    if description["conversion_report"]:
+    if description["conversion_report"] and folder.resume_step is None:
         folder.write_json("conversion_report.json", description["conversion_report"])
 
 

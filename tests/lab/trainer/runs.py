@@ -1,5 +1,6 @@
 """Changes settings of a config, runs the trainer to its end and returns the numbers that it recorded."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, Parall
     device, mesh = torch.device("cpu"), make_mesh(dims, "cpu")
     name, model = make_models(config, device).first
     return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), dims
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file below `folder`, and the names of its folders."""
+    hashes = {}
+    for path in folder.rglob("*"):
+        hashes[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return hashes
 
 
 def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:

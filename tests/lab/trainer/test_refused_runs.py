@@ -1,6 +1,5 @@
 """Tests that a run has one writer, and that a refused resume or export is one line; a resume leaves every byte."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -25,7 +24,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.trainer.runs import changed, hash_files, run_to_end
 
 pytestmark = pytest.mark.timeout(300)
 """A reader that waits for a FIFO fails; the server of forks takes a minute to start on a busy machine."""
@@ -50,14 +49,6 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(saved_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file below `folder`, and the names of its folders."""
-    hashes = {}
-    for path in folder.rglob("*"):
-        hashes[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-    return hashes
 
 
 STEP, FIRST = "checkpoint/step-00000002", "checkpoint/step-00000001"
