@@ -63,6 +63,15 @@ class RunLock:
             raise
         self._finalizer = weakref.finalize(self, _release, self._lock, self._folder / HOLDER)
 
+    def check_is_free(self) -> None:
+        """Raise BlockingIOError if another run holds the lock. Writes nothing."""
+        if (self._folder / LOCK).exists():
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout as error:
+                raise self._make_held_error() from error
+            self._lock.release()
+
     def release(self) -> None:
         """Release the lock if this process holds it."""
         if self._finalizer is not None:

@@ -5,6 +5,8 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from operator import attrgetter
@@ -70,12 +72,8 @@ class RunFolder:
         """
         path = _make_folder(config)
         lock = RunLock(path)
-        try:
+        with _name_lock_file(path):
             lock.acquire()
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise _make_write_error(path, error) from error
         try:
             return cls(path, *_find_resume_state(path, config), lock)  # again: a run may have ended in between
         except BaseException:
@@ -169,6 +167,8 @@ def _make_folder(config: TrainConfig) -> Path:
     dump_folder = expand_user(config.job.dump_folder)
     path = dump_folder / (config.job.name or _name_by_time(config))
     if config.job.name:
+        with _name_lock_file(path):
+            RunLock(path).check_is_free()  # first: the advice for a folder that has files would harm a run
         _find_resume_state(path, config)
     else:
         _check_subfolders(path, config)
@@ -209,6 +209,20 @@ def will_resume(config: TrainConfig) -> bool:
         return config.checkpoint.resume == "must"
     path = expand_user(config.job.dump_folder) / config.job.name / config.checkpoint.folder
     return bool(CheckpointFolder(path).list_steps())
+
+
+@contextmanager
+def _name_lock_file(path: Path) -> Iterator[None]:
+    """Turn an OSError of the lock of `path` into one with a fix, except for BlockingIOError, which has one."""
+    try:
+        yield
+    except IsADirectoryError as error:
+        file = error.filename2 or error.filename
+        raise IsADirectoryError(f"cannot write {str(file)!r}: {error.strerror}; remove it") from error
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise _make_write_error(path, error) from error
 
 
 def _make_write_error(path: Path, error: OSError) -> OSError:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.lab.runs.lock import HOLDER, RunLock
+from quaver.lab.runs.lock import HOLDER, LOCK, RunLock
 from quaver.lab.runs.manifest import MANIFEST_FILE, write_manifest
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
@@ -61,6 +61,11 @@ RECIPE = "--float8.recipe_name=rowwise --float8.delayed_history_len=16"
 def make_fifo(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
+
+
+def make_lock_folder(run: Path) -> None:
+    (run / LOCK).unlink()
+    (run / LOCK).mkdir()
 
 
 def make_link(path: Path) -> None:
@@ -144,6 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "vocabulary": (NOWHERE, "--model.vocab_size=300", "model.vocab_size"),
     "no data there": (NOWHERE, "--data=missing.txt", "missing.txt"),
     "little data": (lambda run: (run / "a.txt").write_text("a"), "--data={run}/a.txt", "{run}/a.txt"),
+    "a lock as folder": (make_lock_folder, MORE, ".writer.lock': Is a directory; remove it"),
     "no such step": (NOWHERE, "--checkpoint.load_step=3", "it has 1, 2"),
     "a config": (NOWHERE, "{run}/config.toml", "takes the config of the run folder"),
     "a folder in a run": (NOWHERE, "--job.dump_folder={run} --job.name=checkpoint", "is not a run folder"),
@@ -263,8 +269,9 @@ def acquire_and_sleep(folder: Path) -> None:
 def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, refused):
     first = prepare_run(resumable_config)
     before = hash_files(first.folder.path)
-    line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
-    assert f"process {os.getpid()} on host {platform.node()}" in line
+    resume = ("--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
+    for words in (resume, [first.folder.path / "config.toml"]):
+        assert f"process {os.getpid()} on host {platform.node()}" in refused("train", *words)
     assert hash_files(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.list_steps() == [2, 4]
