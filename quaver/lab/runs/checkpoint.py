@@ -147,8 +147,13 @@ class Checkpointer:
 
     def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original."""
-        pinned = self.config.async_mode == "async_with_pinned_mem"
-        stager = DefaultStager(StagingOptions(pinned, False, False, False))  # one for each copy: it closes itself
+        options = StagingOptions(
+            use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        stager = DefaultStager(options)  # one for each copy: it closes itself
         staged: dict[str, Any] = stager.stage(state)  # type: ignore[assignment]
         return staged
 
