@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from quaver.export.folders import NO_ROOM, NotWrittenError
-from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.errors import CheckpointError, OutputError
 from quaver.runtime.devices import MissingDeviceError
 from quaver.runtime.errors import InputError, describe_error
 
@@ -42,7 +42,9 @@ def report_bad_input() -> Iterator[None]:
         raise SystemExit(choose_exit_code(error)) from error
 
 
-def choose_exit_code(error: BaseException | None) -> int:
+def choose_exit_code(error: BaseException) -> int:
     """Return 4 if `error` says that a result cannot be written, for want of space for example, and 2 otherwise."""
     has_no_room = isinstance(error, OSError) and error.errno in NO_ROOM
-    return EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) or has_no_room else EXIT_BAD_INPUT
+    is_not_written = isinstance(error, CheckpointError) and error.is_write_error
+    is_write_error = isinstance(error, (NotWrittenError, OutputError)) or has_no_room or is_not_written
+    return EXIT_NOT_WRITTEN if is_write_error else EXIT_BAD_INPUT

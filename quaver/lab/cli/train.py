@@ -19,7 +19,7 @@ from quaver.lab.cli.errors import (
 )
 from quaver.lab.cli.run_config import print_turned_off
 from quaver.lab.runs.errors import CheckpointError, OutputError
-from quaver.lab.runs.ranks import Ranks, read_ranks
+from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
@@ -81,38 +81,34 @@ def main(argv: list[str]) -> int:
 def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit on all.
 
-    The exit code is 4 on a rank that could not write, and 2 on the others. The ranks also compare the fingerprints
-    that the block appends to the list.
+    The ranks also compare the fingerprints that the block appends to the list.
     """
     fingerprints: list[str] = []
-    error = None
+    refusal = error = None
     try:
         yield fingerprints
     except BAD_INPUT_ERRORS as bad:
         error = bad
+        refusal = Refusal(describe_error(bad), is_write_error=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:
-        verdict = ranks.agree_on_error("" if error is None else describe_error(error), "".join(fingerprints))
+        verdict = ranks.agree_on_refusal(refusal, "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
         print_error(late)
         raise SystemExit(EXIT_BAD_INPUT) from late
     if verdict:
         if ranks.is_first:
-            print_error(verdict)
-        raise SystemExit(choose_exit_code(error)) from error
+            print_error(verdict.message)
+        raise SystemExit(EXIT_NOT_WRITTEN if verdict.is_write_error else EXIT_BAD_INPUT) from error
 
 
 def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:
-    exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
         training_run = build_run(setup, folder)
-        exit_code = EXIT_NOT_WRITTEN
         if setup.ranks.is_first:
             print_turned_off(config_path, flags)
         summary = train(training_run)
     except (NonFiniteError, CheckpointError, OutputError) as error:
         if setup.ranks.is_first:
             print_error(error)
-        if isinstance(error, NonFiniteError):
-            return EXIT_NONFINITE
-        return EXIT_NOT_WRITTEN if isinstance(error, OutputError) else exit_code
+        return EXIT_NONFINITE if isinstance(error, NonFiniteError) else choose_exit_code(error)
     return {RunStatus.INTERRUPTED: EXIT_INTERRUPTED, RunStatus.ALARM: EXIT_ALARM}.get(summary["status"], 0)

@@ -180,14 +180,16 @@ class Checkpointer:
                     folder.remove_partials()
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
-                f"{describe_innermost_cause(error)}; {_describe_newest(folder)}"
+                f"{describe_innermost_cause(error)}; {_describe_newest(folder)}",
+                is_write_error=True,
             ) from error
         try:
             self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
         except Exception as error:
             raise CheckpointError(
                 f"old checkpoints in {str(folder.path)!r} could not be removed: {describe_innermost_cause(error)}; "
-                f"the checkpoint of step {step} is intact"
+                f"the checkpoint of step {step} is intact",
+                is_write_error=True,
             ) from error
 
     def _run_on_first_rank(self, action: Callable[[], None]) -> None:

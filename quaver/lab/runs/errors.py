@@ -10,6 +10,11 @@ from quaver.lab.runs.ranks import Ranks
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and which ones are intact."""
 
+    def __init__(self, message: str, *, is_write_error: bool = False) -> None:
+        """Take the message, and whether the checkpoint could not be written, or old ones not be removed."""
+        super().__init__(message)
+        self.is_write_error = is_write_error
+
 
 class OutputError(RuntimeError):
     """A file of the run folder could not be written."""

@@ -6,11 +6,12 @@ key-value store, and none continues or exits before all have read the verdict. T
 """
 
 import functools
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,15 @@ INPUT_TIMEOUT_S = 3600
 """How long the first rank waits for the others to check their input. A host whose cache lacks the tokens makes them."""
 
 _POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a run does not start."""
+
+    message: str
+    is_write_error: bool = False
+    """Whether a rank cannot write, for want of space for example; otherwise it had bad input."""
 
 
 @dataclass
@@ -64,41 +74,46 @@ class Ranks:
         torch.cuda.set_device(self.local_rank)
         return get_cuda_device(self.local_rank)
 
-    def agree_on_error(self, error: str = "", fingerprint: str = "") -> str:
-        """Return the first non-empty `error` of all ranks, on every rank; empty if no rank has an error.
+    def agree_on_refusal(self, refusal: Refusal | None = None, fingerprint: str = "") -> Refusal | None:
+        """Return the first `refusal` of all ranks, on every rank; None if no rank has one.
 
-        Every rank must call it, before the process group exists. A `fingerprint` that differs from rank 0's is an error
-        too: the rank read another config or other data. So is a rank that is `INPUT_TIMEOUT_S` later than rank 0.
+        Every rank must call it, before the process group exists. The run is refused, too, if a rank's `fingerprint`
+        differs from rank 0's, because the rank read another config or other data, and if a rank is `INPUT_TIMEOUT_S`
+        later than rank 0. If a rank does not read the answer, rank 0 refuses the run by itself.
 
         Raises:
             TimeoutError: rank 0 has not answered for twice as long, on another rank.
         """
         if self.is_alone:
-            return error
+            return refusal
         store = self._make_next_store()
         if self.is_first:
-            verdict = error or self._collect_verdict(store, fingerprint)
-            store.set("verdict", verdict)
-            _wait_for_keys(store, [f"heard {rank}" for rank in range(1, self.world_size)], STORE_TIMEOUT_S)
+            verdict = refusal or self._collect_verdict(store, fingerprint)
+            store.set("verdict", _encode(verdict))
+            keys = [f"heard {rank}" for rank in range(1, self.world_size)]
+            if not _wait_for_keys(store, keys, STORE_TIMEOUT_S) and verdict is None:
+                late = ", ".join(key.removeprefix("heard ") for key in keys if not store.check([key]))
+                verdict = Refusal(f"waited {STORE_TIMEOUT_S} s for rank {late}, which checked its input and then ended")
         else:
-            store.set(f"said {self.rank}", f"{fingerprint}\n{error}")
+            store.set(f"said {self.rank}", f"{fingerprint}\n{_encode(refusal)}")
             if not _wait_for_keys(store, ["verdict"], 2 * INPUT_TIMEOUT_S):
                 raise TimeoutError(_describe_late_rank(0, 2 * INPUT_TIMEOUT_S))
-            verdict = store.get("verdict").decode()
+            verdict = _decode(store.get("verdict").decode())
             store.set(f"heard {self.rank}", "")
         return verdict
 
-    def _collect_verdict(self, store: Store, fingerprint: str) -> str:
+    def _collect_verdict(self, store: Store, fingerprint: str) -> Refusal | None:
         deadline = time.monotonic() + INPUT_TIMEOUT_S
         for rank in range(1, self.world_size):
             if not _wait_for_keys(store, [f"said {rank}"], deadline - time.monotonic()):
-                return _describe_late_rank(rank, INPUT_TIMEOUT_S)
-            other_fingerprint, _, error = store.get(f"said {rank}").decode().partition("\n")
-            if error:
-                return f"rank {rank}: {error}"
+                return Refusal(_describe_late_rank(rank, INPUT_TIMEOUT_S))
+            other_fingerprint, _, text = store.get(f"said {rank}").decode().partition("\n")
+            if refusal := _decode(text):
+                return replace(refusal, message=f"rank {rank}: {refusal.message}")
             if other_fingerprint != fingerprint:
-                return f"rank {rank} read another config or other data than rank 0; give every rank the same files"
-        return ""
+                problem = "read another config or other data than rank 0; give every rank the same files"
+                return Refusal(f"rank {rank} {problem}")
+        return None
 
     def _make_next_store(self) -> Store:
         """Return a part of the launcher's store for one agreement, because a process may train more than once."""
@@ -171,6 +186,15 @@ def read_ranks() -> Ranks:
             "rendezvous: ranks that are started again would look for those that ended"
         )
     return Ranks(rank, local_rank, world_size)
+
+
+def _encode(refusal: Refusal | None) -> str:
+    return json.dumps(refusal and asdict(refusal))
+
+
+def _decode(text: str) -> Refusal | None:
+    fields = json.loads(text)
+    return fields and Refusal(**fields)
 
 
 def _wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:

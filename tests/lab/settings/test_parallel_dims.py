@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from quaver.lab.runs import ranks as ranks_module
-from quaver.lab.runs.ranks import Ranks, read_ranks
+from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.settings import Comm, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.runtime.devices import MissingDeviceError
@@ -131,6 +131,7 @@ def test_more_ranks_than_gpus(monkeypatch):
     [
         ([("", "same"), ("", "same"), ("", "same")], ""),
         ([("bad", ""), ("bad", ""), ("bad", "")], "bad"),
+        ([("", "same"), ("full", "same"), ("bad", "same")], "rank 1: full (not written)"),
         ([("", "same"), ("", "same"), ("no such\nfile", "")], "rank 2: no such\nfile"),
         ([("", "same"), ("", "other"), ("", "same")], "rank 1 read another config or other data than rank 0"),
     ],
@@ -151,7 +152,10 @@ def agree_in_threads(monkeypatch, told: dict[int, tuple[str, str]], late_s: floa
     def agree(rank: int) -> None:
         time.sleep(late_s if rank == 2 else 0)
         try:
-            heard[rank] = Ranks(rank, rank, 3).agree_on_error(*told[rank])
+            message, fingerprint = told[rank]
+            refusal = Refusal(message, is_write_error=message == "full") if message else None
+            verdict = Ranks(rank, rank, 3).agree_on_refusal(refusal, fingerprint)
+            heard[rank] = "" if verdict is None else verdict.message + " (not written)" * verdict.is_write_error
         except TimeoutError as error:
             heard[rank] = f"TimeoutError: {error}"
 
@@ -177,9 +181,19 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(monkeypatch, missing, 
     assert all(words.startswith(line) and "quaver prepare-data" in words for words in heard.values())
 
 
+def test_a_rank_that_ends_before_it_reads_the_answer_is_named_by_rank_0(monkeypatch):
+    monkeypatch.setattr(ranks_module, "STORE_TIMEOUT_S", 1)
+    store = HashStore()
+    for key in ("said 1", "heard 1", "said 2"):
+        PrefixStore("quaver/1", store).set(key, "same\nnull" if key.startswith("said") else "")
+    monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
+    verdict = Ranks(0, 0, 3).agree_on_refusal(fingerprint="same")
+    assert verdict == Refusal("waited 1 s for rank 2, which checked its input and then ended")
+
+
 def test_a_single_process_needs_no_communication():
     alone = Ranks()
-    assert alone.agree_on_error("bad") == "bad"
+    assert alone.agree_on_refusal(Refusal("bad")) == Refusal("bad")
     assert alone.holds_on_any(True, torch.device("cpu"))
     assert not alone.holds_on_any(False, torch.device("cpu"))
     assert alone.gather("x") == ["x"]
