@@ -37,9 +37,9 @@ _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_al
 class RooflineOptions(Settings):
     """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
 
-    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict_roofline for.")
+    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict for.")
     recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
-        ("tensorwise", "rowwise", "delayed"), "Recipes to predict_roofline."
+        ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
     )
     tokens: AtLeast1 = setting(16384, "M of the models' layers: tokens on one GPU.")
     model: tuple[Annotated[str, OneOf(tuple(LLAMA3_MODELS), has_aliases=True)], ...] = setting(
