@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> 
 def load_with_quaver(checkpoint: Path, name: str | None = None) -> Llama:
     """Return the model of a checkpoint, in float32."""
     record = read_record(checkpoint)
+    datetime.fromisoformat(record["saved_at"])
     model = Llama(Model(**record["config"]["model"]))
     state = {"model": model.state_dict()}
     load_state(state, FileSystemReader(checkpoint / (name or record["models"][0])))

@@ -98,7 +98,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     _check_tensors(weights, model, folder)
     record = {
         "format": RECORD_FORMAT,
-        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%Section%z"),
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "models": ["model"],
         "world_size": 1,
         "progress": asdict(RunProgress()),
