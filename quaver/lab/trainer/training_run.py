@@ -111,6 +111,10 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
     notes: list[str] = []
     if resume_step is not None:
         progress, notes = checkpoints.load(resume_step, models, partial(_restore_fallbacks, models, checkpoints))
+        if progress.fallbacks and not config.float8.enable_float8_linear:
+            notes.extend(
+                f"the run has no float8, so {layer} has no recipe to fall back to" for layer in progress.fallbacks
+            )
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     run = TrainingRun(setup, models, folder, checkpoints, progress, notes)

@@ -155,6 +155,18 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
             prepare_run(config)
 
 
+def test_a_resume_without_float8_notes_the_fallbacks_that_it_leaves(watched_config):
+    numerics = {"every": 0, "extras_every": 20}
+    run = prepare_run(changed(watched_config, training={"steps": 1}, numerics=numerics, job={"compare": True}))
+    train(run)
+    checkpoint = run.checkpoints.folder.find_checkpoint(1)
+    record = read_record(checkpoint)
+    write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {LAYER: "rowwise"}}})
+    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
+    resumed = prepare_run(changed(config, job={"compare": False}, float8={"enable_float8_linear": False}))
+    assert resumed.notes == [f"the run has no float8, so {LAYER} has no recipe to fall back to"]
+
+
 def test_tensor_parallel_linears_cannot_fall_back(watched_config):
     run = prepare_run(watched_config)
     (trained,) = run.models
