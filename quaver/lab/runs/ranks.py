@@ -49,6 +49,8 @@ class Ranks:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    launcher_pid: int = field(default_factory=os.getppid, repr=False)
+    """The process that started this one."""
     _agreements: int = field(default=0, repr=False)
 
     @property

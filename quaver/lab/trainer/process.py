@@ -23,8 +23,8 @@ from quaver.recipes.linear_casts import MATMULS
 CUBLAS_WORKSPACE_VARIABLE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """cuBLAS reads it at start and needs it for reproducible results (its documentation, "Results Reproducibility")."""
 
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process gets when its parent ends."""
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
+"""Options of prctl(2): the signal that a process gets when its parent ends."""
 
 MAX_BLOCK_VARIANTS = 8
 """The compiled variants of a block: training or validation, float8 or high precision, with or without a monitor."""
@@ -66,13 +66,14 @@ class SignalRequests:
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[SignalRequests]:
+def catch_stop_signals(launcher_pid: int) -> Iterator[SignalRequests]:
     """Turn SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
 
     A SIGINT after any of them raises KeyboardInterrupt. A second SIGTERM or SIGHUP has no effect: a scheduler signals
     the ranks and torchrun, which signals the ranks again, and the shell and the kernel both send a SIGHUP when a
     terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread receives
-    signals; in another thread nothing changes.
+    signals; in another thread nothing changes. If torchrun, the process `launcher_pid`, is killed, the run
+    stops as after a SIGTERM.
     """
     requests = SignalRequests()
     numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
@@ -84,15 +85,28 @@ def catch_stop_signals() -> Iterator[SignalRequests]:
             signal.default_int_handler(number, frame)
         requests.must_stop = True
 
-    with _install_handlers(numbers, stop):
-        _end_with_launcher()
+    with _install_handlers(numbers, stop), _stop_with_launcher(requests, launcher_pid):
         yield requests
 
 
-def _end_with_launcher() -> None:
-    """Ask Linux to send SIGTERM when torchrun is killed. Otherwise the ranks would train on and hold the lock."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+@contextmanager
+def _stop_with_launcher(requests: SignalRequests, launcher_pid: int) -> Iterator[None]:
+    """Stop the block when torchrun is killed, on Linux. Otherwise the ranks would train on and hold the lock."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    previous = ctypes.c_int()
+    libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(previous))
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM)):
+        error = os.strerror(ctypes.get_errno())
+        print(f"quaver: this rank would train on if torchrun is killed: prctl: {error}", file=sys.stderr, flush=True)
+    if os.getppid() != launcher_pid:  # it ended before, and Linux sends no signal for that
+        requests.must_stop = True
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_PDEATHSIG, previous.value)
 
 
 @contextmanager

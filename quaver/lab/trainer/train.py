@@ -59,7 +59,8 @@ def train(run: TrainingRun) -> dict[str, Any]:
             print_nothing_left(run)
             return {"status": RunStatus.FINISHED}
         with (
-            catch_stop_signals() as requests,  # around all collectives: a scheduler's signals reach ranks one by one
+            # Around all collectives: a scheduler's signals reach ranks one by one.
+            catch_stop_signals(run.ranks.launcher_pid) as requests,
             silence_other_ranks(run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),

@@ -1,6 +1,7 @@
 """Tests how runs continue or end after steps that are not finite or hang, and after a lost terminal, disk or folder."""
 
 import copy
+import ctypes
 import json
 import logging
 import math
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -28,7 +30,13 @@ from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer import training_run
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.process import Watchdog, silence_other_ranks, use_determinism
+from quaver.lab.trainer.process import (
+    PR_GET_PDEATHSIG,
+    Watchdog,
+    catch_stop_signals,
+    silence_other_ranks,
+    use_determinism,
+)
 from quaver.lab.trainer.run_end import RunEnd
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -293,6 +301,22 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
     finally:
         signal.signal(signal.SIGHUP, before)
     assert list_checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2) is Linux")
+@pytest.mark.parametrize("has_launcher", [True, False])
+def test_a_rank_stops_if_its_launcher_has_ended_and_is_not_killed_after_its_run(monkeypatch, has_launcher):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with catch_stop_signals(os.getppid() if has_launcher else -1) as requests:
+        assert requests.must_stop == (not has_launcher)
+        assert read_death_signal() == signal.SIGTERM
+    assert read_death_signal() == 0
+
+
+def read_death_signal() -> int:
+    number = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number)) == 0
+    return number.value
 
 
 def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeypatch):
