@@ -28,7 +28,7 @@ from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault
 from benchmarks.record import ROOT, show_tables
 from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -158,7 +158,7 @@ def measure_story(story: Story, with_remedy: Path, without: Path) -> dict[str, A
     for folder, steps in ((with_remedy, (30, 40, STEPS)), (without, (STEPS,))):
         record = Record.read(folder)
         by_step = {
-            line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "step"
+            line["step"]: line["loss"] for line in read_json_lines(folder / "metrics.jsonl") if line["kind"] == "step"
         }
         for step in steps:
             figures.append(_find_statistic(record, story, step))

@@ -29,7 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.model import Block
 from tests.lab.integration.train_on_ranks import compile_quickly, train_on_ranks
 
@@ -231,7 +231,7 @@ class Runs:
 
     def _read_numbers(self, name: str, key: str) -> list[float]:
         """Return the values of `key` of the first model in the metrics; of validation_loss only the last."""
-        records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
+        records = read_json_lines(self.folder / "runs" / name / "metrics.jsonl")
         values = [line[key] for line in records if key in line and line["model"] == records[0]["model"]]
         return values[-1:] if key == "validation_loss" else values
 

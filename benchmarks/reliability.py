@@ -36,7 +36,7 @@ import quaver.lab.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Checkpoint, Model, TrainConfig
@@ -133,7 +133,7 @@ class Runs:
         shutil.rmtree(self.get_path("whole"))
 
     def read_numbers(self, name: str) -> list[tuple[object, ...]]:
-        records = read_metrics(self.get_path(name) / "metrics.jsonl")
+        records = read_json_lines(self.get_path(name) / "metrics.jsonl")
         return [(line["step"], line["loss"], line["grad_norm"]) for line in records if line["kind"] == "step"]
 
 

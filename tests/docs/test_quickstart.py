@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from tests.isolated import Forked, quaver, quaver_on_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_the_files_that_the_page_names_exist(clone):
 
 def read_losses(clone, run):
     """Return the step and the loss of each record of a run that has a loss."""
-    records = read_metrics(clone / "runs" / run / "metrics.jsonl")
+    records = read_json_lines(clone / "runs" / run / "metrics.jsonl")
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.memory import measure_peak
 from tests.command_line import TEXT
 from tests.gpu.device import DEVICE, needs_silicon
@@ -30,7 +30,7 @@ def words(tmp_path, monkeypatch):
 
 
 def read_records(run):
-    return [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    return [record for record in read_json_lines(run / "metrics.jsonl") if "loss" in record]
 
 
 def read_numbers(run):

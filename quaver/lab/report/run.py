@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.status import RunStatus
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
@@ -125,7 +125,7 @@ def _read(path: Path, label: str) -> RunData:
         return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
         raise InputError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
-    records = read_metrics(metrics) if metrics.is_file() else []
+    records = read_json_lines(metrics) if metrics.is_file() else []
     return RunData(
         label,
         path,

@@ -6,6 +6,7 @@ CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 NUMERICS_FILE = FILE_NAME
 POST_MORTEM_FILE = "numerics_post_mortem.jsonl"
+SUMMARY_FILE = "summary.json"
 WANDB_ID_FILE = "wandb_id.txt"
 
 RUN_FILES = (
@@ -17,7 +18,7 @@ RUN_FILES = (
     "provenance.jsonl",
     "data.json",
     "conversion_report.json",
-    "summary.json",
+    SUMMARY_FILE,
     "curves.png",
     WANDB_ID_FILE,
 )

@@ -41,7 +41,7 @@ class JsonLinesWriter:
             self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines, without an incomplete last line: the run may go on, or was killed.
 
     Raises:
@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def rewind_metrics(paths: Sequence[Path], step: int) -> Iterator[bool]:
+def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[bool]:
     """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
 
     Yields whether there are any. Memory is bounded by the longest line. An error in the block, or in reading or

@@ -22,9 +22,10 @@ from quaver.lab.runs.file_names import (
     NUMERICS_FILE,
     POST_MORTEM_FILE,
     RUN_FILES,
+    SUMMARY_FILE,
     WANDB_ID_FILE,
 )
-from quaver.lab.runs.json_lines import rewind_metrics
+from quaver.lab.runs.json_lines import rewind_json_lines
 from quaver.lab.runs.lock import RunLock
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
@@ -92,7 +93,7 @@ class RunFolder:
         """
         try:
             files = [self.metrics_path, self.float8_scales_path, self.numerics_path]
-            with rewind_metrics(files, self.resume_step or 0) as has_later:
+            with rewind_json_lines(files, self.resume_step or 0) as has_later:
                 if has_later:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
                 self.get_checkpoint_folder(config.checkpoint).abandon_after(self.resume_step or 0)

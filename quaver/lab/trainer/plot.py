@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.figure import open_figure
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 
 Record = dict[str, Any]
@@ -16,7 +16,7 @@ MODEL_COLORS = ("#d1495b", "#30638e")
 
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
     """Write a PNG with the losses of every model, the gap between two models, and tokens/s."""
-    records = read_metrics(metrics)
+    records = read_json_lines(metrics)
     names = list(dict.fromkeys(record["model"] for record in records if "model" in record))
     panels = 3 if len(names) == 2 else 2
     with open_figure(image, (4.6 * panels, 3.8), title=title) as figure:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests import command_line
@@ -45,7 +45,7 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(folder / "config.toml")]) == 0
-    first, second = (read_metrics(run / "metrics.jsonl") for run in sorted((tmp_path / "runs").iterdir()))
+    first, second = (read_json_lines(run / "metrics.jsonl") for run in sorted((tmp_path / "runs").iterdir()))
     for key in ("loss", "validation_loss"):  # the written config repeats the run bit for bit
         assert [record.get(key) for record in first] == [record.get(key) for record in second]
 

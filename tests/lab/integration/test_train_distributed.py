@@ -21,7 +21,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from tests.isolated import quaver_on_ranks
 from tests.lab.integration.train_on_ranks import LIMIT_S, TINY, Results, train_on_ranks
 
@@ -194,7 +194,7 @@ def references(folder: Path) -> Path:
 
 def read_numbers(run: Path, key: str, model: str | None = None) -> list[float]:
     """Return the values of a metric for a model, by default for the run's first."""
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_json_lines(run / "metrics.jsonl")
     name = model or records[0]["model"]
     return [record[key] for record in records if key in record and record["model"] == name]
 
@@ -245,9 +245,9 @@ def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, referen
 
 def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):
     """The maximum over ranks. FSDP averages the gradients of ranks, so that each rank's are as many times larger."""
-    one = read_metrics(references / "one_delayed" / "float8_scales.jsonl")
+    one = read_json_lines(references / "one_delayed" / "float8_scales.jsonl")
     for name in ("delayed_all_gather", "delayed_shard_tensor"):
-        steps = read_metrics(references / name / "float8_scales.jsonl")
+        steps = read_json_lines(references / name / "float8_scales.jsonl")
         assert [step["step"] for step in steps] == [1, 2, 3]
         for step, reference in zip(steps, one, strict=True):
             factors = {tensor: 2 if tensor.endswith("grad_output") else 1 for tensor in reference["amax"]}

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.manifest import MANIFEST_FILE
 from quaver.lab.runs.model_state import fit_histories, load_rng_states
 from quaver.lab.runs.ranks import Ranks
@@ -208,7 +208,7 @@ def test_resuming_from_an_earlier_step_abandons_the_later_ones(config, finished,
     shorter = run_to_end(set_steps(config, 3, resume="must"))
     assert (shorter.began_at_step, shorter.checkpoints.folder.list_steps()) == (2, [2, 3])
     assert list_abandoned(saved) == []
-    assert max(record["step"] for record in read_metrics(shorter.folder.metrics_path)) == 3
+    assert max(record["step"] for record in read_json_lines(shorter.folder.metrics_path)) == 3
 
 
 def list_abandoned(run: Path) -> list[int]:

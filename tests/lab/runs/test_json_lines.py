@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import JsonLinesWriter, read_metrics, rewind_metrics
+from quaver.lab.runs.json_lines import JsonLinesWriter, read_json_lines, rewind_json_lines
 
 
 def test_json_lines_refuse_what_json_lacks(tmp_path):
@@ -16,11 +16,11 @@ def test_json_lines_refuse_what_json_lacks(tmp_path):
         metrics.write({"step": 1, "loss": 0.5})
         with pytest.raises(ValueError, match="JSON"):
             metrics.write({"step": 2, "loss": float("nan")})
-    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
+    assert read_json_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
 
 
 def rewind(*paths: Path, step: int) -> None:
-    with rewind_metrics(paths, step):
+    with rewind_json_lines(paths, step):
         pass
 
 
@@ -29,9 +29,9 @@ def test_rewinding_takes_later_steps_and_half_a_line_out(tmp_path):
     lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
     path.write_text("\n".join(lines) + '\n{"step": 4, "lo')
     rewind(path, step=3)
-    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    assert [record["step"] for record in read_json_lines(path)] == [1, 2, 3]
     rewind(path, step=1)
-    assert [record["step"] for record in read_metrics(path)] == [1]
+    assert [record["step"] for record in read_json_lines(path)] == [1]
     rewind(tmp_path / "none.jsonl", step=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -65,10 +65,10 @@ def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
 def test_a_record_is_read_without_half_a_line_and_a_damaged_one_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5, "more": [1]}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1, "loss": 2.5, "more": [1]}]
+    assert read_json_lines(path) == [{"step": 1, "loss": 2.5, "more": [1]}]
     path.write_text('{"step": 1}\n[]\n')
     with pytest.raises(CheckpointError, match=r"line 2 of .*metrics.jsonl' is not a record of a step; remove the line"):
-        read_metrics(path)
+        read_json_lines(path)
 
 
 def test_rewinding_holds_one_record_at_a_time(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -50,7 +50,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 def read_steps(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:
     """Return the records of training steps; with `name` those of one model."""
-    records = (record for record in read_metrics(metrics) if record["kind"] == "step")
+    records = (record for record in read_json_lines(metrics) if record["kind"] == "step")
     return [record for record in records if name in (None, record["model"])]
 
 
@@ -61,4 +61,4 @@ def read_losses(metrics: Path, name: str | None = None) -> list[float]:
 def read_numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Return losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
     keys = ("step", "model", "loss", "grad_norm", "validation_loss")
-    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics_path))
+    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_json_lines(run.folder.metrics_path))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
 from quaver.conversion.high_precision import iter_float8_modules
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.settings import Float8, Model, TrainConfig, Validation
 from quaver.lab.trainer.float8 import convert_model, in_high_precision
 from quaver.lab.trainer.model import Llama
@@ -29,7 +29,7 @@ def set_float8(config: TrainConfig, name: str = "run", **settings: Any) -> Train
 
 
 def read_records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run.folder.metrics_path) if record["model"] == recipe]
+    return [record for record in read_json_lines(run.folder.metrics_path) if record["model"] == recipe]
 
 
 def read_conversion(run: TrainingRun) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_delayed_scaling_records_nothing_for_the_tail_and_does_not_warn(tiny_flo
         run = run_to_end(set_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
     saturation = ["saturated" in " ".join(record) for record in read_steps(run.folder.metrics_path, "delayed")]
     assert saturation == [True, True, False, False]
-    assert [line["step"] for line in read_metrics(run.folder.float8_scales_path)] == [1, 2]
+    assert [line["step"] for line in read_json_lines(run.folder.float8_scales_path)] == [1, 2]
 
 
 def test_both_validation_losses_are_kept(tiny_float8_config):

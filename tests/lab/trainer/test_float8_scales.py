@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quaver import DelayedScalingConfig, Float8Linear, TensorScaleReport
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.settings import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.lab.trainer import trained_model as trained_model_module
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
@@ -44,7 +44,7 @@ def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     config = set_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
-    lines = read_metrics(run.folder.float8_scales_path)
+    lines = read_json_lines(run.folder.float8_scales_path)
     assert [(line["step"], line["model"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
     losses = read_losses(run.folder.metrics_path)
     assert all(map(math.isfinite, losses))
@@ -61,7 +61,7 @@ def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
 
 def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_config):
     run = run_to_end(delayed_config)
-    first, *later = read_metrics(run.folder.float8_scales_path)
+    first, *later = read_json_lines(run.folder.float8_scales_path)
     # Of each block: 4 inputs (q, k, v and gate, up share theirs), 7 weights, 7 gradients.
     assert len(first["amax"]) == len(first["quant_scale"]) == 2 * 18
     assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.models[0].scaling.report()]
@@ -76,7 +76,7 @@ def test_metrics_count_what_the_lines_list(delayed_config):
     config = set_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
     run = run_to_end(changed(config, training={"steps": 12}))
     steps = read_steps(run.folder.metrics_path)
-    for record, line in zip(steps, read_metrics(run.folder.float8_scales_path), strict=True):
+    for record, line in zip(steps, read_json_lines(run.folder.float8_scales_path), strict=True):
         assert record["float8_saturated"] == sum(line["saturated"].values())
         assert record["float8_saturated_tensors"] == len(line["saturated"])
         assert all(line["used_over_ideal"][name] > 1 for name in line["saturated"])
@@ -89,8 +89,8 @@ def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
     if steps is None:
         assert not run.folder.float8_scales_path.exists()
     else:
-        assert [line["step"] for line in read_metrics(run.folder.float8_scales_path)] == steps
-    assert sum("float8_saturated" in record for record in read_metrics(run.folder.metrics_path)) == 4
+        assert [line["step"] for line in read_json_lines(run.folder.float8_scales_path)] == steps
+    assert sum("float8_saturated" in record for record in read_json_lines(run.folder.metrics_path)) == 4
 
 
 def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
@@ -100,8 +100,8 @@ def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, mon
     batches = {"local_batch_size": 2, "global_batch_size": 4}
     run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
     assert synced == [run.models[0].model] * 4
-    assert {line["model"] for line in read_metrics(run.folder.float8_scales_path)} == {"delayed"}  # not the baseline
-    for record in read_metrics(run.folder.metrics_path):
+    assert {line["model"] for line in read_json_lines(run.folder.float8_scales_path)} == {"delayed"}  # not the baseline
+    for record in read_json_lines(run.folder.metrics_path):
         assert ("float8_saturated" in record) == (record["model"] == "delayed" and record["kind"] == "step")
     assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
 
@@ -126,7 +126,7 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
     with pytest.raises(NonFiniteError, match="delayed: step 3 .*first in weight of lm_head"):
         train(run)
     assert torch.equal(copy_scales(run.models[0]), scales[2])
-    assert [line["step"] for line in read_metrics(run.folder.float8_scales_path)] == [1, 2]
+    assert [line["step"] for line in read_json_lines(run.folder.float8_scales_path)] == [1, 2]
 
 
 def copy_scales(model: TrainedModel) -> torch.Tensor:

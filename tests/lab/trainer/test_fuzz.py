@@ -21,7 +21,7 @@ from quaver.lab.data.tokenizer import load_tokenizer
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE, read_record
 from quaver.lab.runs.dcp import read_metadata
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.runs.json_lines import rewind_metrics
+from quaver.lab.runs.json_lines import rewind_json_lines
 from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
 from quaver.lab.runs.safe_dcp import METADATA_FILE, CheckpointReader
 from quaver.lab.settings import Data
@@ -98,7 +98,7 @@ def test_any_metrics_are_rewound_or_refused_in_one_line(examples, tmp_path):
     )
 
     def read(path: Path) -> None:
-        with rewind_metrics([path], 3):
+        with rewind_json_lines([path], 3):
             pass
 
     fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)

@@ -10,7 +10,7 @@ import torch
 
 from quaver import Float8Linear
 from quaver.lab.runs.errors import OutputError, OutputFailures
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
@@ -119,7 +119,7 @@ def test_loggers_get_every_number(watched_config, wandb):
     def read_wandb(name: str) -> dict[int, float]:
         return {entry["step"]: entry[name] for entry in wandb.logged if name in entry}
 
-    records = read_metrics(run.folder.metrics_path)
+    records = read_json_lines(run.folder.metrics_path)
     for name in ("loss", "validation_loss"):
         expected = {record["step"]: record[name] for record in records if name in record}
         assert read_wandb(f"rowwise/{name}") == expected

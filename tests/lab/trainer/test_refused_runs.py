@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.lock import HOLDER, LOCK, RunLock
 from quaver.lab.runs.manifest import MANIFEST_FILE, write_manifest
 from quaver.lab.trainer.train import train
@@ -246,7 +246,7 @@ def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, ref
     assert "resume it with --resume" in refused("train", run / "config.toml")
     assert main(["train", "--resume", str(run), MORE]) == 0
     keys = ("step", "loss", "grad_norm", "validation_loss")
-    records, expected = (read_metrics(path / "metrics.jsonl") for path in (run, whole))
+    records, expected = (read_json_lines(path / "metrics.jsonl") for path in (run, whole))
     assert len(records) == len(expected)
     for key in keys:
         assert [record.get(key) for record in records] == [record.get(key) for record in expected]

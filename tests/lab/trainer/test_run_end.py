@@ -23,7 +23,7 @@ import torch
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
@@ -88,7 +88,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     assert train(run)["status"] == "finished"
     assert_same(states[2], states[3])  # at the begin of steps 3 and 4
     assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
-    records = [record for record in read_metrics(run.folder.metrics_path) if record["kind"] != "validation"]
+    records = [record for record in read_json_lines(run.folder.metrics_path) if record["kind"] != "validation"]
     kinds = [(record["step"], record["kind"]) for record in records]
     assert kinds == [(1, "step"), (2, "step"), (3, "skipped_step"), (4, "step")]
     assert "output of model.embed_tokens" in records[2]["reason"]
@@ -126,7 +126,7 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     assert str(error.value).endswith(message)
     folder = run.folder.path
     assert (list_checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
-    last = read_metrics(run.folder.metrics_path)[-1]
+    last = read_json_lines(run.folder.metrics_path)[-1]
     assert (last["kind"], last["step"], last["model"]) == ("nonfinite_step", bad_step, run.models[0].name)
     assert "model.embed_tokens" in last["reason"]
 

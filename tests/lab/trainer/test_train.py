@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.memory import PeakMemory
@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def read_all_losses(run: TrainingRun, name: str) -> list[float]:
     """Return the losses of training and of validation."""
-    records = [record for record in read_metrics(run.folder.metrics_path) if record["model"] == name]
+    records = [record for record in read_json_lines(run.folder.metrics_path) if record["model"] == name]
     return [record["loss" if record["kind"] == "step" else "validation_loss"] for record in records]
 
 
@@ -35,7 +35,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
 
-    records = read_metrics(run.folder.metrics_path)
+    records = read_json_lines(run.folder.metrics_path)
     assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3, 4]
     assert [record["step"] for record in records if record["kind"] == "validation"] == [2, 4]
     summary = json.loads((folder / "summary.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("triton")
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.json_lines import read_json_lines
 from tests.command_line import TEXT
 from tests.library.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
@@ -31,7 +31,7 @@ def train_and_resume(folder, *words):
     numbers = [
         [
             (r["step"], r["loss"], r["grad_norm"])
-            for r in read_metrics(folder / name / "metrics.jsonl")
+            for r in read_json_lines(folder / name / "metrics.jsonl")
             if r["kind"] == "step"
         ]
         for name in "ab"
