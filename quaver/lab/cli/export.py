@@ -1,5 +1,8 @@
 """`quaver export SOURCE TARGET`: float8 weights for serving, from a run, a checkpoint or a Hugging Face folder."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -122,7 +125,29 @@ def _open_source(options: ExportOptions) -> ExportSource:
         raise InputError(
             f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
         )
-    return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
+    with _hide_import_of_torchao():
+        return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
+
+
+@contextmanager
+def _hide_import_of_torchao() -> Iterator[None]:
+    """Hide what torchao 0.18 logs when transformers imports it: kernels that do not load, and types of its enums.
+
+    An export uses neither. This can go when torchao logs them no more.
+    """
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not message.startswith("Failed to load ") and "is an Enum subclass" not in message
+
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_shown)
 
 
 def _read_kv_scales(options: ExportOptions) -> dict[str, float] | None:

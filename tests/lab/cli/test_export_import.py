@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import re
 import shutil
 
@@ -14,6 +15,7 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, save_float8, set_kv_scales
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record, write_record
+from quaver.runtime.errors import InputError
 from tests.library.export.models import saved
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -92,6 +94,21 @@ def test_a_damaged_source_is_one_line(damage, folder, tmp_path, refused):
     (folder / name).write_text("{" if change is None else json.dumps(json.loads((folder / name).read_text()) | change))
     assert re.search(message, refused("export", folder, tmp_path / "out", "--recipe=rowwise"))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_torchao_logs_at_its_import_is_hidden(folder, tmp_path, monkeypatch, caplog):
+    """The real import happens once in a process, so that this logs its lines."""
+
+    def open_source(*args, **options):
+        logging.getLogger("torchao").warning("Failed to load %s", "_C.so")
+        logging.getLogger("torchao").warning("anything else")
+        raise InputError("no model")
+
+    monkeypatch.setattr("quaver.lab.cli.export.open_huggingface_source", open_source)
+    with pytest.raises(SystemExit):
+        main(["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise"])
+    assert caplog.messages == ["anything else"]
+    assert not logging.getLogger("torchao").filters
 
 
 def test_biases_that_a_folder_lacks_are_named(folder, tmp_path, caplog):
