@@ -4,6 +4,7 @@ Each step is one command or one line of docs/export.md.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
 from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT
@@ -126,6 +128,15 @@ def test_train_export_load_import(runs, tmp_path, capsys):
     assert torch.equal(compute_logits(load_in_float8(tmp_path / "merged")), compute_logits(merged))
     served = load_dequantized(tmp_path / "merged")
     assert torch.equal(served.get_parameter(f"{QUANTIZED[0]}.weight"), merged.get_submodule(QUANTIZED[0]).weight + 0)
+
+
+def test_an_export_notes_nothing_of_gathering(runs, tmp_path, caplog):
+    checkpoint = Path(shutil.copytree(find_checkpoint(runs["rowwise"]), tmp_path / "checkpoint"))
+    record = read_record(checkpoint)
+    record["config"]["float8"]["enable_fsdp_float8_all_gather"] = True
+    write_record(checkpoint, record)
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert "are gathered" not in caplog.text
 
 
 def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections import ChainMap
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def make_run_source(
     model = make_meta_llama(checked.model)
     decide = partial(_decide_as_run, decisions) if decisions else make_name_filter(filter_fqns)
     if recipe is None:
-        convert_filtered(model, config, decide)
+        convert_filtered(model, _without_all_gather(config), decide)
         _load_scales(model, CheckpointReader(checked.weights))
     else:
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
@@ -74,6 +75,16 @@ def make_run_source(
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
         rounded_from=_choose_forward_dtype(checked, config),
+    )
+
+
+def _without_all_gather(config: Float8) -> Float8:
+    """Return `config` without what concerns sharded weights only: an export reads whole ones."""
+    return replace(
+        config,
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
+        cast_weights_once=False,
     )
 
 
