@@ -154,6 +154,8 @@ def parse_arguments(
         flags = {"job": {"dump_folder": str(folder.parent), "name": folder.name}, "checkpoint": {"resume": "must"}}
     for name, value in values.items():
         section, key = name.split(".")
+        if section == "job" and key in flags.get(section, {}):
+            raise InputError(f"--resume sets {name}, got --{name} {value} as well; remove one of them")
         flags.setdefault(section, {})[key] = value
     return config_path, flags
 

@@ -38,6 +38,7 @@ WORDS = {
     "{nested}": "nested.toml",
     "{latin}": "latin.toml",
     "--resume={nowhere}": "has no config.toml",
+    "--resume={run}": "--resume sets job.dump_folder, got --job.dump_folder",
     "--checkpoint.resume=auto": "job.name must be set",
     "--checkpoint.resume=must": "job.name must be set",
     "--checkpoint.initial_load_path=.": "is not a checkpoint",
@@ -67,6 +68,8 @@ def test_an_impossible_input_is_one_line(words, run_words, tmp_path, refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
     files = {path.stem: path for path in tmp_path.iterdir()}
     arguments = words.format(**files, nowhere=tmp_path / "nowhere").split()
     if "--dry-run" not in words:
