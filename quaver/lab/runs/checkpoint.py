@@ -93,8 +93,10 @@ class Checkpointer:
             **self.description,
         }
         is_async = self.config.async_mode != "disabled"
+        if is_async:
+            state = self._stage(progress.step, state)
         self._saved_step = progress.step
-        self._pending = _run_in_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
+        self._pending = _run_in_thread(self._write, progress.step, state, record)
         if not is_async:
             self.wait()
 
@@ -145,16 +147,30 @@ class Checkpointer:
         self._saved_step = step
         return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
 
-    def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of `state` in host memory: the next optimizer step changes the original."""
+    def _stage(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of `state` in host memory: the next optimizer step changes the original.
+
+        Raises CheckpointError on every rank.
+        """
         options = StagingOptions(
             use_pinned_memory=self.config.async_mode == "async_with_pinned_mem",
             use_shared_memory=False,
             use_async_staging=False,
             use_non_blocking_copy=False,
         )
-        stager = DefaultStager(options)  # one for each copy: it closes itself
-        staged: dict[str, Any] = stager.stage(state)  # type: ignore[assignment]
+        staged: dict[str, Any] = {}
+
+        def stage() -> None:
+            staged.update(DefaultStager(options).stage(state))  # type: ignore[arg-type]
+
+        try:
+            self._run_on_every_rank(stage)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be copied to host memory: {error}; "
+                f"{_describe_newest(self.folder)}",
+                is_write_error=True,
+            ) from error
         return staged
 
     def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from quaver.lab.runs import checkpoint
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder, RunProgress
 from quaver.lab.runs.dcp import load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.settings import Checkpoint
 from quaver.lab.trainer.training_run import begin_folder
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
 from tests.ranks import mesh_of, on_ranks
@@ -50,6 +53,23 @@ def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     dist.barrier()
     with pytest.raises(CheckpointError, match=f"cannot load '{tmp_path}'"):
         load_state(state, CheckpointReader(tmp_path))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_cannot_copy_is_an_error_on_all(tmp_path):
+    rank = dist.get_rank()
+    ranks = Ranks(rank, rank, 2)
+    model = torch.nn.Linear(2, 2)
+    saved = SimpleNamespace(name="rowwise", model=model, scaling=None, optimizer=torch.optim.AdamW(model.parameters()))
+    config = Checkpoint(enable=True, async_mode="async")
+    checkpointer = checkpoint.Checkpointer(CheckpointFolder(tmp_path), config, ranks, torch.device("cpu"), {})
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint.DefaultStager, "stage", Mock(side_effect=RuntimeError("no pinned memory")))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="step 1 could not be copied to host memory: no pinned memory"):
+                checkpointer.save(RunProgress(step=1), [saved])
     dist.barrier()
 
 
