@@ -379,6 +379,8 @@ def apply_linear(
         raise ValueError(f"expected a strided input, got {input.layout}")
     if bias is not None and bias.dtype not in HP_DTYPES:
         raise ValueError(f"expected a bias of {', '.join(map(str, HP_DTYPES))}, got {bias.dtype}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"expected a bias of [{weight.shape[0]}], got {list(bias.shape)}")
     if weight.device != input.device or (bias is not None and bias.device != input.device):
         raise make_device_error(input=input, weight=weight, bias=bias)
     hp_dtype = get_output_dtype(input)

@@ -60,6 +60,8 @@ def float8_mm(
         ValueError: shapes, dtypes or shapes of scales do not fit.
     """
     _check_codes(a, b)
+    if bias is not None and bias.shape != (b.shape[1],):
+        raise ValueError(f"expected a bias of [{b.shape[1]}], got {list(bias.shape)}")
     a_operand = _check_operand("a", a, a_dequant_scale, a_layout)
     b_operand = _check_operand("b", b, b_dequant_scale, b_layout)
     check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)

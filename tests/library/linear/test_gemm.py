@@ -243,6 +243,19 @@ def test_bad_operands_are_refused(change, message):
         float8_mm(*change(a, b, a_scale, b_scale), out_dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bias": torch.ones(1)}, r"expected a bias of \[16\], got \[1\]"),
+        ({"bias": torch.ones(16, 1)}, r"expected a bias of \[16\], got \[16, 1\]"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    a, a_scale, b, b_scale = operands(16, 16, 16)
+    with pytest.raises(ValueError, match=message):
+        float8_mm(a, b, a_scale, b_scale, **{"out_dtype": torch.float32, **options})
+
+
 def test_a_cpu_and_emulation_never_take_the_native_path():
     assert choose_backend(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
     assert backends.find_native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()

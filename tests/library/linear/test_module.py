@@ -274,6 +274,16 @@ def test_a_bias_of_another_kind_is_refused(dtype):
 
 
 @RECIPE
+@pytest.mark.parametrize("shape", [(1,), (3, 1), ()], ids=str)
+@pytest.mark.parametrize("rows", [3, 0])
+def test_a_bias_of_another_shape_is_refused(recipe, shape, rows):
+    """The addition would broadcast it, and train it."""
+    for is_training in (True, False):
+        with torch.set_grad_enabled(is_training), pytest.raises(ValueError, match=r"expected a bias of \[32\], got \["):
+            float8_linear(torch.randn(rows, 64), torch.randn(32, 64), torch.ones(shape), config=recipe)
+
+
+@RECIPE
 @pytest.mark.parametrize("absent", ["weight", "bias", "input"])
 def test_tensors_without_memory_are_refused(recipe, absent):
     """nn.Linear's matmul raises. Casts run on each tensor's own device, and would multiply uninitialized memory."""
