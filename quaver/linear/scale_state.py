@@ -39,7 +39,6 @@ object with the same `quant_scale._version`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -366,15 +365,18 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     Returns:
         The number of missing entries.
     Raises:
-        ValueError: an entry is not a tensor, has another number of dims, is an inf or NaN scale, or has a NaN amax;
-            nothing is loaded.
+        ValueError: an entry is not a tensor of floating point, has another number of dims, or is not finite in
+            float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves them.
     """
     entries = list_entries(named_slots)
+    may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
+    sources = {
+        name: _convert_entry(name, given[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
+        for name, view in entries.items()
+        if name in given
+    }
     for name, view in entries.items():
-        if name in given:
-            _check_entry(name, given[name], view.dim())
-    for name, view in entries.items():
-        source = given.get(name, view.new_zeros(()))
+        source = sources.get(name, view.new_zeros(()))
         if view.dim() and source.dim() and len(source) != len(view):
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
         view.copy_(source.clamp(min=0))
@@ -383,12 +385,18 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     return sum(name not in given for name in entries)
 
 
-def _check_entry(name: str, entry: Any, dims: int) -> None:
-    got = entry.dim() if isinstance(entry, Tensor) else "no tensor"
-    if got != dims:
+def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:
+    """Return a checked entry in float32, the dtype of the state."""
+    if not isinstance(entry, Tensor) or entry.dim() != dims:
+        got = entry.dim() if isinstance(entry, Tensor) else "no tensor"
         raise ValueError(f"{name}: expected a tensor of {dims} dims, got {got}")
+    if not entry.is_floating_point():
+        raise ValueError(f"{name}: expected floating point, got {entry.dtype}")
+    converted = entry.float()
     has_value = not isinstance(entry, FakeTensor) and not entry.is_meta
-    if dims and has_value and bool(entry.isnan().any()):
-        raise ValueError(f"{name}: expected amaxes, got NaN; load an earlier checkpoint")
-    if dims == 0 and has_value and not math.isfinite(entry.item()):
-        raise ValueError(f"{name}: expected a finite scale, got {entry.item()}; load an earlier checkpoint")
+    is_bad = converted.isnan() if may_be_infinite else ~converted.isfinite()
+    if has_value and bool(is_bad.any()):
+        expected = "a finite scale" if dims == 0 else "amaxes but NaN" if may_be_infinite else "finite amaxes"
+        value = entry[is_bad][0].item()
+        raise ValueError(f"{name}: expected {expected} in float32, got {value}; load an earlier checkpoint")
+    return converted

@@ -150,7 +150,8 @@ def test_a_history_of_another_length_keeps_its_newest_entries():
     ("bad", "expected"),
     [
         *((bad, "a tensor of 0 dims") for bad in (3.0, torch.zeros(2), "x")),
-        *((torch.tensor(bad), "a finite scale") for bad in (INF, NAN)),
+        *((torch.tensor(bad, dtype=torch.float64), "a finite scale in float32") for bad in (INF, NAN, 1e300)),
+        *((torch.ones((), dtype=dtype), "floating point") for dtype in (torch.complex64, torch.bool)),
     ],
     ids=str,
 )
@@ -161,9 +162,21 @@ def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
     entries = {name: value * 2 for name, value in before.items()} | {"grad_output.quant_scale": bad}
     with pytest.raises(ValueError, match=f"grad_output.quant_scale: expected {expected}, got"):
         float8_scaling_state(module).load_state_dict(entries)
-    with pytest.raises(ValueError, match="input.amax_history: expected amaxes, got NaN"):
-        float8_scaling_state(module).load_state_dict(before | {"input.amax_history": torch.tensor([1.0, NAN])})
+    for amax in (INF, NAN):
+        with pytest.raises(ValueError, match="input.amax_history: expected finite amaxes in float32, got"):
+            float8_scaling_state(module).load_state_dict(before | {"input.amax_history": torch.tensor([1.0, amax])})
     assert_same(before, copy_scales(module))
+
+
+def test_an_infinite_amax_that_the_config_keeps_is_loaded():
+    module = make_linear(nonfinite_amax="keep_scale")
+    step(module, torch.full((2, 64), INF))
+    saved = copy_scales(module)
+    assert saved["input.amax_history"][-1] == INF
+    float8_scaling_state(module).load_state_dict(saved)
+    assert_same(saved, copy_scales(module))
+    with pytest.raises(ValueError, match="input.amax_history: expected finite amaxes in float32"):
+        float8_scaling_state(make_linear()).load_state_dict(saved)
 
 
 def test_wrappers_do_not_change_names():
