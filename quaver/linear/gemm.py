@@ -19,7 +19,7 @@ from quaver.kernels.operands import Operand
 from quaver.kernels.widen import widen
 from quaver.linear.backends import GemmBackend, choose_backend
 from quaver.linear.native_mm import ScaleKind, find_kind, native_mm, pad_operands
-from quaver.recipes.formats import E5M2, FLOAT8_FORMATS
+from quaver.recipes.formats import E5M2, FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout, infer_layout
 from quaver.recipes.scaling import dequantize
@@ -60,6 +60,10 @@ def float8_mm(
         ValueError: shapes, dtypes or shapes of scales do not fit.
     """
     _check_codes(a, b)
+    if out_dtype not in HP_DTYPES:
+        raise ValueError(f"expected an out_dtype of {', '.join(map(str, HP_DTYPES))}, got {out_dtype}")
+    if bias is not None and bias.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a bias of {', '.join(map(str, HP_DTYPES))}, got {bias.dtype}")
     if bias is not None and bias.shape != (b.shape[1],):
         raise ValueError(f"expected a bias of [{b.shape[1]}], got {list(bias.shape)}")
     a_operand = _check_operand("a", a, a_dequant_scale, a_layout)

@@ -246,6 +246,11 @@ def test_bad_operands_are_refused(change, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *(
+            ({"out_dtype": dtype}, f"expected an out_dtype of torch.float32, .* got {dtype}")
+            for dtype in (torch.float64, torch.int32, E4M3)
+        ),
+        ({"bias": torch.ones(16, dtype=torch.complex64)}, "expected a bias of torch.float32, .* got torch.complex64"),
         ({"bias": torch.ones(1)}, r"expected a bias of \[16\], got \[1\]"),
         ({"bias": torch.ones(16, 1)}, r"expected a bias of \[16\], got \[16, 1\]"),
     ],
