@@ -21,6 +21,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.weight_form import TensorForm, make_wrapper
+from quaver.recipes.formats import E2M1, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import dequantize
@@ -72,7 +73,11 @@ class Float8Tensor(TensorForm):
             ValueError: an operand is not float8 or has no scale, or the operands have different shapes.
         """
         for operand in (row, column):
-            if operand is not None and (operand.dequant_scale is None or operand.data.itemsize != 1):
+            if operand is None:
+                continue
+            dtype_of_codes = operand.data.dtype
+            is_quantized = dtype_of_codes in FLOAT8_FORMATS or dtype_of_codes is E2M1.dtype
+            if operand.dequant_scale is None or not is_quantized:
                 raise ValueError(f"expected float8 data with a scale, got {operand.data.dtype}")
         if column is not None and column.data.shape != row.data.shape:
             raise ValueError(f"expected two casts of one tensor, got {list(row.data.shape)}, {list(column.data.shape)}")

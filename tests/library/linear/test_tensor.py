@@ -168,7 +168,8 @@ def test_operands_that_do_not_fit_are_refused():
     codes, scale, *_ = whole.get_operands().row
     with pytest.raises(ValueError, match="float8 data with a scale"):
         Float8Tensor.from_operands(Operand(codes), None, torch.float32)
-    with pytest.raises(ValueError, match="float8 data with a scale, got torch.float32"):
-        Float8Tensor.from_operands(Operand(codes.float(), scale), None, torch.float32)
+    for data in (codes.float(), codes.view(torch.int8)):
+        with pytest.raises(ValueError, match=f"float8 data with a scale, got {data.dtype}"):
+            Float8Tensor.from_operands(Operand(data, scale), None, torch.float32)
     with pytest.raises(ValueError, match="two casts of one tensor"):
         Float8Tensor.from_operands(Operand(codes, scale), Operand(codes[:2], scale), torch.float32)
