@@ -57,6 +57,7 @@ from quaver.runtime.devices import is_cpu
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
 from quaver.torch_private.dispatch import is_batched, list_transforms
+from quaver.torch_private.dtensor import is_dtensor
 
 
 class LinearArgs(NamedTuple):
@@ -286,8 +287,12 @@ def float8_linear(
     Returns:
         [..., N] in input's dtype; under autocast in autocast's.
     Raises:
+        TypeError: a DTensor.
         ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
     """
+    for name, tensor in (("input", input), ("weight", weight), ("bias", bias)):
+        if is_dtensor(tensor):
+            raise TypeError(f"{name}: expected no DTensor; use a Float8Linear, or pass {name}.to_local()")
     config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError("config: expected dynamic scaling, got persistent scales; use a Float8Linear for them")

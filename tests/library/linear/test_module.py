@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from quaver import convert_to_float8_training, convert_to_high_precision, float8_linear
@@ -281,6 +282,14 @@ def test_a_bias_of_another_shape_is_refused(recipe, shape, rows):
     for is_training in (True, False):
         with torch.set_grad_enabled(is_training), pytest.raises(ValueError, match=r"expected a bias of \[32\], got \["):
             float8_linear(torch.randn(rows, 64), torch.randn(32, 64), torch.ones(shape), config=recipe)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_a_function_refuses_dtensors(name, one_rank):
+    tensors = {"input": torch.randn(3, 64), "weight": torch.randn(32, 64), "bias": torch.randn(32)}
+    tensors[name] = DTensor.from_local(tensors[name], init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError, match=rf"{name}: expected no DTensor; use a Float8Linear, or pass {name}.to_local"):
+        float8_linear(**tensors)
 
 
 @RECIPE
