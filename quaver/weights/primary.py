@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import typing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,11 +67,9 @@ class Float8PrimaryOptimizer(Optimizer):
         primaries: the primary weights and their masters.
     """
 
-    def __init__(self, inner: Optimizer, primaries: list[Primary], master_dtype: torch.dtype) -> None:
-        """Use `use_float8_primary_weights`."""
-        self.inner, self.primaries, self._rounds = inner, primaries, master_dtype is torch.bfloat16
-        if self._rounds:
-            inner.param_groups[0][_ROUNDINGS_KEY] = _draw_first_rounding()
+    def __init__(self, inner: Optimizer, primaries: list[Primary], *, rounds: bool) -> None:
+        """Use `use_float8_primary_weights`. `rounds`: whether the masters are bfloat16."""
+        self.inner, self.primaries, self._rounds = inner, primaries, rounds
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
         self._is_made = self._is_stepping = False
@@ -230,6 +228,7 @@ def use_float8_primary_weights(
 ) -> Float8PrimaryOptimizer:
     """Store in float8 the weights of float8 linears and experts that `optimizer` trains; its parameters become masters.
 
+    An error leaves `model` and `optimizer` unchanged.
     For one process and for DDP. Under FSDP2 the shards are the masters already, and `cast_weights_once` saves casts.
     Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result
     instead of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype.
@@ -274,10 +273,18 @@ def use_float8_primary_weights(
         obstacle = _find_primary_obstacle(weight, owners)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
-    primaries = [_make_primary(name, weight, master_dtype) for name, weight in named.items()]
+    rounds = master_dtype is torch.bfloat16
+    options = {_ROUNDINGS_KEY: _draw_first_rounding()} if rounds else {}  # a collective, so before anything changes
+    with ExitStack() as undo:
+        undo.callback(vars(optimizer).update, dict(vars(optimizer)))
+        undo.callback(optimizer.param_groups[0].pop, _ROUNDINGS_KEY, None)
+        optimizer.param_groups[0].update(options)
+        primaries = [_make_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
+        primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds=rounds)
+        undo.pop_all()
     for module in {weight.module: None for weight in named.values()}:
         module.register_state_dict_post_hook(_put_masters_in_state_dict)
-    return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
+    return primary_optimizer
 
 
 def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
@@ -298,8 +305,10 @@ def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -
     return f"it is tied: {', '.join(names)}" if len(names) > 1 else ""
 
 
-def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dtype) -> Primary:
+def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dtype, undo: ExitStack) -> Primary:
+    """Replace a weight with a primary weight; `undo` restores it."""
     master, module = module_weight.parameter, module_weight.module
+    undo.callback(_restore_weight, module_weight, master, master.data, master.grad)
     grad, master.grad = master.grad, None
     master.data = master.data.to(master_dtype)
     quantized = Float8PrimaryWeight.from_master(master, module_weight.config, module_weight.is_transposed)
@@ -307,6 +316,12 @@ def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dt
     weight.grad = None if grad is None else grad.to(master_dtype)
     setattr(module, module_weight.name, weight)
     return Primary(name, module_weight, typing.cast(Float8PrimaryWeight, weight), master)
+
+
+def _restore_weight(module_weight: ModuleWeight, master: nn.Parameter, data: Tensor, grad: Tensor | None) -> None:
+    master.data, master.grad = data, None
+    master.grad = grad
+    setattr(module_weight.module, module_weight.name, master)
 
 
 def _put_masters_in_state_dict(

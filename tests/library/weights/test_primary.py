@@ -467,6 +467,26 @@ def test_bad_input_is_refused_and_nothing_is_changed(make, options, message):
     assert [type(parameter) for parameter in model.parameters()] == before
 
 
+class RefusingSGD(torch.optim.SGD):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        raise ValueError("no loading")
+
+
+@pytest.mark.parametrize("make_optimizer", [make_sgd, lambda parameters: RefusingSGD(parameters, lr=1e-2)])
+def test_an_error_half_way_leaves_model_and_optimizer_unchanged(make_optimizer, monkeypatch):
+    model, optimizer = build_ordinary(make_optimizer=make_optimizer)
+    steps.train(model, optimizer, [draw(8, DIM)])
+    parameters, before = list(model.parameters()), copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if not isinstance(optimizer, RefusingSGD):
+        made = iter([Float8PrimaryWeight.from_master])  # for the first weight only
+        monkeypatch.setattr(Float8PrimaryWeight, "from_master", lambda *given: next(made)(*given))
+    with pytest.raises((ValueError, StopIteration)):
+        use_float8_primary_weights(model, optimizer, master_dtype=torch.bfloat16)
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+
+
 @pytest.mark.parametrize("make", [build_linears, build_experts])
 def test_codes_of_one_recipe_are_not_those_of_another(make):
     model, _ = build_pair("tensorwise", make=make)
