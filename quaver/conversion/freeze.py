@@ -12,6 +12,7 @@ other weights than the forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -29,10 +30,11 @@ from quaver.experts.module import (
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.kernels.operands import expect
 from quaver.linear.class_change import change_class
-from quaver.linear.float8_module import change_to_float8
+from quaver.linear.float8_module import Float8Module, change_to_float8, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
+from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, ScaleCalculationMode, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
@@ -61,7 +63,8 @@ def freeze_to_float8(
 
     Call it on the loaded model, before adapters, `fully_shard`, DistributedDataParallel or `torch.compile`. Weights
     present the same shape and dtype as before; biases and other modules do not change. All weights are checked before
-    the first one changes. `conversion_report(module)` lists each layer.
+    the first one changes. If a later error interrupts it, such as a lack of memory, each layer is frozen or unchanged,
+    and a second call freezes the rest. `conversion_report(module)` lists each layer.
 
     Args:
         module: a model in high precision, on any device.
@@ -93,22 +96,39 @@ def freeze_to_float8(
     problem = next(_find_problems(chosen, find_parameter_names(module)), None)
     if problem is not None:
         raise ValueError(problem)
+    high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
     convert_to_float8_training(
         module,
         config=config,
         module_filter_fn=lambda _, name: decisions[name],
         include_subclasses=include_subclasses,
     )
-    for child in chosen.values():
-        for weight in iter_module_weights(child):
-            freeze_weight(weight, config)
+    with ExitStack() as undo:
+        undo.callback(share_inputs, module, Float8Linear)
+        undo.callback(stop_sharing_inputs, module)
+        undo.callback(_restore_unfrozen, high_precision)
+        for child in chosen.values():
+            quantized = [(weight, _quantize_weight(weight)) for weight in iter_module_weights(child)]
+            for weight, codes in quantized:
+                _store_quantized(weight, codes, config)
+        undo.pop_all()
     return module
 
 
 def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
     """Store a finite weight of a converted module in float8, in place. `config`: from `resolve_frozen_config`."""
+    _store_quantized(weight, _quantize_weight(weight), config)
+
+
+def _store_quantized(weight: ModuleWeight, codes: tuple[Tensor, Tensor], config: Float8LinearConfig) -> None:
     dtype = weight.parameter.dtype
-    store_float8_weight(weight.module, *_quantize_weight(weight), config=config, dtype=dtype, name=weight.name)
+    store_float8_weight(weight.module, *codes, config=config, dtype=dtype, name=weight.name)
+
+
+def _restore_unfrozen(modules: list[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, Float8Module) and not isinstance(module, FrozenModule):
+            restore_class(module)
 
 
 def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:

@@ -535,6 +535,15 @@ def test_refusals_leave_the_model_as_it_was(make, config, message):
     assert [(type(module), id(module._parameters.get("weight"))) for module in net.modules()] == before
 
 
+def test_an_error_half_way_leaves_layers_frozen_or_unchanged(monkeypatch):
+    net, expected, made = build_model(), freeze_to_float8(build_model()), iter([FrozenFloat8Weight.from_codes])
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+        patch.setattr(FrozenFloat8Weight, "from_codes", lambda *given: next(made)(*given))
+        freeze_to_float8(net)
+    assert [type(net[0]), type(net[2]), type(net[2].weight)] == [FrozenFloat8Linear, Wide, nn.Parameter]
+    assert_same(get_codes(freeze_to_float8(net)), get_codes(expected))
+
+
 def test_a_weight_is_not_multiplied_under_another_recipe():
     net = freeze_to_float8(build_model(), config="blockwise")
     net[0].config = Float8LinearConfig.from_recipe_name("tensorwise")
