@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.linear.backends import describe_backends
+from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.nested import apply_to_rows
@@ -60,9 +61,17 @@ class Float8Linear(Float8Module, nn.Linear):
         """Return a new Float8Linear that shares the parameters of `linear`, as in torchao. `linear` does not change.
 
         A float8 all-gather and persistent scales need the whole model: use `convert_to_float8_training` for them.
+
+        Raises:
+            ValueError: `linear` overrides the forward of nn.Linear.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
+        if "forward" in vars(linear) or get_class_parts(linear).original.forward is not nn.Linear.forward:
+            raise ValueError(
+                f"linear: expected the forward of nn.Linear, got a {type(linear).__name__} that overrides it; to "
+                "replace its forward, use convert_to_float8_training(linear, include_subclasses=True)"
+            )
         float8 = cls(linear.in_features, linear.out_features, bias=False, device="meta", config=config)
         float8.weight, float8.bias = linear.weight, linear.bias
         return float8.train(linear.training)
@@ -82,7 +91,15 @@ class Float8Linear(Float8Module, nn.Linear):
 
     @config.setter
     def config(self, config: Float8LinearConfig | Float8LinearRecipeName | str) -> None:
-        self.float8_config = resolve_config(config)
+        if config is None:
+            raise TypeError("config: expected a config, a recipe or a recipe's name, got None")
+        config = resolve_config(config)
+        if config.has_persistent_scales and self.scaling is None:
+            raise ValueError(
+                f"config: expected one without delayed or static scaling, got {config.short_str()}; "
+                "convert_to_float8_training(model, config=...) makes the state that these scales need"
+            )
+        self.float8_config = config
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:

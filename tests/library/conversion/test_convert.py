@@ -151,6 +151,8 @@ def test_from_float_makes_a_new_module_of_the_same_parameters():
     assert float8(input).equal(convert_to_float8_training(copy.deepcopy(linear), config="rowwise")(input))
     with pytest.raises(TypeError, match="linear: expected an nn.Linear, got ReLU"):
         Float8Linear.from_float(nn.ReLU())
+    with pytest.raises(ValueError, match="expected the forward of nn.Linear, got a Scaled that overrides it"):
+        Float8Linear.from_float(type("Scaled", (nn.Linear,), {"forward": lambda self, input: input})(32, 16))
 
 
 class Module(nn.Module):

@@ -320,6 +320,11 @@ def test_a_config_may_be_set_by_the_name_of_its_recipe():
     linear.config = "rowwise"
     assert linear.config is linear.float8_config
     assert linear.config == config_of("rowwise")
+    with pytest.raises(TypeError, match="config: expected .* got None"):
+        linear.config = None
+    with pytest.raises(ValueError, match="config: expected one without delayed or static scaling"):
+        linear.config = "delayed"
+    assert linear.config == config_of("rowwise")
 
 
 @pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
