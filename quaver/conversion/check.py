@@ -23,6 +23,7 @@ from quaver.linear.last_run import get_last_device
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import join_names
 from quaver.runtime.slow_paths import list_slow_paths
 
@@ -60,6 +61,7 @@ def assert_float8_training(
     A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Of
     compiled code only the backends are checked.
     """
+    check_is_module(model, argument="model")
     problems = [*_find_model_problems(model, allow_frozen)]
     if require_native:
         problems += _find_backend_problems(model)

@@ -34,7 +34,7 @@ from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, check_is_module
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.runtime.warnings import warn_user
@@ -97,8 +97,7 @@ def convert_to_float8_training(
         RuntimeError: weights would be gathered in float8, and the model already ran under `fully_shard`.
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    check_is_module(module, argument="module")
     return convert_by_name(module, lambda _: config, serving, module_filter_fn, include_subclasses)
 
 
@@ -144,6 +143,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             DistributedDataParallel holds a weight that was prepared for that, it is parametrized, or its class derives
             from a float8 class without `replaces`.
     """
+    check_is_module(module, argument="module")
     modules = list(module.modules())
     has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in modules)
     for name, weight in iter_model_weights(module):

@@ -26,6 +26,7 @@ from quaver.linear.scale_state import (
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 
@@ -101,6 +102,7 @@ def sync_float8_amax_and_scale_history(
         RuntimeError: on every rank, if ranks have different tensors or configs, or inside
             `calibrate_float8_static_scales`, whose amaxes the sync would discard.
     """
+    check_is_module(model, argument="model")
     layers = list(model.modules() if fp8_layers is None else fp8_layers)
     foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, Float8Linear)]
     if foreign and fp8_layers is not None:

@@ -38,6 +38,7 @@ from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, ScaleCalculationMode, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import find_parameter_names
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 
@@ -82,8 +83,7 @@ def freeze_to_float8(
         TypeError: `config` or `module` has a wrong type; `module_filter_fn` takes other arguments or fails for experts.
     """
     config = resolve_frozen_config(config)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    check_is_module(module, argument="module")
     modules = {
         name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_experts(child)
     }

@@ -23,6 +23,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import forget_unsharded
 
@@ -47,6 +48,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
         ValueError: a matmul is unknown; `matmuls` is a string or not iterable; a weight stored in float8 (frozen,
             primary) would be read in high precision. The model is then unchanged.
     """
+    check_is_module(model, argument="model")
     common = () if callable(matmuls) else _list_matmuls(matmuls)
     configs: dict[Float8Module, Float8LinearConfig] = {}
     float8 = dict(iter_float8_modules(model))

@@ -26,6 +26,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.torchao_forms import explain_inference_only
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import find_weight_modules, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.dtensor import get_local_tensor
@@ -159,6 +160,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     does a layer that did not run while others trained: its parent reads its weight without calling it, or it takes no
     part in training. In compiled code a layer counts as run once another one of its shape and config was compiled.
     """
+    check_is_module(module, argument="module")
     layers: list[LayerReport] = []
     running: list[Float8Module] = []
     config_numbers: dict[str, int] = {}

@@ -26,6 +26,7 @@ from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_r
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
@@ -194,6 +195,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
     """
+    check_is_module(module, argument="module")
     configs = [weight.config for _, weight in iter_model_weights(module)]
     if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
         log_once(

@@ -44,6 +44,7 @@ from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
 
@@ -131,6 +132,7 @@ class Monitor:
     def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> BaseException | None:
         """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
         try:
+            check_is_module(model, argument="model")
             self._check_options(history_len)
             self._attached.attach(model, self)
             self.header = self._make_header(self.completed_steps + 1)

@@ -1,7 +1,9 @@
-"""The error for bad input, which the `quaver` command shows without a traceback, and the text of any error."""
+"""The error for bad input, which the `quaver` command shows without a traceback, a check, and the text of errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from torch import nn
 
 
 class InputError(ValueError):
@@ -18,6 +20,12 @@ def blame_input(prefix: str = "") -> Iterator[None]:
         yield
     except ValueError as error:
         raise InputError(f"{prefix}{error}") from error
+
+
+def check_is_module(module: object, *, argument: str) -> None:
+    """Raise TypeError unless `module`, the value of `argument`, is an nn.Module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{argument}: expected an nn.Module, got {type(module).__name__}")
 
 
 def describe_error(error: object) -> str:

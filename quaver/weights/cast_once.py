@@ -24,6 +24,7 @@ from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, is_all_
 from quaver.fsdp.scaled_shard import ShardState
 from quaver.fsdp.siblings import AllGatherState, get_all_gather_state
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.errors import check_is_module
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -124,6 +125,7 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
         RuntimeError: the scope is already open for one of the modules; or a weight was changed, replaced or given
             another config inside it, which raises at the next eager use, at the next all-gather, or at the exit.
     """
+    check_is_module(model, argument="model")
     weights = [weight for _, weight in iter_model_weights(model)]
     whole = [weight for weight in weights if _can_prepare(weight)]
     gathered = [(get_all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]

@@ -37,6 +37,7 @@ from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.weight_form import is_parameter
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.runtime.process_group import has_process_group
@@ -248,6 +249,7 @@ def use_float8_primary_weights(
             or DDP that was made before; another master_dtype.
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
+    check_is_module(model, argument="model")
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer of ordinary parameters, got {type(optimizer)}")
     if master_dtype not in (torch.float32, torch.bfloat16):

@@ -45,6 +45,27 @@ def test_another_name_is_an_error():
         _ = quaver.Float8Lineal
 
 
+TAKES_A_MODEL = {
+    "assert_float8_training": lambda: quaver.assert_float8_training(None),
+    "cast_weights_once": lambda: quaver.cast_weights_once(None).__enter__(),
+    "conversion_report": lambda: quaver.conversion_report(None),
+    "convert_to_float8_training": lambda: quaver.convert_to_float8_training(None),
+    "convert_to_high_precision": lambda: quaver.convert_to_high_precision(None),
+    "freeze_to_float8": lambda: quaver.freeze_to_float8(None),
+    "monitor": lambda: quaver.monitor(None),
+    "precompute_float8_dynamic_scale_for_fsdp": lambda: quaver.precompute_float8_dynamic_scale_for_fsdp(None),
+    "set_high_precision_matmuls": lambda: quaver.set_high_precision_matmuls(None, ["output"]),
+    "sync_float8_amax_and_scale_history": lambda: quaver.sync_float8_amax_and_scale_history(None),
+    "use_float8_primary_weights": lambda: quaver.use_float8_primary_weights(None, None),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_MODEL)
+def test_none_is_no_model(name):
+    with pytest.raises(TypeError, match="^(model|module): expected an nn.Module, got NoneType$"):
+        TAKES_A_MODEL[name]()
+
+
 @pytest.mark.parametrize(("file", "line"), [("CITATION.cff", "version: {}"), ("CHANGELOG.md", "## {}")])
 def test_the_version_stands_where_readers_look(file, line):
     assert re.search(rf"^{re.escape(line.format(quaver.__version__))}\b", (ROOT / file).read_text(), re.M)
