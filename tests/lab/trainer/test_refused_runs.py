@@ -259,6 +259,13 @@ def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_ho
     assert main(["train", "--resume", str(run), MORE, "--no-checkpoint.verify"]) == 0
 
 
+def test_a_folder_in_a_run_is_no_run(run, refused):
+    words = [f"--job.dump_folder={run}", "--job.name=checkpoint", "--checkpoint.resume=must"]
+    before = hash_files(run)
+    assert "is not a run folder" in refused("train", run / "config.toml", *words)
+    assert hash_files(run) == before
+
+
 def acquire_and_sleep(folder: Path) -> None:
     lock = RunLock(folder)
     lock.acquire()
