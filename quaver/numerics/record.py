@@ -16,12 +16,13 @@ import json
 import logging
 import math
 import os
+import typing
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -82,7 +83,7 @@ def make_sink(sink: AnySink) -> Sink | None:
     if hasattr(sink, "write") and hasattr(sink, "close"):
         return sink
     if callable(sink):
-        return cast(Sink, SimpleNamespace(write=sink, close=lambda: None))
+        return typing.cast(Sink, SimpleNamespace(write=sink, close=lambda: None))
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 

@@ -229,10 +229,10 @@ def use_float8_primary_weights(
 ) -> Float8PrimaryOptimizer:
     """Store in float8 the weights of float8 linears and experts that `optimizer` trains; its parameters become masters.
 
-    An error leaves `model` and `optimizer` unchanged.
     For one process and for DDP. Under FSDP2 the shards are the masters already, and `cast_weights_once` saves casts.
     Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result
-    instead of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype.
+    instead of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype. An error
+    leaves `model` and `optimizer` unchanged.
 
     Args:
         model: a converted model, changed in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.

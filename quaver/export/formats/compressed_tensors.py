@@ -60,9 +60,8 @@ class CompressedTensors(WeightFormat):
             "output_activations": None,
         }
         groups = {"group_0": group}
-        if (
-            cut_inputs and self.activation_strategy == "group"
-        ):  # compressed-tensors raises for groups that do not divide inputs
+        if cut_inputs and self.activation_strategy == "group":
+            # compressed-tensors raises for groups that do not divide inputs.
             groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
         return {
             "quant_method": METHOD,

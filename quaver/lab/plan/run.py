@@ -7,10 +7,11 @@ and another `Framework`.
 from __future__ import annotations
 
 import functools
+import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -28,7 +29,7 @@ from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.errors import InputError
 
 Checkpointing = Literal["none", "op", "full"]
-"""What a checkpointed block recomputes: nothing, the ops that the selective policy does not save, or everything."""
+"""A checkpointed block recomputes nothing, the ops that the selective policy does not save, or everything."""
 Resharding = Literal["default", "always", "never"]
 """A value of parallelism.fsdp_reshard_after_forward."""
 Reduction = Literal["every", "last", "last_all_reduce"]
@@ -192,8 +193,8 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=modes[checkpoint.mode],
         checkpointed_blocks=count_checkpointed_blocks(config),
-        reshard_after_forward=cast(Resharding, config.parallelism.fsdp_reshard_after_forward),
-        reduce=cast(Reduction, training.reduce),
+        reshard_after_forward=typing.cast(Resharding, config.parallelism.fsdp_reshard_after_forward),
+        reduce=typing.cast(Reduction, training.reduce),
         float8_gradients=config.comm.float8_gradients,
         grad_weight_from_codes=float8.grad_weight_from_codes,
         casts_weights_once=float8.cast_weights_once or dims.world_size == 1,

@@ -67,13 +67,13 @@ class SignalRequests:
 
 @contextmanager
 def catch_stop_signals(launcher_pid: int) -> Iterator[SignalRequests]:
-    """Turn SIGINT, SIGTERM or SIGHUP in the block into `stop`, so that a run ends between two steps.
+    """Turn SIGINT, SIGTERM or SIGHUP in the block into `must_stop`, so that a run ends between two steps.
 
     A SIGINT after any of them raises KeyboardInterrupt. A second SIGTERM or SIGHUP has no effect: a scheduler signals
     the ranks and torchrun, which signals the ranks again, and the shell and the kernel both send a SIGHUP when a
     terminal is closed. A SIGHUP that the process ignores, as under nohup, stays ignored. Only the main thread receives
-    signals; in another thread nothing changes. If torchrun, the process `launcher_pid`, is killed, the run
-    stops as after a SIGTERM.
+    signals; in another thread nothing changes. If torchrun, the process `launcher_pid`, is killed, the run stops as
+    after a SIGTERM.
     """
     requests = SignalRequests()
     numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)

@@ -82,9 +82,8 @@ def prepare_run(config: TrainConfig) -> TrainingRun:
 def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
     """Parallelize the models of `setup`, initialize them or load a checkpoint, and begin the run folder.
 
-    A run that has ended changes nothing in its folder.
-
-    The initial weights are the same for any number of ranks. Every rank must call this, with a process group.
+    The initial weights are the same for any number of ranks. The folder of a run that has ended does not change. Every
+    rank must call this, with a process group.
 
     Args:
         locked_folder: the run folder on the first rank, which holds its lock; None on the others.
