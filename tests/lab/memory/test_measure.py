@@ -26,14 +26,16 @@ from tests.ranks import run as run_on_ranks
 WITHIN = 0.01
 GLOO = 0.08
 """Its threads hold a buffer for longer at times: 131,072 bytes of 2,400,000. Peaks without its buffers are 10% less."""
+HELD_BY_GLOO = {"peak", "saved activations", "saved for backward"}
+"""The rows that have such a buffer. One that outlives the forward counts as saved for backward."""
 ALL = {"peak", "between steps", "saved for backward"}
 
 
 def check_ratios(predicted, measured, names=ALL):
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(predicted, measured)}
-    if measured.dims.world_size > 1:
-        assert ratios["peak"] == pytest.approx(1, rel=GLOO)
-        names = names - {"peak"}
+    held = HELD_BY_GLOO & names if measured.dims.world_size > 1 else set()
+    assert {name: ratios[name] for name in held} == pytest.approx(dict.fromkeys(held, 1), rel=GLOO)
+    names = names - held
     assert {name: ratios[name] for name in names} == pytest.approx(dict.fromkeys(names, 1), rel=WITHIN)
 
 
@@ -148,8 +150,10 @@ def test_experts_that_ranks_split(tiny_config):
 def test_a_rank_of_8_holds_an_eighth_of_the_parameters_of_llama_8b():
     prediction = predict_memory(load_config(CONFIGS / "llama3_8b.toml"), 8).prediction
     assert prediction.by_category["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=0.001)
-    # Logits in float32, their log-softmax and its gradient, of 8192 tokens, are the largest tensors at the peak.
-    assert (prediction.at_peak[0]["shape"], prediction.at_peak[0]["dtype"]) == ([8192, 128256], "float32")
+    # The output projection's backward: the embedding's weight is gathered, lm_head's gradient is copied and reduced.
+    largest = prediction.at_peak[:3]
+    assert [(row["bytes"], row["dtype"]) for row in largest] == [(4 * 128256 * 4096, "float32")] * 3
+    assert {row["module"] for row in largest} == {"model.embed_tokens", "lm_head"}
 
 
 def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_config, monkeypatch):

@@ -61,7 +61,8 @@ class MeasuredMemory(RunMemory):
         """How the memory was measured."""
         notes = [f"measured on {self.device}; the first of {self.dims.world_size} ranks"]
         if self.dims.world_size > 1:
-            notes.append("the peak is the allocator's, with gloo's buffers, some of which its threads free late")
+            notes.append("the peak is the allocator's, with gloo's buffers")
+            notes.append("gloo's threads free some buffers late, which adds to the peak and to saved activations")
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
         if self.config.job.compare:
