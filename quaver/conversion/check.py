@@ -19,7 +19,7 @@ from quaver.conversion.report import (
     is_in_high_precision,
 )
 from quaver.linear.float8_module import Float8Module
-from quaver.linear.last_run import get_last_device
+from quaver.linear.last_run import describe_last_backends, find_traces, get_last_device
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
@@ -44,7 +44,7 @@ def assert_float8_training(
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. Some parameter of the
             model must still require a gradient.
         require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
-            forward, eager or compiled (`Float8Linear.backend`). A CPU has no float8 units and multiplies exactly.
+            forward, eager or compiled. A CPU has no float8 units and multiplies exactly.
     Raises:
         RuntimeError: the model does not train as it was converted. The message has a line for each of these problems:
 
@@ -137,13 +137,14 @@ def _find_backend_problems(model: nn.Module) -> Iterator[str]:
     on_cpu: list[str] = []
     exact: list[str] = []
     idle: list[str] = []
+    traces = find_traces(model.modules())
     for name, module in iter_float8_modules(model):
         if not (weights := _list_weights(name, module)):
             continue
-        ran_on = get_last_device(module)
+        ran_on = get_last_device(module, traces)
         if ran_on is None or (ran_on.type == "cpu" != weights[0][1].device.type):  # it ran on the CPU, then moved
             idle.append(name)
-        elif "exact" in module.backend:
+        elif "exact" in describe_last_backends(module, traces):
             (on_cpu if ran_on.type == "cpu" else exact).append(name)
     if on_cpu:
         yield f"float8 layers that multiply exactly, because a CPU has no float8 units: {join_names(on_cpu)}"

@@ -20,6 +20,7 @@ from quaver.linear.backends import list_matmul_casts
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module, list_taken_attributes
 from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.last_run import describe_last_backends, find_traces
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
@@ -158,7 +159,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 
     A converted layer counts as skipped while its config computes all three matmuls in high precision. After a step, so
     does a layer that did not run while others trained: its parent reads its weight without calling it, or it takes no
-    part in training. In compiled code a layer counts as run once another one of its shape and config was compiled.
+    part in training. In compiled code a layer counts as run once another one of its shape was compiled, and has the
+    backend of the last one that was compiled in this model.
     """
     check_is_module(module, argument="module")
     layers: list[LayerReport] = []
@@ -166,11 +168,13 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     config_numbers: dict[str, int] = {}
     scale_owners: dict[tuple[int, int], str] = {}
     owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
+    traces = find_traces(module.modules())
     for name, child in module.named_modules():
+        backend = describe_last_backends(child, traces) if isinstance(child, Float8Module) else ""
         if isinstance(child, nn.Linear):
-            reports = [_report_linear(child, name, owners, experts, idle.get(name, ""), scale_owners)]
+            reports = [_report_linear(child, name, owners, experts, idle.get(name, ""), scale_owners, backend)]
         else:
-            reports = [*_report_other_weights(child, name, owners, experts, idle.get(name, ""))]
+            reports = [*_report_other_weights(child, name, owners, experts, idle.get(name, ""), backend)]
         if isinstance(child, Float8Module) and any(layer.converted for layer in reports):
             running.append(child)
             config = child.float8_config
@@ -202,13 +206,14 @@ def _report_linear(
     experts: ActiveExperts,
     idle: str,
     scale_owners: dict[tuple[int, int], str],
+    backend: str,
 ) -> LayerReport:
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
-    weight, filtered, backend = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON, ""), ""
+    weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON, "")
     obstacle = explain_inference_only(weight) or find_missing_weight(linear) or idle
     converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
     if obstacle:
-        reason = obstacle
+        reason, backend = obstacle, ""
     elif isinstance(linear, Float8Linear):
         tied = [owner for owner in owners.get(id(weight), []) if owner != name]
         ties = f"weight tied to {', '.join(tied)}" if tied else ""
@@ -216,7 +221,7 @@ def _report_linear(
         frozen = _describe_frozen(get_local_tensor(linear.weight))
         reasons = [filtered, ties, shares, frozen, find_replaced_forward(linear), *explain_unfinished(linear)]
         reasons += [] if converted else [IN_HIGH_PRECISION]
-        reason, backend = "; ".join(filter(None, reasons)), linear.backend
+        reason = "; ".join(filter(None, reasons))
     else:
         reason = filtered or find_conversion_obstacle(linear) or NOT_CONVERTED
     shape = linear.in_features, linear.out_features
@@ -319,7 +324,7 @@ _NAME_WITHOUT_MATMUL = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?
 
 
 def _report_other_weights(
-    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
+    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str, backend: str
 ) -> Iterator[LayerReport]:
     """Yield the matmul weights of a module other than nn.Linear, by its class and their shapes and names.
 
@@ -332,14 +337,14 @@ def _report_other_weights(
             continue
         if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
             continue
-        filtered, backend = vars(module).get(FILTER_REASON, ""), ""
+        filtered = vars(module).get(FILTER_REASON, "")
         if idle:
-            reason = idle
+            reason, backend = idle, ""
         elif isinstance(module, Float8Grouped):
             frozen = _describe_frozen(get_local_tensor(parameter))
             reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
             reasons += [IN_HIGH_PRECISION] if is_in_high_precision(module) else []
-            reason, backend = "; ".join(filter(None, reasons)), module.backend
+            reason = "; ".join(filter(None, reasons))
         elif is_experts(module):
             reason = filtered or "experts, not converted or new since the conversion"
         else:

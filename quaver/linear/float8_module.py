@@ -11,7 +11,7 @@ from torch import nn
 
 from quaver.kernels.operands import Operands
 from quaver.linear.class_change import change_class
-from quaver.linear.last_run import LastRun, describe_last_backends
+from quaver.linear.last_run import LastRun, describe_last_backends, find_traces
 from quaver.linear.protocols import NO_PROBE, MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import resolve_prepared
 from quaver.recipes.config import Float8LinearConfig
@@ -70,10 +70,10 @@ class Float8Module(nn.Module):
         """The backends of the last forward: "native", "exact" or "native and exact" (see linear/backends.py).
 
         "high precision" if the config disables all casts, and "not run yet" before the first forward. Moving the
-        module, as an offload does, keeps it. A compiled forward counts from its trace, which stands for all linears of
-        its shape, or for all experts.
+        module, as an offload does, keeps it. A compiled forward counts from its trace. Modules that run code which was
+        traced for another one stay "not run yet" here; `conversion_report` has their backends.
         """
-        return describe_last_backends(self)
+        return describe_last_backends(self, find_traces([self]))
 
     def extra_repr(self) -> str:
         recipe = self.float8_config.recipe_name

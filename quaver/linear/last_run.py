@@ -2,15 +2,18 @@
 
 With it a report can tell modules that ran from modules that were only converted.
 
-An eager forward records it in its module. A compiled forward cannot write to its module, so tracing records on which
-device modules of this kind are compiled. Their backends follow from the device and the config, as in an eager forward.
-One trace stands for all modules of its kind, which may share the compiled code. So a module that nothing calls counts
-as run once another one of its kind was traced: only an op in the graph could tell them apart, in every step.
+An eager forward records it in its module. Compiled code cannot write to a module, so the trace of a forward records its
+device. The backends follow from the device and the config, as in an eager forward. Compiled code may also run other
+modules of the same kind, such as those of later blocks, which Dynamo does not trace. So in a report on a model one
+trace stands for all modules of its kind in that model (`find_traces`). A module that nothing calls counts as run once
+another one of its kind was traced: only an op in the graph could tell them apart, in every step. Code that was traced
+in another model may run a module, too. That is unknown, so its backend is "not run yet", and it is not idle.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +24,8 @@ from quaver.torch_private.tracing import assume_constant_result
 _clock = itertools.count(1)
 
 
-class _Trace(NamedTuple):
-    """How a module of one kind was last traced."""
+class Trace(NamedTuple):
+    """How a forward was last traced."""
 
     at: int
     """The time on `_clock`."""
@@ -30,16 +33,16 @@ class _Trace(NamedTuple):
     has_row_codes_only: bool
 
 
-_traces: dict[str, _Trace] = {}
-"""The last trace of each kind of modules."""
+_traced_at: dict[str, int] = {}
+"""The time on `_clock` of the last trace of each kind of modules in this process."""
 
 
 class LastRun:
-    """The last eager forward of a float8 module. Copies and pickles start again as "not run yet"."""
+    """The last eager forward and the last trace of a float8 module. Copies and pickles start again as "not run yet"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        """A name of the modules that may share a compiled graph. Text, because numbers may be symbolic in a trace."""
+        """A name of the modules that may share compiled code."""
         self.since = next(_clock)
         """The time on `_clock` at which the module was created, converted or copied."""
         self.noted_at = 0
@@ -55,9 +58,16 @@ class LastRun:
         """The `forward` attribute of the instance at that time, or None if it had none."""
         self.trained_at = 0
         """The time on `_clock` at which it last ran in training mode with gradients; 0 if never."""
+        self.trace: Trace | None = None
 
     def __reduce__(self) -> tuple[type[LastRun], tuple[str]]:
         return LastRun, (self.kind,)
+
+    @assume_constant_result
+    def note_trace(self, device: torch.device, has_row_codes_only: bool) -> None:
+        """Record that Dynamo traces a forward. Dynamo calls a method without a guard on the identity of its object."""
+        self.trace = Trace(next(_clock), device, has_row_codes_only)
+        _traced_at[self.kind] = self.trace.at
 
 
 def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
@@ -66,7 +76,7 @@ def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = Fa
     `has_row_codes_only`: whether its weight is row-wise and stored once.
     """
     if torch.compiler.is_compiling():
-        _note_traced(module._last_run.kind, device, has_row_codes_only)
+        module._last_run.note_trace(device, has_row_codes_only)
         return
     run: LastRun = module.__dict__["_last_run"]
     config = module.float8_config
@@ -79,33 +89,41 @@ def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = Fa
         run.trained_at = next(_clock)
 
 
-@assume_constant_result
-def _note_traced(kind: str, device: torch.device, has_row_codes_only: bool) -> None:
-    _traces[kind] = _Trace(next(_clock), device, has_row_codes_only)
+def find_traces(modules: Iterable[Any]) -> dict[str, Trace]:
+    """Return the last trace of each kind of float8 modules among `modules`, which are those of one model."""
+    runs = (vars(module).get("_last_run") for module in modules)
+    traces = [(run.trace, run.kind) for run in runs if run is not None and run.trace is not None]
+    return {kind: trace for trace, kind in sorted(traces, key=lambda traced: traced[0].at)}
 
 
-def _find_trace(module: Any) -> _Trace | None:
-    """Return the last trace of this kind of modules if it is newer than what the module's own forward recorded."""
-    run, trace = module._last_run, _traces.get(module._last_run.kind)
+def _select_newer(run: LastRun, traces: Mapping[str, Trace]) -> Trace | None:
+    """Return the trace of this kind if it is newer than what the module's own forward recorded."""
+    trace = traces.get(run.kind)
     return trace if trace is not None and trace.at > max(run.since, run.noted_at) else None
 
 
-def get_last_device(module: Any) -> torch.device | None:
-    """Return the device of the last forward of `module`, eager or compiled, or None if it did not run."""
-    trace, run = _find_trace(module), module._last_run
-    device: torch.device | None = run.device if trace is None else trace.device
-    return device
+def get_last_device(module: Any, traces: Mapping[str, Trace]) -> torch.device | None:
+    """Return the device of the last forward of `module`, eager or compiled, or None if it did not run.
+
+    `traces`: those of its model, by `find_traces`.
+    """
+    run: LastRun = module._last_run
+    trace = _select_newer(run, traces)
+    return run.device if trace is None else trace.device
 
 
-def describe_last_backends(module: Any) -> str:
-    """Return the backends of the last forward of `module`, eager or compiled, or "not run yet"."""
-    trace = _find_trace(module)
+def describe_last_backends(module: Any, traces: Mapping[str, Trace]) -> str:
+    """Return the backends of the last forward of `module`, eager or compiled, or "not run yet".
+
+    `traces`: those of its model, by `find_traces`.
+    """
+    run: LastRun = module._last_run
+    trace = _select_newer(run, traces)
     if trace is None:
-        backend: str = module._last_run.backend
-    else:
-        backend = module._describe_backends(
-            module.float8_config, trace.device, has_row_codes_only=trace.has_row_codes_only
-        )
+        return run.backend
+    backend: str = module._describe_backends(
+        module.float8_config, trace.device, has_row_codes_only=trace.has_row_codes_only
+    )
     return backend
 
 
@@ -116,6 +134,9 @@ def has_run(module: Any) -> bool:
 
 
 def is_idle(module: Any, trained_at: int) -> bool:
-    """Return whether `module` did not run and none of its kind was traced, although its model trained at that time."""
+    """Return whether `module` did not run although its model trained at that time.
+
+    False if compiled code may have run it: a module of its kind was traced in this process since it was made.
+    """
     run: LastRun = module._last_run
-    return run.device is None and _find_trace(module) is None and run.since < trained_at
+    return run.device is None and run.since < trained_at and _traced_at.get(run.kind, 0) < run.since

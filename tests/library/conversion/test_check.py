@@ -75,12 +75,27 @@ def test_a_cpu_has_no_float8_units(how):
 def test_compiled_code_multiplies_natively_where_its_device_does():
     model = nn.Sequential(Float8Linear(16, 16, device="meta"))
     record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
-    last_run._note_traced(model[0]._last_run.kind, torch.device("cuda:0"), False)
+    model[0]._last_run.note_trace(torch.device("cuda:0"), has_row_codes_only=False)
     with assume_native({ScaleKind.TENSORWISE: None}):
         assert conversion_report(model).layers[0].backend == "native"
         assert_float8_training(model, require_native=True)
     with assume_native({ScaleKind.TENSORWISE: "missing"}):
         assert_refused(model, "multiply exactly, not on float8 units: 0", require_native=True)
+
+
+def test_code_compiled_for_a_block_runs_the_other_blocks_of_its_model_and_no_other_model():
+    blocks, teacher = (
+        convert_to_float8_training(nn.Sequential(*(nn.Sequential(nn.Linear(16, 40)) for _ in range(2))))
+        for _ in range(2)
+    )
+    for block in blocks:
+        block.compile(backend="eager", fullgraph=True)
+        block(torch.ones(2, 16))
+    assert blocks[1][0]._last_run.trace is None  # it runs the code of the first
+    assert [layer.backend for layer in conversion_report(blocks).layers] == ["exact", "exact"]
+    assert_refused(blocks, "multiply exactly, because a CPU has no float8 units: 0.0, 1.0$", require_native=True)
+    assert {layer.backend for layer in conversion_report(teacher).layers} == {"not run yet"}
+    assert_refused(teacher, "have not run yet, so the backends .* are unknown: 0.0, 1.0; call", require_native=True)
 
 
 class Attention(nn.Module):
