@@ -24,6 +24,7 @@ from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import (
+    check_local_tensors,
     check_transforms,
     get_output_dtype,
     make_device_error,
@@ -248,10 +249,12 @@ def float8_grouped_mm(
     Returns:
         [T, N] in a's dtype; under autocast in autocast's.
     Raises:
+        TypeError: a DTensor, or no tensor.
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
             are not checked.
         NotImplementedError: a config with 4-bit codes, or whose casts have no `ScalingGranularity.get_layout`.
     """
+    check_local_tensors("Float8Experts", a=a, b_t=b_t, offs=offs)
     config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError(f"{NO_PERSISTENT_SCALES_REASON}; got a config with persistent scales")

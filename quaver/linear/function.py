@@ -287,12 +287,11 @@ def float8_linear(
     Returns:
         [..., N] in input's dtype; under autocast in autocast's.
     Raises:
-        TypeError: a DTensor.
+        TypeError: a DTensor, or no tensor.
         ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
     """
-    for name, tensor in (("input", input), ("weight", weight), ("bias", bias)):
-        if is_dtensor(tensor):
-            raise TypeError(f"{name}: expected no DTensor; use a Float8Linear, or pass {name}.to_local()")
+    tensors = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
+    check_local_tensors("a Float8Linear", **tensors)
     config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError("config: expected dynamic scaling, got persistent scales; use a Float8Linear for them")
@@ -300,6 +299,15 @@ def float8_linear(
         return apply_to_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
     operands = get_checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
     return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, weight_operands=operands)
+
+
+def check_local_tensors(dtensor_module: str, **tensors: object) -> None:
+    """Raise TypeError unless all `tensors` are tensors other than DTensors, which `dtensor_module` supports."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if is_dtensor(tensor):
+            raise TypeError(f"{name}: expected no DTensor; use {dtensor_module}, or pass {name}.to_local()")
 
 
 def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
@@ -377,6 +385,11 @@ def apply_linear(
         raise ValueError(
             f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
             f"got {list(input.shape)}"
+        )
+    if type(input) is not Tensor and is_dtensor(input):
+        raise TypeError(
+            "input: expected no DTensor for a linear whose weight is none; give both to parallelize_module, or pass "
+            "input.to_local()"
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")

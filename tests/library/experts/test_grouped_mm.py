@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, float8_grouped_mm, float8_linear, serving_config
@@ -359,6 +360,14 @@ def test_bad_input_is_refused(change, message):
     a, b_t, ends = make_operands()
     with pytest.raises(ValueError, match=message):
         float8_grouped_mm(**{"a": a, "b_t": b_t, "offs": ends, "config": "rowwise"} | change)
+
+
+@pytest.mark.parametrize("name", ["a", "b_t", "offs"])
+def test_dtensors_are_refused(name, one_rank):
+    tensors = dict(zip(("a", "b_t", "offs"), make_operands(), strict=True))
+    tensors[name] = DTensor.from_local(tensors[name], init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError, match=rf"{name}: expected no DTensor; use Float8Experts, or pass {name}.to_local"):
+        float8_grouped_mm(**tensors)
 
 
 def test_ranges_are_padded_no_further_than_to_multiples_of_16():

@@ -290,6 +290,9 @@ def test_a_function_refuses_dtensors(name, one_rank):
     tensors[name] = DTensor.from_local(tensors[name], init_device_mesh("cpu", (1,)))
     with pytest.raises(TypeError, match=rf"{name}: expected no DTensor; use a Float8Linear, or pass {name}.to_local"):
         float8_linear(**tensors)
+    if name == "input":
+        with pytest.raises(TypeError, match="input: expected no DTensor for a linear whose weight is none"):
+            make_linear("tensorwise")(tensors["input"])
 
 
 @RECIPE
