@@ -22,7 +22,7 @@ codes are bit-identical to eager. On a GPU Inductor gets the reference, which it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from torch.autograd import profiler
 
 from quaver.kernels.cpu import check_memory, runs_directly
 from quaver.kernels.operands import FlatOperands, Operands, flatten_operands, unflatten_operands
+from quaver.recipes.formats import get_format
 from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scale_rules import check_rule
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
 from quaver.runtime.devices import is_cpu, is_cuda
@@ -40,6 +42,10 @@ from quaver.runtime.slow_paths import report_slow_path
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 library = torch.library.Library("quaver", "FRAGMENT")
+
+_ARGUMENT_CHECKS: dict[str, Callable[[Any], object]] = {"float8_dtype": get_format, "rule": check_rule}
+"""Functions that raise ValueError for a bad value of an argument, by its name, which only callers of
+`torch.ops.quaver` can give. The function of `register_operation` calls a kernel without them."""
 
 _SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?", "Sequence[int]": "int[]"}
 
@@ -77,10 +83,11 @@ def register_operation(
     name = reference.__name__.removeprefix("_")
     run = _with_kernels(reference, cpu, gpu, arguments)
     library.define(f"{name}({_format_parameters(reference, arguments)}) -> {_format_results(results)}")
-    library.impl(name, _make_implementation(run, results), "CompositeExplicitAutograd")
-    run_fake = _with_kernels(fake or reference, None, None, arguments)
-    torch.library.register_fake(f"quaver::{name}", _make_implementation(run_fake, results), lib=library)
     registered = getattr(torch.ops.quaver, name)
+    checks = [_ARGUMENT_CHECKS.get(argument.name) for argument in registered.default._schema.arguments[1:]]
+    library.impl(name, _make_implementation(run, results, checks), "CompositeExplicitAutograd")
+    run_fake = _with_kernels(fake or reference, None, None, arguments)
+    torch.library.register_fake(f"quaver::{name}", _make_implementation(run_fake, results, checks), lib=library)
     if layout is not None:
         registered = wrap_registered_cast(registered, layout)
 
@@ -116,11 +123,19 @@ def _with_kernels(
     return run
 
 
-def _make_implementation(function: Callable[..., Any], results: int | None) -> Callable[..., Any]:
-    """Return `function` with results that the operation's schema can express: tensors, neither `Operands` nor None."""
+def _make_implementation(
+    function: Callable[..., Any], results: int | None, checks: Sequence[Callable[[Any], object] | None]
+) -> Callable[..., Any]:
+    """Return `function` with results that the operation's schema can express: tensors, neither `Operands` nor None.
+
+    `checks`: for each argument after the first, a function that raises for a bad value, or None.
+    """
+    checks_by_place = [(place, check) for place, check in enumerate(checks) if check is not None]
 
     @torch.no_grad()
     def implementation(first: Tensor, *args: Any) -> Any:
+        for place, check in checks_by_place:
+            check(args[place])
         check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
         result = function(first, *args)
         if results == 1:

@@ -85,6 +85,12 @@ SCALE_RULES: dict[str, ScaleRule] = {
 """The rules by name; docs/serving.md lists the function of the engine that each rule follows."""
 
 
+def check_rule(rule: str) -> None:
+    """Raise ValueError unless `rule` is in `SCALE_RULES`, "rceil" or "floor" (for blocks), or "" for quaver's rule."""
+    if rule not in ("", "rceil", "floor", *SCALE_RULES):
+        raise ValueError(f"rule: expected '', 'rceil', 'floor' or one of {', '.join(SCALE_RULES)}; got {rule!r}")
+
+
 def get_rule(rule: str) -> ScaleRule:
     """Return the equations of a rule in `SCALE_RULES`, or the default `ScaleRule` for other rules."""
     return ScaleRule(*_get_fields(rule))

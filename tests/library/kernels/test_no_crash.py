@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quaver.distributed  # noqa: F401 - registers operations
 from quaver.kernels import cpu
@@ -316,6 +319,20 @@ def call(operation, arguments: dict[str, object]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", [*WITHOUT_MEMORY, *WITH_MEMORY])
 def test_every_operation_takes_or_refuses(kind):
     isolated(hand_to_every_operation, kind)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [("rule", "floors", "rule: expected .* got 'floors'"), ("float8_dtype", torch.int8, "expected a float8 dtype")],
+    ids=["rule", "dtype"],
+)
+def test_every_cast_refuses_unknown_rules_and_dtypes(argument, value, message, mode):
+    names = {"tensorwise", "rowwise", "blockwise", "groups", "with_scale"}
+    for name in names | ({"with_persistent_scale"} if argument == "float8_dtype" else set()):
+        operation = getattr(torch.ops.quaver, f"cast_{name}")
+        with mode(), pytest.raises(ValueError, match=message):
+            operation(**arguments(operation.default._schema.arguments, f"cast_{name}") | {argument: value})
 
 
 @pytest.mark.nightly
