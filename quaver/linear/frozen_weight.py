@@ -134,7 +134,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
     ) -> Self:
         """Make a weight with other codes, and other scales if given. `part`: the codes belong to a shard."""
         operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale, self.scale_layout)
-        weight = self.from_operands(operand, operand, dtype or self.dtype)
+        weight = type(self)(operand, operand, dtype or self.dtype)
         weight.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
         weight.first_row, weight.requantized_sqnr_db = self.first_row, self.requantized_sqnr_db
         return weight
@@ -339,7 +339,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
     def from_state(cls, *state: Any) -> Self:
         codes, scale, dtype, layout, whole_rows, first_row, requantized_sqnr_db = state
         operand = Operand(codes, scale, ScaleLayout(*layout))
-        weight = cls.from_operands(operand, operand, dtype)
+        weight = cls(operand, operand, dtype)
         weight.whole_rows, weight.first_row, weight.requantized_sqnr_db = whole_rows, first_row, requantized_sqnr_db
         return weight
 

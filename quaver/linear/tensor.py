@@ -21,7 +21,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.weight_form import TensorForm, make_wrapper
-from quaver.recipes.formats import E2M1, FLOAT8_FORMATS
+from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import dequantize
@@ -59,7 +59,7 @@ class Float8Tensor(TensorForm):
 
     @staticmethod
     def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Self:
-        """Use `from_operands`."""
+        """Make one of operands that a cast or another Float8Tensor made; `from_operands` checks them."""
         return make_wrapper(cls, row.data, dtype, row.size if row.layout.is_packed else None)
 
     def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
@@ -67,18 +67,15 @@ class Float8Tensor(TensorForm):
 
     @classmethod
     def from_operands(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Self:
-        """Make the quantized form of a tensor of `dtype`. Every Float8Tensor is made here.
+        """Make the quantized form of a tensor of `dtype`.
 
         Raises:
-            ValueError: an operand is not float8 or has no scale, or the operands have different shapes.
+            ValueError: an operand is not float8, or its scale is missing, on another device or not as `layout` says;
+                or the operands have different shapes. The scales of a stack of matrices may have any shape.
         """
         for operand in (row, column):
-            if operand is None:
-                continue
-            dtype_of_codes = operand.data.dtype
-            is_quantized = dtype_of_codes in FLOAT8_FORMATS or dtype_of_codes is E2M1.dtype
-            if operand.dequant_scale is None or not is_quantized:
-                raise ValueError(f"expected float8 data with a scale, got {operand.data.dtype}")
+            if operand is not None:
+                _check_operand(operand)
         if column is not None and column.data.shape != row.data.shape:
             raise ValueError(f"expected two casts of one tensor, got {list(row.data.shape)}, {list(column.data.shape)}")
         return cls(row, column, dtype)
@@ -171,7 +168,7 @@ class Float8Tensor(TensorForm):
         if which == "own":
             codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW_TENSORS)
             column = Operand(expect(codes), scale, layouts[1], None, outer)
-        return cls.from_operands(row, column, dtype)
+        return cls(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
@@ -184,6 +181,19 @@ class Float8Tensor(TensorForm):
         raise NotImplementedError(
             f"{func} is not defined on a Float8Tensor: its codes mean nothing without their scales. "
             "Give it to a Float8Linear, or call to_high_precision() first"
+        )
+
+
+def _check_operand(operand: Operand) -> None:
+    codes, scale, layout, _, outer_scale = operand
+    if scale is None or not (codes.dtype in FLOAT8_FORMATS or codes.dtype is E2M1.dtype):
+        raise ValueError(f"expected float8 data with a scale, got {codes.dtype}")
+    dtype = torch.float32 if outer_scale is None else E4M3.dtype
+    shape = layout.get_scale_shape(*operand.size) if codes.dim() == 2 else scale.shape
+    if scale.dtype is not dtype or scale.device != codes.device or scale.shape != shape:
+        raise ValueError(
+            f"dequant_scale: expected {dtype} of shape {list(shape)} on {codes.device} for {layout} codes of "
+            f"{list(codes.shape)}, got {scale.dtype} of shape {list(scale.shape)} on {scale.device}"
         )
 
 
@@ -208,7 +218,7 @@ def _map(
     row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
     if column is not None:
         column = row if column is stored else column._replace(data=map_data(column.data))
-    return Float8Tensor.from_operands(row, column, tensor.dtype)
+    return Float8Tensor(row, column, tensor.dtype)
 
 
 def _alias(func: Any, tensor: Float8Tensor) -> Tensor:

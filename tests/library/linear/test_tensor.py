@@ -112,7 +112,7 @@ def test_a_weight_without_codes_for_grad_input_is_refused():
 def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_stored(recipe, transposed):
     config = config_of(recipe)
     row, column = quantize_weight(torch.randn(2, 128, 256), config, transposed, row=True, column=True)
-    stored = Float8Tensor.from_operands(*((column, row) if transposed else (row, column)), torch.float32)
+    stored = Float8Tensor(*((column, row) if transposed else (row, column)), torch.float32)
     stored.check_casts(config.casts.weight, transposed=transposed)
     with pytest.raises(RuntimeError, match="is stored as"):
         stored.check_casts(config.casts.weight, transposed=not transposed)
@@ -172,4 +172,11 @@ def test_operands_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=f"float8 data with a scale, got {data.dtype}"):
             Float8Tensor.from_operands(Operand(data, scale), None, torch.float32)
     with pytest.raises(ValueError, match="two casts of one tensor"):
-        Float8Tensor.from_operands(Operand(codes, scale), Operand(codes[:2], scale), torch.float32)
+        Float8Tensor.from_operands(
+            Operand(codes, torch.tensor(1.0)), Operand(codes[:2], torch.tensor(1.0)), torch.float32
+        )
+    for bad in (torch.ones(3), torch.tensor(1.0, dtype=torch.float64), torch.tensor(1.0, device="meta")):
+        with pytest.raises(
+            ValueError, match=r"dequant_scale: expected torch.float32 of shape \[\] on cpu for tensorwise"
+        ):
+            Float8Tensor.from_operands(Operand(codes, bad), None, torch.float32)
