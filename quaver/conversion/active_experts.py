@@ -104,6 +104,6 @@ def _iter_configs(config: Any) -> Iterator[object]:
     if config is None or not hasattr(config, "__dict__"):
         return
     yield config
-    for held in vars(config).values():
-        if type(held).__name__.endswith("Config"):
-            yield from _iter_configs(held)
+    for value in vars(config).values():
+        if type(value).__name__.endswith("Config"):
+            yield from _iter_configs(value)

@@ -161,21 +161,21 @@ def _find_backend_problems(model: nn.Module) -> Iterator[str]:
 
 
 def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    uses = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     weights = [named for name, module in iter_float8_modules(model) for named in _list_weights(name, module)]
-    missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in held]
+    missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in uses]
     if missing:
         yield (
             f"float8 weights that the optimizer does not hold: {join_names(missing)}; make the optimizer after the "
             "conversion and after fully_shard"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
+    twice = [names.get(key, "a parameter of another model") for key, count in uses.items() if count > 1]
     if twice:
         yield f"parameters that the optimizer holds more than once: {join_names(twice)}"
     # Parameters of a loss are foreign, too: report foreign ones only if the optimizer lacks parameters of the model.
-    lacks = any(parameter.requires_grad and id(parameter) not in held for parameter in model.parameters())
-    foreign = len([key for key in held if key not in names])
+    lacks = any(parameter.requires_grad and id(parameter) not in uses for parameter in model.parameters())
+    foreign = len([key for key in uses if key not in names])
     if foreign and lacks:
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
 

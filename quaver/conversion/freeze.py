@@ -224,8 +224,8 @@ def _find_problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -
     """Yield the reasons why weights cannot be frozen."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():
-        own = {"": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
-        weights |= {f"{name}.{leaf}".strip("."): weight for leaf, weight in own.items()}
+        module_weights = {"": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
+        weights |= {f"{name}.{leaf}".strip("."): weight for leaf, weight in module_weights.items()}
     training = [name for name, weight in weights.items() if weight.requires_grad]
     if 0 < len(training) < len(weights):
         yield (

@@ -27,7 +27,7 @@ from quaver.runtime.errors import check_is_module
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import forget_unsharded
 
-_SHARED_CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
+_shared_configs: dict[tuple[Float8LinearConfig, tuple[str, ...], tuple[str, ...]], Float8LinearConfig] = {}
 """The shared configs, by the config without `high_precision_matmuls`, the names of its fields without derived ones,
 which equality ignores, and these matmuls: at most 8 for each config."""
 
@@ -97,10 +97,10 @@ def _make_config(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8
         return config
     changed = replace(config, high_precision_matmuls=matmuls)
     plain = replace(config, high_precision_matmuls=())
-    given = tuple(field.name for field in fields(plain))
+    field_names = tuple(field.name for field in fields(plain))
     if not config.high_precision_matmuls:
-        _SHARED_CONFIGS.setdefault((plain, given, ()), config)
-    return _SHARED_CONFIGS.setdefault((plain, given, changed.high_precision_matmuls), changed)
+        _shared_configs.setdefault((plain, field_names, ()), config)
+    return _shared_configs.setdefault((plain, field_names, changed.high_precision_matmuls), changed)
 
 
 def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -> None:

@@ -77,12 +77,12 @@ class LayerRecipes:
         """
         layers: dict[str, str] = {}
         for entry in entries:
-            name, equals, own = entry.partition("=")
-            if not (name and equals and own):
+            name, equals, layer_recipe = entry.partition("=")
+            if not (name and equals and layer_recipe):
                 raise ValueError(f"expected an entry 'layer=recipe', got {entry!r}")
             if name in layers:
-                raise ValueError(f"layer {name} has two recipes, {layers[name]!r} and {own!r}")
-            layers[name] = own
+                raise ValueError(f"layer {name} has two recipes, {layers[name]!r} and {layer_recipe!r}")
+            layers[name] = layer_recipe
         return cls(recipe, layers)
 
     @classmethod

@@ -75,8 +75,8 @@ class RoutedExperts(nn.Module):
                     "expert parallelism expects a call with top_k_index and top_k_weights, got hidden_states only"
                 )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
-            height, rest = divmod(tokens.shape[0], self.num_experts)
-            if rest:
+            height, remainder = divmod(tokens.shape[0], self.num_experts)
+            if remainder:
                 raise ValueError(
                     f"expected the same number of tokens for each of {self.num_experts} experts, grouped by expert; "
                     f"got {tokens.shape[0]} rows"
@@ -202,8 +202,8 @@ def is_experts(module: nn.Module) -> bool:
     if not has_protocol and type(module).__name__ != "Llama4TextExperts":
         return False
     names = {"gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"}
-    held = get_expert_weights(module)
-    return set(held) == names and all(weight.dim() == 3 for weight in held.values())
+    weights = get_expert_weights(module)
+    return set(weights) == names and all(weight.dim() == 3 for weight in weights.values())
 
 
 def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:

@@ -126,28 +126,28 @@ def _trace_persistent_cast(
     the kernel that updates the buffer. If a scale is wrongly assumed to be known, every result is inf or NaN.
     """
     cpu.check_memory(hp, scale.quant_scale)
-    given = scale.quant_scale
-    amax, saturated = _observe(hp, given if scale.is_known_to_compiler else given.clamp(min=0), float8_dtype)
+    stored = scale.quant_scale
+    amax, saturated = _observe(hp, stored if scale.is_known_to_compiler else stored.clamp(min=0), float8_dtype)
     if scale.amax_buffer is not None:
         elements = scale.elements or scale.amax_buffer.unbind()
         for element, observed in zip(elements, (amax, saturated), strict=True):
             element.copy_(torch.maximum(element, observed.detach()))
-    own = (
+    computed = (
         amax - amax
         if scale.is_known_to_compiler
         else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     )
-    used = torch.where(given > 0, given, own)
+    used = torch.where(stored > 0, stored, computed)
     quant, dequant, _ = realize_scales(scaling.CastScales(used, scaling.to_dequant_scale(used)))
-    known = given if scale.is_known_to_compiler else quant
+    factor = stored if scale.is_known_to_compiler else quant
     if is_materialized and row and column:
-        row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known, "")
+        row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, factor, factor, "")
         return pair_codes(row_codes, column_codes, quant, dequant)
-    row_codes = cast_row_codes(hp, known, float8_dtype) if row else None
+    row_codes = cast_row_codes(hp, factor, float8_dtype) if row else None
     column_codes = None
     if column:
         column_codes = cast_column_codes(
-            hp, known if row_codes is None else wait_for_codes(quant, row_codes), float8_dtype
+            hp, factor if row_codes is None else wait_for_codes(quant, row_codes), float8_dtype
         )
     return pair_codes(row_codes, column_codes, quant, dequant)
 

@@ -273,15 +273,15 @@ def compute_scales(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.t
     if not CAST.by_rule:
         quant = amax_to_quant_scale(amax, CAST)
         return quant, quant
-    known = tl.where(amax < CAST.smallest_amax, CAST.smallest_amax, amax)
+    clamped = tl.where(amax < CAST.smallest_amax, CAST.smallest_amax, amax)
     if CAST.form == "reciprocal":
-        quant = tl.div_rn(1.0, known) * CAST.max
+        quant = tl.div_rn(1.0, clamped) * CAST.max
         dequant = tl.div_rn(1.0, quant)
     elif CAST.form == "amax":
-        quant = tl.div_rn(CAST.max, known)
-        dequant = known * CAST.inverse_max
+        quant = tl.div_rn(CAST.max, clamped)
+        dequant = clamped * CAST.inverse_max
     else:
-        dequant = tl.div_rn(known, CAST.max)
+        dequant = tl.div_rn(clamped, CAST.max)
         dequant = tl.where(dequant < CAST.smallest_scale, CAST.smallest_scale, dequant)
         quant = tl.div_rn(1.0, dequant)
     if CAST.rounds_up:

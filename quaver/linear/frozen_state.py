@@ -53,9 +53,9 @@ class FrozenState(FrozenFloat8Weight):
         quantized = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
-            for matrix, own in quantized.zip_matrices(values):
-                units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)
-                own.data.copy_((matrix.float() / units).clamp(-largest, largest).to(own.data.dtype))
+            for matrix, operand in quantized.zip_matrices(values):
+                units = dequantize(torch.ones_like(operand.data), expect(operand.dequant_scale), layout=operand.layout)
+                operand.data.copy_((matrix.float() / units).clamp(-largest, largest).to(operand.data.dtype))
             return quantized.data_fp8 if torch.equal(quantized.dequantize_codes(), values) else None
 
     def get_memory(self) -> Tensor:

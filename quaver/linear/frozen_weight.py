@@ -113,10 +113,12 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
-        layouts = [known for known in FROZEN_LAYOUTS if (stack or known != COLUMNWISE) and layout in (None, known)]
-        shapes = [[*stack, *known.get_scale_shape(rows, columns)] for known in layouts]
+        layouts = [
+            allowed for allowed in FROZEN_LAYOUTS if (stack or allowed != COLUMNWISE) and layout in (None, allowed)
+        ]
+        shapes = [[*stack, *allowed.get_scale_shape(rows, columns)] for allowed in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
-            expected = ", ".join(f"{shape} ({known})" for shape, known in zip(shapes, layouts, strict=True))
+            expected = ", ".join(f"{shape} ({name})" for shape, name in zip(shapes, layouts, strict=True))
             raise ValueError(
                 f"dequant_scale: expected float32 of shape {expected} for a weight of {list(codes.shape)}, got "
                 f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"
@@ -189,8 +191,8 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         """Dequantize to the weight's dtype; also for a part, if its `first_row` is known."""
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
-            for target, own in self.zip_matrices(values):
-                target.copy_(dequantize(own.data, expect(own.dequant_scale), self.dtype, own.layout))
+            for target, operand in self.zip_matrices(values):
+                target.copy_(dequantize(operand.data, expect(operand.dequant_scale), self.dtype, operand.layout))
             return values
 
     def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
@@ -226,16 +228,16 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
             )
         power_of_2, layout = self.has_power_of_2_scales, self.scale_layout
         float8_dtype, norms = self.data_fp8.dtype, []
-        for matrix, own in self.zip_matrices(hp.contiguous()):
+        for matrix, operand in self.zip_matrices(hp.contiguous()):
             if layout.is_blockwise:
                 cast = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=layout)
             else:
                 dim = None if layout.is_tensorwise else layout.index(ALL)
                 cast = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
-            scale = expect(own.dequant_scale)
-            own.data.copy_(cast[0])
+            scale = expect(operand.dequant_scale)
+            operand.data.copy_(cast[0])
             scale.copy_(cast[2])
-            norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
+            norms.append(dequantize(operand.data, scale, layout=layout).sub_(matrix).norm().item())
         self.requantized_sqnr_db = to_decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
         log_merge_cost()

@@ -91,9 +91,10 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
     if options.pad:
         a, b = pad_operands(a, b)
         bias = bias if bias is None else F.pad(bias, (0, b.size[1] - columns))
-    tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
-    rest = bias, out_dtype, options.scales_are_powers_of_2, [*a.layout], [*b.layout], a.outer_scale, b.outer_scale
-    out: Tensor = exact_float8_mm(*tensors, *rest)
+    layouts, outer_scales = ([*a.layout], [*b.layout]), (a.outer_scale, b.outer_scale)
+    scales = a.dequant_scale, b.dequant_scale
+    power_of_2 = options.scales_are_powers_of_2
+    out: Tensor = exact_float8_mm(a.data, b.data, *scales, bias, out_dtype, power_of_2, *layouts, *outer_scales)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
 

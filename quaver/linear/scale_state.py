@@ -357,8 +357,8 @@ def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
-    """Copy `given` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
+def load_slots(named_slots: Sequence[NamedSlot], loaded: Mapping[str, Any]) -> int:
+    """Copy `loaded` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
 
     A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
@@ -371,9 +371,9 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
     entries = list_entries(named_slots)
     may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
     sources = {
-        name: _convert_entry(name, given[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
+        name: _convert_entry(name, loaded[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
         for name, view in entries.items()
-        if name in given
+        if name in loaded
     }
     for name, view in entries.items():
         source = sources.get(name, view.new_zeros(()))
@@ -382,7 +382,7 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
         view.copy_(source.clamp(min=0))
     for state in {id(state): state for _, state, _ in named_slots}.values():
         state.refresh_after_load()
-    return sum(name not in given for name in entries)
+    return sum(name not in loaded for name in entries)
 
 
 def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:

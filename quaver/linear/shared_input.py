@@ -113,9 +113,9 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, linear_class))
     around = [list(list_enclosing_modules(name, modules)) for name in linears]
-    held = Counter(name for names in around for name in names)
+    linear_counts = Counter(name for names in around for name in names)
     for names in around:
-        parent = next((modules[name] for name in names if held[name] > 1), None)
+        parent = next((modules[name] for name in names if linear_counts[name] > 1), None)
         if parent is not None and begin_parent_forward not in parent._forward_pre_hooks.values():
             _set_hook_key(parent.register_forward_pre_hook(begin_parent_forward).id, parent._forward_pre_hooks)
             ended = parent.register_forward_hook(end_parent_forward, always_call=True).id
@@ -135,11 +135,11 @@ def _set_hook_key(key: int, *hooks: dict[Any, Any]) -> None:
 def stop_sharing_inputs(model: nn.Module) -> None:
     """Undo `share_inputs`."""
     for module in model.modules():
-        for hooks, own in (
+        for hooks, shared_hook in (
             (module._forward_pre_hooks, begin_parent_forward),
             (module._forward_hooks, end_parent_forward),
         ):
-            for key in [key for key, hook in hooks.items() if hook is own]:
+            for key in [key for key, hook in hooks.items() if hook is shared_hook]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
 
@@ -169,23 +169,23 @@ class CachedQuantizer(Quantizer):
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
         global _cached_operands
-        mode, known, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
+        mode, cached, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
         entry = _cached_operands  # read once: another thread may replace it
         if entry is not None and entry.serves(hp, self, mode):
-            known, linear_ids = entry.operands, entry.linear_ids | linear_ids
-            if (not row or known.row is not None) and (not column or known.column is not None):
+            cached, linear_ids = entry.operands, entry.linear_ids | linear_ids
+            if (not row or cached.row is not None) and (not column or cached.column is not None):
                 _cached_operands = entry._replace(linear_ids=linear_ids)
-                return known
+                return cached
         _cached_operands = entry = None  # frees its memory before the next cast allocates
-        missing = self.casts.row if known.row is None else self.casts.column
+        missing = self.casts.row if cached.row is None else self.casts.column
         operands = super().__call__(
             hp,
-            row=row and known.row is None,
-            column=column and known.column is None,
-            scales=scales or self.derive_scales(missing, known),
+            row=row and cached.row is None,
+            column=column and cached.column is None,
+            scales=scales or self.derive_scales(missing, cached),
         )
-        operands = Operands(known.row or operands.row, known.column or operands.column)
-        cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
+        operands = Operands(cached.row or operands.row, cached.column or operands.column)
+        kept = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
         _cached_operands = SharedOperands(
             weakref.ref(hp, _clear_dead_entry),
@@ -195,7 +195,7 @@ class CachedQuantizer(Quantizer):
             self.hp_dtype,
             self.scale,
             _get_version(self.scale),
-            cached,
+            kept,
             linear_ids,
         )
         return operands

@@ -33,7 +33,7 @@ _ROW_TENSORS = ["data_fp8", "dequant_scale", "outer_scale"]
 """The tensors of the row operand. A separate column operand has the same names after "column_"."""
 
 Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
-"""The dtype of a flattened `Float8Tensor`; its column operand, "none", "shared" or its "own"; and the layouts."""
+"""The dtype of a flattened `Float8Tensor`; its column operand, "none", "shared" or "separate"; and the layouts."""
 
 
 class Float8Tensor(TensorForm):
@@ -100,10 +100,10 @@ class Float8Tensor(TensorForm):
         row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
-        is_one = self.column_data_fp8 is self.data_fp8
-        own = self.column_dequant_scale, self.layouts[1], None, self.column_outer_scale
-        column = row if is_one else Operand(self.column_data_fp8, *own)
-        return Operands(row, column)
+        if self.column_data_fp8 is self.data_fp8:
+            return Operands(row, row)
+        scale, outer_scale = self.column_dequant_scale, self.column_outer_scale
+        return Operands(row, Operand(self.column_data_fp8, scale, self.layouts[1], None, outer_scale))
 
     def get_operands(self) -> Operands:
         """Return both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
@@ -152,20 +152,22 @@ class Float8Tensor(TensorForm):
             return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        which = "own"
+        column_kind = "separate"
         if self.column_data_fp8 is None or self.column_data_fp8 is self.data_fp8:
-            which = "none" if self.column_data_fp8 is None else "shared"
-        names = _ROW_TENSORS if which != "own" else [*_ROW_TENSORS, *(f"column_{name}" for name in _ROW_TENSORS)]
-        return [name for name in names if getattr(self, name) is not None], (self.dtype, which, self.layouts)
+            column_kind = "none" if self.column_data_fp8 is None else "shared"
+        names = (
+            [*_ROW_TENSORS, *(f"column_{name}" for name in _ROW_TENSORS)] if column_kind == "separate" else _ROW_TENSORS
+        )
+        return [name for name in names if getattr(self, name) is not None], (self.dtype, column_kind, self.layouts)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], meta: Metadata, outer_size: object, outer_stride: object
     ) -> Float8Tensor:
-        dtype, which, layouts = meta
+        dtype, column_kind, layouts = meta
         row = Operand(inner["data_fp8"], inner["dequant_scale"], layouts[0], None, inner.get("outer_scale"))
-        column = row if which == "shared" else None
-        if which == "own":
+        column = row if column_kind == "shared" else None
+        if column_kind == "separate":
             codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW_TENSORS)
             column = Operand(expect(codes), scale, layouts[1], None, outer)
         return cls(row, column, dtype)

@@ -83,9 +83,9 @@ class TensorForm(Tensor):
         if _is_composite_view(func):
             return decompose(func, args, kwargs)
         forms = find_forms((args, kwargs))
-        own = forms[0].run_op(func, args, kwargs)
-        if own is not NotImplemented:
-            return own
+        handled = forms[0].run_op(func, args, kwargs)
+        if handled is not NotImplemented:
+            return handled
         writes = {id(form): form for form in find_writes(func, args, kwargs)}
         if writes and torch.Tag.inplace_view in func.tags:
             form = next(iter(writes.values()))

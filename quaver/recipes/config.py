@@ -212,12 +212,12 @@ class Float8LinearConfig:
         derived = {"force_recompute_fp8_weight_in_bwd"}
         for operand, default_dtype in zip(LinearCasts._fields, (E4M3.dtype, E4M3.dtype, E5M2.dtype), strict=True):
             row_name, column_name = (f"cast_config_{name_cast(operand, direction)}" for direction in ("row", "column"))
-            given: CastConfig | None = getattr(self, column_name)
-            row, column = _resolve_operand(operand, getattr(self, row_name), given, default_dtype)
+            column_cast: CastConfig | None = getattr(self, column_name)
+            row, column = _resolve_operand(operand, getattr(self, row_name), column_cast, default_dtype)
             object.__setattr__(self, row_name, row)
             object.__setattr__(self, column_name, column)
             casts.append(OperandCasts(row, column, self.round_scales_to_power_of_2, row == column))
-            derived |= set() if given else {column_name}
+            derived |= set() if column_cast else {column_name}
         object.__setattr__(self, "_derived", frozenset(derived))
         return LinearCasts(*casts)
 

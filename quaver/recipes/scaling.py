@@ -325,8 +325,8 @@ def cast_with_persistent_scale(
     """
     fmt = FLOAT8_FORMATS[float8_dtype]
     amax = compute_amax(hp).float()
-    own = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
-    quant = torch.where(quant_scale > 0, quant_scale, own)
+    computed = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    quant = torch.where(quant_scale > 0, quant_scale, computed)
     scaled = apply_quant_scale(hp, quant)
     saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
     return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([amax, saturated])

@@ -24,10 +24,10 @@ def convert_from_torchao(value: Any, expected: type[Any]) -> Any:
         if (cls.__module__, cls.__name__) == ("torchao.float8.config", expected.__name__):
             if issubclass(expected, enum.Enum):
                 return expected(value.value)
-            own = {option.name for option in fields(expected) if option.repr}  # without aliases
-            given = {option.name: getattr(value, option.name) for option in fields(cls)}
-            left_out = {option.name for option in fields(cls) if given[option.name] == option.default} - own
-            return expected(**{name: option for name, option in given.items() if name not in left_out})
+            supported = {option.name for option in fields(expected) if option.repr}  # without aliases
+            options = {option.name: getattr(value, option.name) for option in fields(cls)}
+            left_out = {option.name for option in fields(cls) if options[option.name] == option.default} - supported
+            return expected(**{name: option for name, option in options.items() if name not in left_out})
     return value
 
 
@@ -61,8 +61,8 @@ def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
     base = recipe("mxfp8_with_gw_hp" if value.wgrad_with_hp else "mxfp8")
     modes = type(base.cast_config_input.scale_calculation_mode)
     if value.scale_calculation_mode.value not in {mode.value for mode in modes}:
-        known = " or ".join(mode.name for mode in modes)
-        raise ValueError(f"{name}.scale_calculation_mode: expected {known}, got {value.scale_calculation_mode.name}")
+        names = " or ".join(mode.name for mode in modes)
+        raise ValueError(f"{name}.scale_calculation_mode: expected {names}, got {value.scale_calculation_mode.name}")
     along = replace(base.cast_config_input, scale_calculation_mode=modes(value.scale_calculation_mode.value))
     casts = {"cast_config_input": along, "cast_config_weight": along, "cast_config_grad_output": along}
     return replace(base, **casts, emulate=value.kernel_preference.name == "EMULATED")

@@ -66,34 +66,34 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
     """A Float8Experts whose weights are stored in float8; `freeze_to_float8` makes it."""
 
 
-def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> Tensor:
-    """Convert `value` of a state_dict to a frozen weight in the format of `own`, this rank's part of `weight`.
+def _convert_loaded(current: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> Tensor:
+    """Convert `value` of a state_dict to a frozen weight in the format of `current`, this rank's part of `weight`.
 
     Raises:
-        ValueError: `own` cannot have these codes, scales or values.
+        ValueError: `current` cannot have these codes, scales or values.
     """
-    given = get_local_tensor(value)
-    if isinstance(given, FrozenFloat8Weight) and given.has_codes:
-        loaded = FrozenFloat8Weight.from_state(*given.get_state())
-        own.check_same_format(loaded)
+    local = get_local_tensor(value)
+    if isinstance(local, FrozenFloat8Weight) and local.has_codes:
+        loaded = FrozenFloat8Weight.from_state(*local.get_state())
+        current.check_same_format(loaded)
         if not loaded.is_meta:
             loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
         return _match_dtensor(loaded, value)
-    values = given.to_high_precision() if isinstance(given, FrozenFloat8Weight) else given
-    if values.dtype in FLOAT8_FORMATS or values.shape != own.shape:
+    values = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
+    if values.dtype in FLOAT8_FORMATS or values.shape != current.shape:
         raise ValueError(
             f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
             f"got {value.dtype} {list(value.shape)}"
         )
-    codes = _make_state(weight.parameter, own).find_codes(values.to(own.data_fp8.device, own.dtype))
+    codes = _make_state(weight.parameter, current).find_codes(values.to(current.data_fp8.device, current.dtype))
     if codes is not None:
-        return _match_dtensor(own.with_codes(codes), value)
-    if own.is_part:
+        return _match_dtensor(current.with_codes(codes), value)
+    if current.is_part:
         raise ValueError(
             "these values do not fit the scales of the whole weight, which a shard must keep; load them before "
             "fully_shard, or into a base that was frozen from the same weights"
         )
-    quantized = typing.cast(FrozenFloat8Weight, own.clone())
+    quantized = typing.cast(FrozenFloat8Weight, current.clone())
     quantized.write(values)
     return quantized
 

@@ -128,10 +128,10 @@ class Float8PrimaryOptimizer(Optimizer):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}
-        held = super().__getstate__()
-        del held["state"]
-        return {**held, **own, "_is_made": True, "_is_stepping": False}
+        state = super().__getstate__()
+        del state["state"]
+        state |= {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}
+        return {**state, "_is_made": True, "_is_stepping": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -262,8 +262,8 @@ def use_float8_primary_weights(
         raise ValueError(
             "model: expected one outside of DistributedDataParallel, got one inside; wrap it after this call"
         )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in held]
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in optimized]
     if not trained:
         raise ValueError(
             "expected an optimizer that holds weights of float8 linears or experts of this model, got none; convert "
