@@ -30,7 +30,7 @@ from quaver.kernels.operation import library
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.runtime.names import list_enclosing_modules
+from quaver.runtime.names import iter_enclosing_modules
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
 
@@ -111,7 +111,7 @@ def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
-    linear_count = Counter(next(list_enclosing_modules(name, modules), "") for name in linears)
+    linear_count = Counter(next(iter_enclosing_modules(name, modules), "") for name in linears)
     return {
         name: module
         for name, module in modules.items()

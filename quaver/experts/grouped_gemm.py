@@ -9,10 +9,10 @@ Rows of the result outside every group are 0. With `transposed`, weights and the
 [E, K, N]. The device and the operands decide how it runs:
 
     device and operands                                                    runs as
-    CPU                                                                    a `gemm.mm` per group, as for linears
+    CPU                                                                    a matmul per group, as for linears
     GPU: e4m3, tensorwise or row-wise, and float8 units                    torch's scaled grouped matmul
     GPU: high precision, or scales that are powers of two; bfloat16        torch's grouped matmul, of widened operands
-    GPU: others                                                            a `gemm.mm` per group
+    GPU: others                                                            a matmul per group
 
 torch's grouped matmuls do not synchronize on sm_90 and sm_100. On other GPUs they read the ends on the host, as the
 last row of this table does. A slow-path report says so once. Widened operands are exact in bfloat16
@@ -42,7 +42,7 @@ from quaver.linear.backends import (
     is_expected_product,
     run_trial,
 )
-from quaver.linear.gemm import mm
+from quaver.linear.gemm import multiply_operands
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
@@ -154,7 +154,7 @@ def _multiply_groups(
             right = right.t() if (matmul is ExpertMatmul.OUTPUT) is not transposed else right
             _multiply_one(left, right, options, out[start:stop])
         elif transposed:
-            out[group] = mm(left.t(), right, options, out_dtype).t()
+            out[group] = multiply_operands(left.t(), right, options, out_dtype).t()
         else:
             _multiply_one(left.t(), right, options, out[group])
     if matmul is not ExpertMatmul.GRAD_WEIGHT:
@@ -163,12 +163,12 @@ def _multiply_groups(
 
 
 def _multiply_one(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
-    """Run `gemm.mm` and write into rows of the result."""
+    """Run `gemm.multiply_operands` and write into rows of the result."""
     is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
     if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:
         exact_float8_mm_out(out, a, b, scales_are_powers_of_2=options.scales_are_powers_of_2)
     else:
-        out.copy_(mm(a, b, options, out.dtype))
+        out.copy_(multiply_operands(a, b, options, out.dtype))
 
 
 def _get_result_shape(a: Tensor, b: Tensor, groups: int, matmul: ExpertMatmul, transposed: bool) -> tuple[int, ...]:

@@ -211,7 +211,7 @@ def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args
 
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
-    own = linear.get_persistent_scales(rows.device, recording=False).input
+    own = linear.get_persistent_scales(rows.device).input
     operand = expect(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
     codes, scale = quantize_by_equations(rows, cast, linear)
     return min(_compute_equal_share(operand.data, codes), _compute_equal_share(expect(operand.dequant_scale), scale))

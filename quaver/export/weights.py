@@ -423,7 +423,7 @@ def store_matrix(
 def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: CastScales | None = None) -> Operand:
     module, scale = weight.module, None
     if isinstance(module, Float8Linear):
-        scale = module.get_persistent_scales(module.weight.device, recording=False).weight
+        scale = module.get_persistent_scales(module.weight.device).weight
     quantizer = Quantizer(weight.config.casts.weight, matrix.dtype, scale)
     return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
 
@@ -438,7 +438,7 @@ def get_input_scale(name: str, linear: Float8Linear) -> Tensor:
 
     Raises ValueError if it is unknown.
     """
-    scale = linear.get_persistent_scales(linear.weight.device, recording=False).input
+    scale = linear.get_persistent_scales(linear.weight.device).input
     if scale is None or not scale.quant_scale > 0:
         raise InputError(
             f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give a "

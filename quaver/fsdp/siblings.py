@@ -120,7 +120,7 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     if weight.scaling is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
-    scale = weight.scaling.get_scales(recording=False, device=device).weight
+    scale = weight.scaling.get_scales(device).weight
     return scale is None or not scale.is_known
 
 

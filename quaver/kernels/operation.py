@@ -81,25 +81,25 @@ def register_operation(
         phase: the profiler range of a call (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
-    run = _with_kernels(reference, cpu, gpu, arguments)
+    run_kernel = _with_kernels(reference, cpu, gpu, arguments)
     library.define(f"{name}({_format_parameters(reference, arguments)}) -> {_format_results(results)}")
     registered = getattr(torch.ops.quaver, name)
     checks = [_ARGUMENT_CHECKS.get(argument.name) for argument in registered.default._schema.arguments[1:]]
-    library.impl(name, _make_implementation(run, results, checks), "CompositeExplicitAutograd")
+    library.impl(name, _make_implementation(run_kernel, results, checks), "CompositeExplicitAutograd")
     run_fake = _with_kernels(fake or reference, None, None, arguments)
     torch.library.register_fake(f"quaver::{name}", _make_implementation(run_fake, results, checks), lib=library)
     if layout is not None:
         registered = wrap_registered_cast(registered, layout)
 
-    def call(first: Tensor, *args: Any) -> Any:
+    def dispatch(first: Tensor, *args: Any) -> Any:
         # Inlines `phases.phase`: the host's time limits small casts and matmuls.
         if phase and not is_dynamo_compiling() and (profiler._is_profiler_enabled or phases.watched is not None):
             with phases.open_phase(phase, (first, *args)):
-                return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
-        return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
+                return (registered if runs_as_operation(first, in_graphs) else run_kernel)(first, *args)
+        return (registered if runs_as_operation(first, in_graphs) else run_kernel)(first, *args)
 
-    call.__name__, call.__doc__ = name, reference.__doc__
-    return call
+    dispatch.__name__, dispatch.__doc__ = name, reference.__doc__
+    return dispatch
 
 
 def _with_kernels(
@@ -110,7 +110,7 @@ def _with_kernels(
 ) -> Callable[..., Any]:
     """Return a function that runs the kernel for a tensor's device, or the reference if none supports the tensor."""
 
-    def run(first: Tensor, *args: Any) -> Any:
+    def run_kernel(first: Tensor, *args: Any) -> Any:
         if arguments is not None:
             args = (arguments(*args),)
         kernel = cpu
@@ -120,7 +120,7 @@ def _with_kernels(
         result = None if kernel is None else kernel(first, *args)
         return reference(first, *args) if result is None else result
 
-    return run
+    return run_kernel
 
 
 def _make_implementation(
@@ -176,11 +176,11 @@ def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) ->
     """
     names = [argument.name for argument in registered.default._schema.arguments]
 
-    def call(*args: Any) -> Operands:
+    def cast(*args: Any) -> Operands:
         named = dict(zip(names, args, strict=True))
         return unflatten_operands(FlatOperands(*registered(*args)), named["row"], named["column"], layout(**named))
 
-    return call
+    return cast
 
 
 def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:

@@ -46,7 +46,7 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 TRITON_FLOAT8 = {} if triton is None else dict(zip(FLOAT8_DTYPES, (tl.float8e4nv, tl.float8e5), strict=True))
 
-FIRST_CAPABILITY = (9, 0)
+MIN_CAPABILITY = (9, 0)
 """The first compute capability on which Triton converts float32 to float8 in one rounding. On 8.9, releases up to at
 least 3.6 convert through float16 (triton-lang/triton#11753). Below 8.9 Triton has no e4m3."""
 
@@ -93,7 +93,7 @@ def find_kernel_obstacle(device_index: int | None) -> str | None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
-    if (capability := get_compute_capability(device_index)) < FIRST_CAPABILITY:
+    if (capability := get_compute_capability(device_index)) < MIN_CAPABILITY:
         return "Triton converts to float8 in one rounding from sm_90 on, and this is sm_{}{}".format(*capability)
     return None
 

@@ -113,8 +113,8 @@ def _make_class(original: Any, float8: Any, wrappers: tuple[ForwardWrapper, ...]
 
 def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
     parts = vars(type(self)).get("_class_parts")
-    return (_new, parts, self.__getstate__()) if parts else object.__reduce_ex__(self, protocol)
+    return (_make_module, parts, self.__getstate__()) if parts else object.__reduce_ex__(self, protocol)
 
 
-def _new(*parts: Any) -> nn.Module:
+def _make_module(*parts: Any) -> nn.Module:
     return object.__new__(_make_class(*parts))

@@ -40,7 +40,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.float8_module import Float8Module
-from quaver.linear.gemm import lay_out_saved_columns, mm
+from quaver.linear.gemm import lay_out_saved_columns, multiply_operands
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
 from quaver.linear.protocols import NO_PROBE, LinearSharding, MatmulProbe
@@ -105,7 +105,7 @@ def _compute_output(
     input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
 ) -> Tensor:
     """Multiply, then reduce under tensor parallelism, where the output may be [*leading, N] and sharded."""
-    output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
+    output = multiply_operands(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
     args.probe.observe_output(output, input_hp, weight_hp, bias)
     return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
 
@@ -140,7 +140,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
         saved_input = expect(saved_input, "the saved codes of the input")
-        grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
+        grad_weight = multiply_operands(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
         args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
     if needs_grad_input and one_by_one:
@@ -151,7 +151,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             add_dependency(row.dequant_scale, grad_weight)
         saved_weight = expect(saved_weight, "the saved codes of the weight")
         weight = _get_weight_column(args, saved_weight, row)
-        grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
+        grad_input = multiply_operands(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         weight_hp = None if args.keeps_codes else saved_weight.data
         args.probe.observe_grad_input(grad_input, grad_output, weight_hp, weight)
     return grad_input, grad_weight, grad_bias

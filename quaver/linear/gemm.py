@@ -70,11 +70,13 @@ def float8_mm(
     b_operand = _check_operand("b", b, b_dequant_scale, b_layout)
     check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
-    return mm(a_operand, b_operand, options, out_dtype, bias)
+    return multiply_operands(a_operand, b_operand, options, out_dtype, bias)
 
 
 @phase("quaver::gemm")
-def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply_operands(
+    a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
     """Multiply checked operands: a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype.
 
     If `a` has no scale, the matmul runs in high precision, and codes of `b` are dequantized.

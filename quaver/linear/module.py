@@ -34,7 +34,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     _describe_backends = staticmethod(describe_backends)
     replaces: ClassVar[type[nn.Linear]] = nn.Linear
-    """A converted nn.Linear is of this class itself (class_change.py); a converted subclass, of a subclass of both."""
+    """A converted nn.Linear becomes a Float8Linear; a converted subclass, a subclass of both (class_change.py)."""
     _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")
     scaling: LinearScaleSlots | None
     """Its persistent scales, if the config has any (scale_state.py)."""
@@ -117,7 +117,7 @@ class Float8Linear(Float8Module, nn.Linear):
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.float8_config.has_persistent_scales:
-            scales = self.get_persistent_scales(input.device)
+            scales = self.begin_forward(input.device)
         operands = self.get_prepared_operands("weight")
         return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
 
@@ -125,7 +125,7 @@ class Float8Linear(Float8Module, nn.Linear):
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        scales = self.get_persistent_scales(input.device)
+        scales = self.begin_forward(input.device)
         bias_after_reduction = operands = None
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.get_local_parameters(weight, bias)
@@ -138,16 +138,19 @@ class Float8Linear(Float8Module, nn.Linear):
         )
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
-    def get_persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
+    def begin_forward(self, device: torch.device) -> PersistentScales:
         """Return the persistent scales of the operands for a forward on `device`.
 
-        Args:
-            recording: whether casts record amaxes. None: if the forward records gradients, or during a calibration.
+        Its casts record amaxes, and the forward is counted, if it records gradients or during a calibration.
         """
+        if self.scaling is not None and (torch.is_grad_enabled() or self.scaling.state.calibrating):
+            return self.scaling.begin_forward(device, self.weight)
+        return self.get_persistent_scales(device)
+
+    def get_persistent_scales(self, device: torch.device) -> PersistentScales:
+        """Return the persistent scales of the operands for casts on `device` that record no amaxes."""
         if self.scaling is not None:
-            if recording is None:
-                recording = self.scaling.state.calibrating or torch.is_grad_enabled()
-            return self.scaling.get_scales(recording=recording, device=device, weight=self.weight)
+            return self.scaling.get_scales(device)
         if self.float8_config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "

@@ -19,7 +19,7 @@ Row and column have this sense in every file, from config.py (`casts.weight.colu
     tensorwise      both operands have one scale, and on a CPU one set of codes
     blockwise       the two operands of a weight have one set of codes and scales
     disabled        the operand is the matrix itself, in high precision
-    dequantized     both operands are the row operand, which `gemm.mm` dequantizes for a matmul in high precision
+    dequantized     both operands are the row operand, which gemm.py dequantizes for a matmul in high precision
 
 Five quantizers share this interface:
 
@@ -71,19 +71,21 @@ class Quantizer:
             return Operands(None, None)
         casts, hp = self.casts, flatten_to_matrix(hp)
         if casts.is_dequantized:
-            operand = self.cast(casts.row, hp, row=True, column=False, scales=scales).row
+            operand = self.apply_cast(casts.row, hp, row=True, column=False, scales=scales).row
             return Operands(operand, operand)
         if casts.has_equal_casts or not (row and column):
-            return self.cast(casts.row if row else casts.column, hp, row=row, column=column, scales=scales)
+            return self.apply_cast(casts.row if row else casts.column, hp, row=row, column=column, scales=scales)
         # A row-wise cast runs first: its scales determine a tensorwise scale without another read.
         columns_first = casts.column.is_rowwise
         earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
-        first = self.cast(earlier, hp, row=not columns_first, column=columns_first, scales=scales)
+        first = self.apply_cast(earlier, hp, row=not columns_first, column=columns_first, scales=scales)
         scales = scales or self.derive_scales(later, first)
-        second = self.cast(later, hp, row=columns_first, column=not columns_first, scales=scales)
+        second = self.apply_cast(later, hp, row=columns_first, column=not columns_first, scales=scales)
         return Operands(first.row or second.row, first.column or second.column)
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
+    def apply_cast(
+        self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
+    ) -> Operands:
         """Quantize `hp` [rows, columns] with one cast."""
         if cast.is_disabled:
             converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype))
@@ -136,13 +138,16 @@ class StoredQuantizer(Quantizer):
 
     __slots__ = ()
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
+    def apply_cast(
+        self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
+    ) -> Operands:
         by_operation = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
-            return super().cast(cast, hp, row=row, column=column, scales=scales)
+            return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         if cast.is_persistent and self.scale is not None:
-            dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
-            return cast_with_persistent_scale(hp, self.scale, dtype, row, column, power_of_2, True)
+            power_of_2, is_materialized = self.casts.power_of_2, True
+            scale, dtype = self.scale, cast.float8_dtype
+            return cast_with_persistent_scale(hp, scale, dtype, row, column, power_of_2, is_materialized)
         return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.trailing_arguments)
 
 

@@ -258,33 +258,36 @@ class LinearScaleSlots:
             for record in (True, False)
         )
 
-    def get_scales(self, *, recording: bool, device: torch.device, weight: Tensor | None = None) -> PersistentScales:
-        """Return the scales for casts on `device`, to which the state moves.
+    def get_scales(self, device: torch.device) -> PersistentScales:
+        """Return the scales for casts on `device`, to which the state moves. These casts record no amaxes."""
+        if device != self.state.device:
+            self.follow(device)
+        if self.state.has_unknown_static and not self.state.calibrating:
+            raise RuntimeError(
+                "this model has static scales that were never measured: run a few batches inside "
+                "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
+            )
+        return self.unrecorded
+
+    def begin_forward(self, device: torch.device, weight: Tensor | None) -> PersistentScales:
+        """Return the scales for the casts of a forward, which record amaxes; see [Note: who records].
+
+        Counts the forward, and merges `weight_observed` into the state, which moves to `device`.
 
         Args:
-            recording: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
-                `weight_observed` is merged into the state.
             weight: the linear's, for [Note: a forgotten sync].
         Raises:
             NotImplementedError: linears of one state train on two devices. A backward on the first device would write
                 its amax into the buffer that the move has replaced.
         """
         state = self.state
-        if device != state.device:
-            if recording and state.forwards_since_sync and device.type != "meta":
-                raise NotImplementedError(
-                    "the linears of one conversion keep their delayed or static scales on one device, and since the "
-                    f"last sync they trained on {state.device} and {device}: convert the part of each device in a "
-                    "separate call of convert_to_float8_training, or move the model to one device before the step"
-                )
-            self.follow(device)
-        if state.has_unknown_static and not state.calibrating:
-            raise RuntimeError(
-                "this model has static scales that were never measured: run a few batches inside "
-                "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
+        if device != state.device and state.forwards_since_sync and device.type != "meta":
+            raise NotImplementedError(
+                "the linears of one conversion keep their delayed or static scales on one device, and since the "
+                f"last sync they trained on {state.device} and {device}: convert the part of each device in a "
+                "separate call of convert_to_float8_training, or move the model to one device before the step"
             )
-        if not recording:
-            return self.unrecorded
+        self.get_scales(device)
         if self.recorded.weight is not None and self.weight_observed is not None:
             record_observed(self.recorded.weight, self.weight_observed)
         if not torch.compiler.is_compiling():
@@ -299,7 +302,7 @@ class LinearScaleSlots:
         Args:
             observed: `weight_observed` of an earlier cast of the same weight, which this cast updates.
         """
-        scale = self.get_scales(recording=False, device=device).weight
+        scale = self.get_scales(device).weight
         if scale is None:
             return None
         if observed is None:

@@ -31,7 +31,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import CastScales, PersistentScale
-from quaver.runtime.names import list_enclosing_modules
+from quaver.runtime.names import iter_enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICY_MODES
 from quaver.torch_private.versions import get_version
@@ -112,7 +112,7 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     """
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, linear_class))
-    around = [list(list_enclosing_modules(name, modules)) for name in linears]
+    around = [list(iter_enclosing_modules(name, modules)) for name in linears]
     linear_counts = Counter(name for names in around for name in names)
     for names in around:
         parent = next((modules[name] for name in names if linear_counts[name] > 1), None)

@@ -139,5 +139,5 @@ class AllGatherInput:
         `for_grad_weight`: whether a linear that reads the input trains its weight. `linear`: the linear whose
         persistent scale is used; the copy of a module passes its own linear.
         """
-        scale = (linear or self._linear).get_persistent_scales(local.device).input or (None, None, None)
+        scale = (linear or self._linear).begin_forward(local.device).input or (None, None, None)
         return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])

@@ -57,18 +57,20 @@ class TensorParallelQuantizer(Quantizer):
         is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
         return super().derive_scales(cast, operands) if is_tensorwise else None
 
-    def cast(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None) -> Operands:
+    def apply_cast(
+        self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
+    ) -> Operands:
         """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
         if cast.is_disabled:
-            return super().cast(cast, hp, row=row, column=column, scales=scales)
+            return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         layout = cast.require_layout("tensor parallelism")
         if layout.is_blockwise:
-            return super().cast(cast, hp, row=row, column=column, scales=scales)
+            return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         if not layout.is_tensorwise:
             return self._cast_rowwise(cast, hp, row=row, column=column)
         if scales is not None or self.scale is None:
             scales = scales or self._compute_agreed_scales(cast, hp, None)
-            return super().cast(cast, hp, row=row, column=column, scales=scales)
+            return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
         quant_scale, is_known = self.scale.quant_scale, self.scale.is_known
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
@@ -94,7 +96,7 @@ class TensorParallelQuantizer(Quantizer):
             )
         if row != agrees_on_rows or column != agrees_on_columns:
             own_row, own_column = row and not agrees_on_rows, column and not agrees_on_columns
-            own = super().cast(cast, hp, row=own_row, column=own_column, scales=None)
+            own = super().apply_cast(cast, hp, row=own_row, column=own_column, scales=None)
         return Operands(agreed.row or own.row, agreed.column or own.column)
 
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:

@@ -112,7 +112,7 @@ class LinearCasts(NamedTuple):
 
 
 class MatmulOptions(NamedTuple):
-    """How one matmul of a linear runs, for `gemm.mm`."""
+    """How one matmul of a linear runs, for `gemm.multiply_operands`."""
 
     use_fast_accum: bool = False
     """On float8 hardware only: fewer bits in Hopper's partial sums."""

@@ -21,8 +21,8 @@ def strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def list_enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Return the names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
+def iter_enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
 
     `modules`: the named modules of the root.
     """

@@ -53,5 +53,5 @@ def test_references_of_docstrings_and_comments_resolve():
 
 def test_stale_references_are_found():
     assert find_stale_references(
-        "`gemm.no_name`, `gemm.mm`, `no_name` (linear/gemm.py), `mm` in gemm.py, no_file.py"
+        "`gemm.no_name`, `gemm.float8_mm`, `no_name` (linear/gemm.py), `float8_mm` in gemm.py, no_file.py"
     ) == ["gemm.no_name", "no_name (linear/gemm.py)", "no_file.py"]

@@ -131,7 +131,7 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
 
     def multiply(a, b, bias, out_dtype, use_fast_accum):
         scale_dtypes.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
-        return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
+        return gemm.multiply_operands(a, b, MatmulOptions(), out_dtype, bias)
 
     with other_defaults(defaults):
         monkeypatch.setattr(backends, "native_mm", multiply)

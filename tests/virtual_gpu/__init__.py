@@ -72,4 +72,4 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         for (_, kind), failure in failures.items():
             assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
         slow = [path for path in list_slow_paths() if path not in before and path.startswith("float8 casts on")]
-        assert card.capability < triton_blocks.FIRST_CAPABILITY or not slow, slow
+        assert card.capability < triton_blocks.MIN_CAPABILITY or not slow, slow

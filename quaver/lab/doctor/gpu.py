@@ -109,9 +109,9 @@ def describe_gpu(
 
 
 def _describe_casts(spec: DeviceSpec) -> str:
-    from quaver.kernels.triton_blocks import FIRST_CAPABILITY  # imports triton
+    from quaver.kernels.triton_blocks import MIN_CAPABILITY  # imports triton
 
-    if divmod(spec.compute_capability or 0, 10) >= FIRST_CAPABILITY:
+    if divmod(spec.compute_capability or 0, 10) >= MIN_CAPABILITY:
         return "Triton's kernels in eager code, one or two a cast; Inductor's in compiled code"
     return "PyTorch's operators in eager code, in several passes: Triton converts to float8 from sm_90 on"
 

@@ -50,8 +50,10 @@ def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monke
     """A weight in blocks is the exception: one set of codes serves both directions."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)
-    multiplied, mm = [], function.mm
-    monkeypatch.setattr(function, "mm", lambda a, b, *rest: multiplied.append((a, b)) or mm(a, b, *rest))
+    multiplied, multiply = [], function.multiply_operands
+    monkeypatch.setattr(
+        function, "multiply_operands", lambda a, b, *rest: multiplied.append((a, b)) or multiply(a, b, *rest)
+    )
     for options in ({"config": base}, {"config": base, "serving": serving}):
         x = input.clone().requires_grad_()
         output = convert_to_float8_training(copy.deepcopy(linear), **options)(x)
@@ -85,7 +87,7 @@ def calibrate_input_scales(**options):
     with calibrate_float8_static_scales(model):
         for index, linear in enumerate(model):
             linear(input * (1 + index / 7))
-    scales = [linear.get_persistent_scales(torch.device("cpu"), recording=False) for linear in model]
+    scales = [linear.get_persistent_scales(torch.device("cpu")) for linear in model]
     return torch.stack([scale.input.quant_scale for scale in scales])
 
 

@@ -69,8 +69,8 @@ def gradients_of(model):
 @contextlib.contextmanager
 def count_calls():
     """Yield a function that returns the counts of float8 matmuls and of casts."""
-    multiply = mock.patch.object(function, "mm", wraps=function.mm)
-    cast = mock.patch.object(Quantizer, "cast", autospec=True, side_effect=Quantizer.cast)
+    multiply = mock.patch.object(function, "multiply_operands", wraps=function.multiply_operands)
+    cast = mock.patch.object(Quantizer, "apply_cast", autospec=True, side_effect=Quantizer.apply_cast)
     with multiply as matmuls, cast as casts:
         yield lambda: (matmuls.call_count, casts.call_count)
 

@@ -89,7 +89,7 @@ def _build_linear(config, quant_scale, style=None, features=(48, 40)):
         return linear, NO_PERSISTENT_SCALES._asdict()
     linear.scaling.state.quant_scale.fill_(quant_scale)
     linear.scaling.state.refresh_after_load()
-    scales = linear.get_persistent_scales(torch.device("cpu"), recording=True)
+    scales = linear.begin_forward(torch.device("cpu"))
     return linear, scales._asdict()
 
 

@@ -46,14 +46,14 @@ def export_what_a_forward_multiplies(model, monkeypatch, **options):
     Return the export, its tensors by name, and for each linear its stored scale and that of the forward.
     """
     operands = []
-    multiply = quaver.linear.function.mm
+    multiply = quaver.linear.function.multiply_operands
 
     def record_and_multiply(a, b, *args):
         operands.append(b.t())
         return multiply(a, b, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.linear.function, "mm", record_and_multiply)
+        patch.setattr(quaver.linear.function, "multiply_operands", record_and_multiply)
         model.eval()(TOKENS)
     exported = iter_float8_weights(model, **options)
     tensors, scales = dict(exported), []

@@ -73,7 +73,7 @@ def test_nothing_is_saved_for_a_gradient_that_is_not_needed(recipe):
 
 
 def count_matmuls():
-    return mock.patch.object(function, "mm", wraps=function.mm)
+    return mock.patch.object(function, "multiply_operands", wraps=function.multiply_operands)
 
 
 @pytest.mark.parametrize(

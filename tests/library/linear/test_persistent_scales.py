@@ -370,7 +370,7 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
     monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
     module = make_linear()
     for device in (torch.device("cuda"), mesh_device):
-        module.scaling.get_scales(recording=False, device=device)
+        module.scaling.get_scales(device)
     assert moved == ([mesh_device] * 2 if current else [])
 
 
@@ -380,12 +380,12 @@ def test_training_on_two_devices_is_refused(monkeypatch):
     state, cuda, moved = model[1].scaling.state, torch.device("cuda", 0), []
     monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
-    model[1].scaling.get_scales(recording=False, device=cuda)
+    model[1].scaling.get_scales(cuda)
     assert moved == [cuda]
     with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
-        model[1].scaling.get_scales(recording=True, device=cuda)
+        model[1].scaling.begin_forward(cuda, None)
     state.sync(None)
-    model[1].scaling.get_scales(recording=True, device=cuda)
+    model[1].scaling.begin_forward(cuda, None)
     assert moved == [cuda, cuda]
 
 

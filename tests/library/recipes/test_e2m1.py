@@ -10,7 +10,7 @@ from quaver import Float8LinearConfig, conversion_report, convert_to_float8_trai
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.experts.module import Float8Experts
 from quaver.kernels.cast import cast_blockwise
-from quaver.linear.gemm import mm
+from quaver.linear.gemm import multiply_operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes import e2m1, scaling
 from quaver.recipes.cast_config import CastConfig, ScalingGranularity
@@ -89,10 +89,10 @@ def test_a_cast_has_two_codes_a_byte_and_two_levels_of_scales(layout, dtype):
 def test_the_matmul_is_exact(shape, pad):
     m, k, n = shape
     a, b = cast(torch.randn(m, k)).row, cast(torch.randn(n, k)).row
-    out = mm(a, b.t(), MatmulOptions(pad=pad), torch.float32)
+    out = multiply_operands(a, b.t(), MatmulOptions(pad=pad), torch.float32)
     torch.testing.assert_close(out.double(), dequantize(a) @ dequantize(b).t(), rtol=1e-4, atol=1e-4)
     float8 = cast_blockwise(torch.randn(n, k), E4M3.dtype, True, False, False, 1, 32, "").row
-    assert mm(a, float8.t(), MatmulOptions(), torch.bfloat16).shape == (m, n)
+    assert multiply_operands(a, float8.t(), MatmulOptions(), torch.bfloat16).shape == (m, n)
 
 
 @pytest.mark.parametrize("weight", [ALONG, SQUARE], ids=["1x16", "16x16"])

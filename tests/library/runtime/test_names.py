@@ -6,8 +6,8 @@ from torch import nn
 from quaver.runtime.names import (
     find_parameter_names,
     find_weight_modules,
+    iter_enclosing_modules,
     join_names,
-    list_enclosing_modules,
     strip_wrappers,
 )
 
@@ -21,9 +21,9 @@ def test_names_lose_the_parts_that_wrappers_add():
 def test_containers_are_no_enclosing_modules():
     model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
     modules = dict(model.named_modules())
-    assert list(list_enclosing_modules("0.0.0", modules)) == ["0.0", ""]
-    assert list(list_enclosing_modules("0", modules)) == [""]
-    assert list(list_enclosing_modules("", modules)) == []
+    assert list(iter_enclosing_modules("0.0.0", modules)) == ["0.0", ""]
+    assert list(iter_enclosing_modules("0", modules)) == [""]
+    assert list(iter_enclosing_modules("", modules)) == []
 
 
 def test_tied_parameters_and_shared_modules_have_every_name():
