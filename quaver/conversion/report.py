@@ -45,29 +45,27 @@ IN_HIGH_PRECISION = "its config computes all matmuls in high precision"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
-
-    Attributes:
-        name: the name of the linear, or of the parameter if another module has the weight.
-        in_features, out_features: the last two dims of the weight, a matrix or a stack of matrices.
-        matrices_per_token: how many matrices of this weight multiply a token. 1 for a linear; the active experts for a
-            stack; k / E for a linear that is one of E experts, k of them active.
-        backend: how the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8
-            units), "native and exact", "high precision" or "not run yet"; "" for skipped layers.
-        float8_matmuls: which of "output", "grad_input" and "grad_weight" the layer's config computes in float8; () for
-            skipped layers.
-        config: the line of the report's `config` that the layer has, from 1; 0 for skipped layers.
-    """
+    """One matmul weight of the model: whether its matmuls run in float8, and why (or why not)."""
 
     name: str
+    """The name of the linear, or of the parameter if another module has the weight."""
     in_features: int
+    """The last dim of the weight, a matrix or a stack of matrices."""
     out_features: int
+    """The last dim but one of the weight."""
     converted: bool
     reason: str
     matrices_per_token: float = 1.0
+    """How many matrices of this weight multiply a token. 1 for a linear; the active experts for a stack; k / E for a
+    linear that is one of E experts, k of them active."""
     backend: str = ""
+    """How the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8 units),
+    "native and exact", "high precision" or "not run yet"; "" for skipped layers."""
     float8_matmuls: tuple[str, ...] = ()
+    """Which of "output", "grad_input" and "grad_weight" the layer's config computes in float8; () for skipped
+    layers."""
     config: int = 0
+    """The line of the report's `config` that the layer has, from 1; 0 for skipped layers."""
 
     @property
     def flops_per_token(self) -> float:
@@ -91,20 +89,17 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Every matmul weight of a model, converted or skipped and why.
-
-    Attributes:
-        config: the configs of the layers in float8, one per line.
-        notes: notes about these configs, about what expert parallelism sends, about mixtures whose number of active
-            experts is unknown, and about the slow paths that this process took (slow_paths.py).
-        convolutions: the number of convolutions. They stay in high precision, and `float8_flops_fraction` does not
-            count them, because their FLOPs depend on the size of the input.
-    """
+    """Every matmul weight of a model, converted or skipped and why."""
 
     config: str
+    """The configs of the layers in float8, one per line."""
     layers: list[LayerReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """Notes about these configs, about what expert parallelism sends, about mixtures whose number of active experts is
+    unknown, and about the slow paths that this process took (slow_paths.py)."""
     convolutions: int = 0
+    """The number of convolutions. They stay in high precision, and `float8_flops_fraction` does not count them, because
+    their FLOPs depend on the size of the input."""
 
     @property
     def converted(self) -> list[LayerReport]:

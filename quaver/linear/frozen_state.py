@@ -31,13 +31,10 @@ aten = torch.ops.aten
 
 
 class FrozenState(FrozenFloat8Weight):
-    """A frozen weight, or a shard of one, in a state_dict; see the top of the file.
-
-    Attributes:
-        values_hp: the dequantized values, after the first access to the memory.
-    """
+    """A frozen weight, or a shard of one, in a state_dict; see the top of the file."""
 
     values_hp: Tensor | None = None
+    """The dequantized values, after the first access to the memory."""
 
     @property
     def has_codes(self) -> bool:

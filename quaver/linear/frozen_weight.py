@@ -68,14 +68,14 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         data_fp8: float8 [N, K] or [E, rows, columns]; a part has fewer in the first dim, or is flat.
         dequant_scale: float32; (), [N, 1] or one number per block of the whole weight. The top of the file gives the
             shapes for stacks.
-        whole_rows: for a shard, the number of rows, or matrices, of the whole weight; else 0. See [Note: parts].
-        first_row: for a shard in a state_dict, its first row, or matrix, in the whole weight.
-        requantized_sqnr_db: the SQNR of the last write in high precision; None before one.
     """
 
     whole_rows: int = 0
+    """For a shard, the number of rows, or matrices, of the whole weight; else 0. See [Note: parts]."""
     first_row: int = 0
+    """For a shard in a state_dict, its first row, or matrix, in the whole weight."""
     requantized_sqnr_db: float | None = None
+    """The SQNR of the last write in high precision; None before one."""
 
     @staticmethod
     def __new__(

@@ -37,25 +37,23 @@ Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
 
 
 class Float8Tensor(TensorForm):
-    """Quantized operands with the shape and dtype of the tensor that they came from.
-
-    Attributes:
-        data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 (), [..., 1]
-            or, for blocks of one row, [..., n].
-        column_data_fp8, column_dequant_scale: the column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. If one
-            cast serves both directions, they are the same objects as above. If the tensor was not quantized for the
-            column direction, they are None.
-        layouts: for each operand, which elements of the matrix share a scale.
-        outer_scale, column_outer_scale: float32 (), the outer scales; None in formats of one level.
-    """
+    """Quantized operands with the shape and dtype of the tensor that they came from."""
 
     data_fp8: Tensor
+    """The codes of the row operand, float8 [..., K]."""
     dequant_scale: Tensor
+    """The scale of the row operand, float32 (), [..., 1] or, for blocks of one row, [..., n]."""
     column_data_fp8: Tensor | None
+    """The codes of the column operand, float8 [..., K]. `data_fp8` itself if one cast serves both directions; None if
+    the tensor was not quantized for the column direction."""
     column_dequant_scale: Tensor | None
+    """The scale of the column operand, float32 (), [1, K] or [n, K]; the row operand's or None where the codes are."""
     layouts: tuple[ScaleLayout, ScaleLayout]
+    """For each operand, which elements of the matrix [rows, K] share a scale."""
     outer_scale: Tensor | None
+    """The outer scale of the row operand, float32 (); None in formats of one level."""
     column_outer_scale: Tensor | None
+    """The outer scale of the column operand, float32 (); None in formats of one level."""
 
     @staticmethod
     def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Self:

@@ -237,13 +237,10 @@ torch.serialization.add_safe_globals([rebuild])
 
 
 class WrapperWeight(WeightForm):
-    """A tensor around a plain one in high precision, whose memory, storage and values it presents.
-
-    Attributes:
-        wrapped: the plain tensor.
-    """
+    """A tensor around a plain one in high precision, whose memory, storage and values it presents."""
 
     wrapped: Tensor
+    """The plain tensor."""
 
     @classmethod
     def wrap(cls, wrapped: Tensor) -> Self:

@@ -33,15 +33,12 @@ _NEVER_QUANTIZED = -1, -1
 
 
 class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
-    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype it presents.
-
-    Attributes:
-        wrapped, config: the master, and how to quantize it. None in a tensor that a compiler traces.
-        transposed: whether experts are stored [E, K, N].
-    """
+    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype it presents."""
 
     config: Float8LinearConfig
+    """How to quantize the master, which is `wrapped`. Both are None in a tensor that a compiler traces."""
     transposed: bool
+    """Whether experts are stored [E, K, N]."""
     _quantized: tuple[int, int]
     """The versions of parameter and master at the last cast. A write through a view increments one of the two."""
 
