@@ -175,7 +175,7 @@ class Float8Tensor(TensorForm):
 
     def run_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = _OP_HANDLERS.get(func)
-        return self.get_values(func, False) if handler is None else handler(func, *args, **kwargs)
+        return self.get_values(func, is_written=False) if handler is None else handler(func, *args, **kwargs)
 
     def get_values(self, func: OpOverload, is_written: bool) -> Tensor:
         raise NotImplementedError(
