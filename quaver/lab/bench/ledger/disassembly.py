@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._inductor.runtime import triton_helpers
 
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
+from quaver.torch_private.replacing import replace_attribute
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
@@ -79,8 +79,8 @@ def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
-        stack.enter_context(patch.object(torch.cuda, "is_available", lambda: True))  # configs of NVIDIA's GPUs
+        stack.enter_context(replace_attribute(triton_helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(replace_attribute(torch.cuda, "is_available", lambda: True))  # configs of NVIDIA's GPUs
         file = folder / "kernel.py"  # Triton reads the source from a file
         file.write_text(source)
         module = ModuleType("quaver.lab.memory.kernel")

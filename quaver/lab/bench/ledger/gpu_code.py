@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._inductor.scheduler
@@ -39,6 +38,7 @@ from torch.fx.node import map_aggregate
 from quaver.lab.bench.ledger.launches import CompiledGraph, TritonKernel, read_graph
 from quaver.roofline.attention import CUDNN, choose_kernel
 from quaver.torch_private.inductor import disable_caches
+from quaver.torch_private.replacing import replace_attribute
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -135,8 +135,8 @@ def _record_graphs(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
         stack.enter_context(disable_caches())
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(_as_gpu(gpu))
-        stack.enter_context(patch.object(TritonScheduling, "define_kernel", define_kernel))
-        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", record))
+        stack.enter_context(replace_attribute(TritonScheduling, "define_kernel", define_kernel))
+        stack.enter_context(replace_attribute(GraphLowering, "_compile_to_module_lines", record))
         yield graphs
 
 
@@ -151,10 +151,11 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(patch.object(owner, name, value))
+            stack.enter_context(replace_attribute(owner, name, value))
 
         replace(compile_fx._InProcessFxCompile, "codegen_and_compile", compile_moved)
-        stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _make_interface(gpu)}))
+        interfaces = {**device_interface.device_interfaces, "cuda": _make_interface(gpu)}
+        replace(device_interface, "device_interfaces", interfaces)
         replace(torch._inductor.scheduler, "has_triton", lambda: True)
         replace(torch.utils._triton, "triton_hash_with_backend", lambda: "")  # for caches, which are off
         replace(CacheBase, "get_system", staticmethod(lambda: {"hash": ""}))
@@ -163,11 +164,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "is_available", lambda: False)  # otherwise Inductor times matmuls and enters the device
         replace(Tensor, "copy_", _copy_)
-        replace(
-            F,
-            "scaled_dot_product_attention",
-            _make_attention(choose_kernel(gpu.capability)),
-        )
+        replace(F, "scaled_dot_product_attention", _make_attention(choose_kernel(gpu.capability)))
         _forget_devices()
         try:
             yield
