@@ -13,10 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from quaver.torch_private.fsdp import COLLECTIVES_MODULE
+from torch import Tensor
 
-_GLOO_BUFFER_FUNCTION = "quaver.lab.memory.devices.gloo_buffers", "allocate_buffer"
-"""The code that allocates buffers for the simulated gloo backend."""
+from quaver.torch_private.fsdp import COLLECTIVES_MODULE
 
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _ENGINE_FUNCTION = "torch.autograd.graph", "_engine_run_backward"
@@ -45,6 +44,14 @@ class Caller(NamedTuple):
     """Whether a selective checkpoint called its policy for the operator."""
 
 
+def allocate_collective_buffer(tensor: Tensor) -> Tensor:
+    """Allocate a tensor of the same size for a simulated collective, which `find_caller` counts as communication."""
+    return tensor.new_empty(tensor.shape)
+
+
+_ALLOCATE_CODE = allocate_collective_buffer.__code__
+
+
 def find_caller() -> Caller:
     """Return the call of the operator that is being dispatched."""
     communicates = under_policy = False
@@ -53,7 +60,7 @@ def find_caller() -> Caller:
         name = get_module_name(frame)
         if name.startswith(NOT_MODEL_CODE):
             function = frame.f_code.co_name
-            communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _GLOO_BUFFER_FUNCTION
+            communicates = communicates or name == COLLECTIVES_MODULE or frame.f_code is _ALLOCATE_CODE
             under_policy = under_policy or (name == _CHECKPOINT_MODULE and function == "__torch_dispatch__")
             if (name, function) == _ENGINE_FUNCTION:
                 break

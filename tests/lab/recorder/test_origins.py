@@ -1,6 +1,7 @@
 """Tests the origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
 
 import inspect
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from quaver import Float8Linear
 from quaver.checkpointing import apply_activation_checkpointing
 from quaver.lab.memory import record_timeline
+from quaver.lab.recorder.callers import NOT_MODEL_CODE
 from quaver.lab.recorder.report import merge_layers
 from tests.ranks import on_ranks
 
@@ -51,6 +53,10 @@ def record_step(model, input):
 
 def select_saved(report, **values):
     return [row for row in report["saved_for_backward"] if row.items() >= values.items()]
+
+
+def test_the_modules_that_are_not_model_code_exist():
+    assert all(find_spec(prefix.removesuffix(".")) for prefix in NOT_MODEL_CODE)
 
 
 def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():

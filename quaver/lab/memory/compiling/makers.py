@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.compiling.compiled_tracker import find_recording
+from quaver.lab.recorder.callers import NOT_MODEL_CODE
 from quaver.lab.recorder.recorder import CAST_PREFIX
 from quaver.lab.recorder.storages import StorageWatch
 from quaver.runtime.phases import phase
@@ -32,8 +33,6 @@ _PATH_STEP = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
 _PATH_ROOT = re.compile(
     r"L\['\w+'\](?:\.__self__)?"
 )  # the compiled module, by the name of its forward's first argument
-_NOT_MODEL_CODE = ("torch.", "quaver.lab.memory.")
-"""Prefixes of Python modules that implement operators."""
 _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL_CODE = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
@@ -191,7 +190,7 @@ def find_source_line(node: fx.Node | None) -> tuple[str, int]:
     """Return the file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_TRACE_LINE.findall(trace)):
-        if not _find_python_module(file).startswith(_NOT_MODEL_CODE):
+        if not _find_python_module(file).startswith(NOT_MODEL_CODE):
             return file, int(line)
     return "", 0
 

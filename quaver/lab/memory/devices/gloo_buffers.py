@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quaver.lab.recorder.callers import allocate_collective_buffer
+
 _COPIED_ARGUMENT = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The position of the argument that the collective copies: the gathered tensor, or the tensor to reduce."""
 
@@ -34,12 +36,7 @@ class GlooBuffers(TorchDispatchMode):
         position = _COPIED_ARGUMENT.get(func)
         if position is None or not isinstance(args[position], Tensor):
             return func(*args, **(kwargs or {}))
-        buffer = allocate_buffer(args[position])
+        buffer = allocate_collective_buffer(args[position])
         result = func(*args, **(kwargs or {}))
         del buffer
         return result
-
-
-def allocate_buffer(tensor: Tensor) -> Tensor:
-    """Allocate a buffer of a tensor's size. quaver/lab/recorder/callers.py recognizes it by this function's name."""
-    return tensor.new_empty(tensor.shape)
