@@ -33,6 +33,11 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
+def format_change(change_bytes: float) -> str:
+    """Format a difference of sizes with its sign, such as "-3.25 GiB"; "0 bytes" has none."""
+    return f"{'+' if change_bytes > 0 else '-' if change_bytes < 0 else ''}{format_bytes(abs(change_bytes))}"
+
+
 def parse_bytes(text: str, name: str = "size") -> int:
     """Parse a size in bytes, rounded down.
 

@@ -67,14 +67,14 @@ def test_a_policy_that_saves_abs_costs_a_weight():
     assert rows[0].of == "feed_forward.w3.weight, unsharded"
     assert (rows[0].saved_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
     assert rows[0].sentence.startswith(
-        "+134.2 MB (+134,217,728 bytes): `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
+        "+128 MiB: `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
     )
     assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
-    assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
+    assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32 KiB")
 
     (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").list_rows("saved")
     assert row.difference_bytes == WEIGHT
-    assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
+    assert row.hint == "saving the amax instead, as the other run does, costs 8 KiB"
 
     rows = compare(high, own, label_a="bfloat16", label_b="own policy").list_rows("saved")
     assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]

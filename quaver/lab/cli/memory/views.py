@@ -10,12 +10,12 @@ from rich.table import Table
 from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
-from quaver.lab.memory.reports.pitfalls import format_decimal_bytes, strip_phase
+from quaver.lab.memory.reports.pitfalls import strip_phase
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.report import merge_layers
-from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes
+from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
 from quaver.lab.terminal.tables import make_table
 
 _DEVICE_NAMES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
@@ -139,12 +139,10 @@ def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]
     )
     for name, label, peak, where, saved in runs:
         yield _format_line(name, label)
-        yield _format_line("", f"peak {format_decimal_bytes(peak)} ({peak:,} bytes), in the {where}")
-        yield _format_line(
-            "", f"saved {format_decimal_bytes(saved)} ({saved:,} bytes), by the first forward for its backward"
-        )
+        yield _format_line("", f"peak {_format_long_size(peak)}, in the {where}")
+        yield _format_line("", f"saved {_format_long_size(saved)}, by the first forward for its backward")
     more_peak, more_saved = comparison.peak_b - comparison.peak_a, comparison.saved_b - comparison.saved_a
-    yield _format_line("more", f"peak {more_peak:+,} bytes, saved {more_saved:+,} bytes")
+    yield _format_line("more", f"peak {format_change(more_peak)}, saved {format_change(more_saved)}")
     yield from ("", *_iter_differences("Differences in what is saved for backward", comparison.list_rows("saved"), top))
     yield from ("", *_iter_differences("Differences in what is alive at the peaks", comparison.list_rows("peak"), top))
 
@@ -157,7 +155,7 @@ def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) 
     yield from (f"    {row.sentence}" for row in rows[:top])
     left = rows[top:]
     if left:
-        yield f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all"
+        yield f"    and {len(left)} more rows, {format_change(sum(row.difference_bytes for row in left))} in all"
 
 
 def make_advice_table(advice: Advice) -> Table:
@@ -175,8 +173,7 @@ def make_advice_table(advice: Advice) -> Table:
 
 def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
-    more = row.difference_bytes
-    difference = f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}" if more else ""
+    difference = format_change(row.difference_bytes) if row.difference_bytes else ""
     cost = row.cost
     again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
     step = "" if cost is None or cost.simulated_s is None else f"{cost.simulated_s:.3g} s"

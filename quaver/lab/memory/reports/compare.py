@@ -20,11 +20,11 @@ from quaver.lab.memory.reports.pitfalls import (
     Row,
     SavedByRuns,
     find_hint,
-    format_decimal_bytes,
     is_operator,
     shorten_operator,
 )
 from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merge_layers
+from quaver.lab.terminal.byte_sizes import format_bytes, format_change
 
 _UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")
 
@@ -78,9 +78,8 @@ class TensorDifference:
         return {**asdict(self), "shape": list(self.shape), **derived}
 
     def _format_amount(self) -> str:
-        per_layer = self.per_layer_bytes
         layers = f" per layer x {self.layers}" if self.layers > 1 else ""
-        return f"{'+' if per_layer > 0 else ''}{format_decimal_bytes(per_layer)} ({per_layer:+,} bytes){layers}"
+        return f"{format_change(self.per_layer_bytes)}{layers}"
 
     def _format_subject(self) -> str:
         operator = shorten_operator(self.operator)
@@ -104,7 +103,7 @@ class TensorDifference:
             at = f" at {line}" if line else ""
             yield f"first used in backward by {shorten_operator(self.first_use['operator'])}{at}"
         if self.bytes_a and self.bytes_b:
-            yield f"{format_decimal_bytes(self.bytes_a)} in all became {format_decimal_bytes(self.bytes_b)}"
+            yield f"{format_bytes(self.bytes_a)} in all became {format_bytes(self.bytes_b)}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quaver.lab.recorder.recorder import CAST_PREFIX
+from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 Row = dict[str, Any]
@@ -25,7 +26,6 @@ _REDUCTIONS = frozenset(
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
 _LONGEST_NAME = 48
 """The most letters of an operator's name, since a fused kernel is named after all its operators."""
-_DECIMAL_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 class SavedByRuns(NamedTuple):
@@ -60,13 +60,6 @@ def is_operator(name: str) -> bool:
     return name.startswith("fused_") or "::" in name or isinstance(_find_operator(name), (OpOverload, OpOverloadPacket))
 
 
-def format_decimal_bytes(size_bytes: float) -> str:
-    """Format bytes with four digits and a decimal unit: 134.2 MB."""
-    units = (unit for unit in reversed(_DECIMAL_UNITS) if float(f"{abs(size_bytes) / unit[0]:.4g}") < 1000)
-    unit_bytes, unit = next(units, _DECIMAL_UNITS[0])
-    return f"{size_bytes / unit_bytes:.4g} {unit}"
-
-
 def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
     """Give a hint if a pointwise result is saved, but backward reads only a reduction of it."""
     first_use = row.get("first_use") or {}
@@ -83,10 +76,10 @@ def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
     ]
     if reductions:
         cost_bytes = sum(reduction["bytes"] for reduction in reductions)
-        return f"saving the {reader} instead, as the other run does, costs {format_decimal_bytes(cost_bytes)}"
+        return f"saving the {reader} instead, as the other run does, costs {format_bytes(cost_bytes)}"
     # A reduction removes at least one dim, at worst the smallest.
     most_bytes = prod(sizes) // min(sizes) * _get_itemsize(row["dtype"])
-    return f"saving the {reader} instead would cost at most {format_decimal_bytes(most_bytes)}"
+    return f"saving the {reader} instead would cost at most {format_bytes(most_bytes)}"
 
 
 def _hint_at_unread(row: Row, saved: SavedByRuns) -> str:
@@ -119,7 +112,7 @@ def _hint_at_copy(row: Row, saved: SavedByRuns) -> str:
         return ""
     is_wider = itemsize > _get_itemsize(source["dtype"])
     if row["dtype"].startswith("float8") and not is_wider:
-        input_saved = f"{source['dtype']} ({format_decimal_bytes(source['bytes'])})"
+        input_saved = f"{source['dtype']} ({format_bytes(source['bytes'])})"
         return f"the input of the cast is saved, too, in {input_saved}: backward needs one of the two"
     if shorten_operator(row["operator"]) in _CONVERSIONS and is_wider:
         return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is saved, too: convert it when it is read"
