@@ -22,13 +22,14 @@ def read_device_spec(path: Path) -> DeviceSpec:
 
     Raises:
         InputError: the file is not TOML, a field is missing or unknown, a number is not above 0, or the name
-            belongs to a device whose measured rates quaver knows.
-        OSError: there is no such file.
+            belongs to a device whose measured rates quaver knows; or the file cannot be read.
     """
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"--spec {path}: expected TOML: {error}") from error
+    except OSError as error:
+        raise InputError(f"--spec {path}: expected a TOML file: {error.strerror}") from error
     known = ("name", *_NUMBER_FIELDS)
     if unknown := [name for name in values if name not in known]:
         raise InputError(f"--spec {path}: expected {', '.join(known)}, got {unknown[0]}")

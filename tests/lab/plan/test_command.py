@@ -171,7 +171,7 @@ def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, 
         ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
         ("--memory much --gpu h300", "--memory must be a size above 0"),  # before the config and the GPU are read
         ("--gpu h300", f"--gpu: unknown device 'h300': expected the full name of {GPUS}, "),
-        ("--spec no.toml", "no.toml"),
+        ("--spec no.toml", "--spec no.toml: expected a TOML file: No such file or directory"),
         ("--network 50gb/s", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
         ("--spec no.toml --gpu b200", "--gpu must be its default, 'h100', with --spec, got 'b200'"),
         ("--network 400", "--network must be a rate above 0 with its unit"),

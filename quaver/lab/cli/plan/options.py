@@ -96,7 +96,7 @@ class PlanOptions(Settings):
         return float(match[1]) * (8 if match[2].startswith("GB") else 1) if match else 0.0
 
     def read_device(self) -> DeviceSpec:
-        """Return the specification of the GPU. Raises InputError or OSError."""
+        """Return the specification of the GPU. Raises InputError."""
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
         try:

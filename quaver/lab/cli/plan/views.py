@@ -134,15 +134,15 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
     links = [
         (
             link.name,
-            f"{link.sent_bytes / 1e9:.2f}",
-            *(f"{s:.3f}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
+            f"{link.sent_bytes / 1e9:.3g}",
+            *(f"{s:.3g}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
         )
         for link in list_links(row.timeline)
     ]
     if links:
         yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
     kinds = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
-    parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
+    parts = [(name.replace("_", "-"), f"{s:.3g}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:
         yield _count_kernels(row, cluster)
