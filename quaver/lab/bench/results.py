@@ -9,6 +9,7 @@ from typing import Any
 
 from quaver.lab.bench.harness import Timing
 from quaver.lab.settings.float8 import BFLOAT16
+from quaver.lab.terminal.counts import format_count
 
 Row = dict[str, Any]
 
@@ -39,7 +40,7 @@ def make_contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
 def format_title(result: dict[str, Any]) -> str:
     """Return the title of a result's table: machine, versions and commit."""
     machine = result["environment"]
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    threads = format_count(machine["threads"], "thread")
     return f"{machine['device']}, {threads}, torch {machine['torch']}, {machine['commit']}"
 
 

@@ -18,6 +18,7 @@ from quaver.lab.doctor.survey import SurveyedLinear
 from quaver.lab.doctor.surveyed_model import SurveyedModel, open_surveyed_model
 from quaver.lab.output_file import Output, check_outputs, replace_output
 from quaver.lab.plan.changes import with_precision
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.runtime.errors import InputError
@@ -64,7 +65,11 @@ def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
     rows = [_make_row(survey, linear) for linear in survey.linears]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN_RECIPES)
     others = len(survey.recipes.layers)
-    exceptions = f"{others} layers in other recipes or high precision" if others else "no layer in another recipe"
+    exceptions = (
+        f"{format_count(others, 'layer')} in other recipes or high precision"
+        if others
+        else "no layer in another recipe"
+    )
     yield (
         f"recipes for at least {survey.budget_db:g} dB: {survey.recipes.recipe}, {exceptions}; "
         f"{survey.float8_share:.1%} of the linears' FLOPs in float8"
@@ -72,7 +77,7 @@ def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
     if survey.not_surveyed:
         recipe = survey.get_recipe(survey.not_surveyed[0]).replace("_", " ")
         yield (
-            f"not surveyed: {len(survey.not_surveyed)} layers of experts, which get {recipe}: "
+            f"not surveyed: {format_count(len(survey.not_surveyed), 'layer')} of experts, in {recipe}: "
             f"{', '.join(survey.not_surveyed)}"
         )
     if survey.hardware is not None:

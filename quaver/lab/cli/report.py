@@ -15,6 +15,7 @@ from quaver.lab.runs.file_names import NUMERICS_FILE, RUN_FILES
 from quaver.lab.settings.fields import NotNegative, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.terminal.console import print_views
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.runtime.errors import InputError
@@ -83,6 +84,6 @@ def _make_alarm_table(run_data: RunData, top: int) -> Table:
         until = "" if alarm["until"] is None else f" to {alarm['until']:,}"
         rows.append((f"{alarm['since']:,}{until}", alarm["rule"], alarm["message"], "\n".join(alarm["remedies"])))
     more = f", the first {top:,}" if len(run_data.alarms) > top else ""
-    title = f"{len(run_data.alarms):,} alarm{'s' * (len(run_data.alarms) > 1)} of {run_data.label}{more}"
+    title = f"{format_count(len(run_data.alarms), 'alarm')} of {run_data.label}{more}"
     columns = ("since step", "rule", "what", "what would help")
     return make_table(title, columns, rows=rows, wrapped=columns[2:])

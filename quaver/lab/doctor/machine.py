@@ -14,6 +14,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.terminal.counts import format_count
 from quaver.linear.backends import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -135,8 +136,7 @@ def _describe_cpu() -> str:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     units = "bfloat16 units" if has_bfloat16_units(torch.device("cpu")) else "no bfloat16 units"
-    threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads != 1)}, {units}"
+    return f"{name}, {format_count(torch.get_num_threads(), 'thread')}, {units}"
 
 
 def _find_version(name: str) -> str:

@@ -17,6 +17,7 @@ from quaver.export.source import open_huggingface_source
 from quaver.lab.data import Batch, load_data
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.trainer.float8 import make_filter
 from quaver.lab.trainer.huggingface.config import read_hf_config
 from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
@@ -117,7 +118,8 @@ def _attach_batch(
         with make_autocast(training, torch.device("cpu")):
             _compute_loss(model, batch).backward()
 
-    source = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
+    sequences, tokens = format_count(training.local_batch_size, "sequence"), format_count(training.seq_len, "token")
+    source = f"{sequences} of {tokens} of {batch_config.data.path}"
     return SurveyedModel(model, config, source, forward_backward, can_train)
 
 

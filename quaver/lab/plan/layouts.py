@@ -24,6 +24,7 @@ from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Train
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.settings.training import Training
+from quaver.lab.terminal.counts import format_count
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import DeviceSpec
@@ -85,7 +86,7 @@ class Candidate:
         where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
         where += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
         batches, sequences = dims.count_micro_batches(training), training.local_batch_size
-        batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
+        batch = f"{format_count(batches, 'micro-batch')} of {format_count(sequences, 'sequence')}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
         return f"{where}{gathers}, {batch}, AC {self.storage}"

@@ -108,12 +108,12 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}, float8=float8))
     names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
     printed = run_quaver("doctor", "--model", run.folder.path)
-    assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in printed
+    assert f"not surveyed: 2 layers of experts, in tensorwise: {names}" in printed
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, "--json"))
     assert report["not_surveyed"] == names.split(", ")
     assert 0 < report["float8_share"] < 1 / 3  # the forward alone
     unreached = ["doctor", "--model", str(run.folder.path), "--budget-db", "1000"]
-    assert f"not surveyed: 2 layers of experts, which get high precision: {names}" in run_quaver(*unreached)
+    assert f"not surveyed: 2 layers of experts, in high precision: {names}" in run_quaver(*unreached)
     assert "--budget-db: expected decibels" in refused(*unreached, "--out", str(tmp_path / "recipes.toml"))
 
 

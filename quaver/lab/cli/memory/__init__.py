@@ -33,6 +33,7 @@ from quaver.lab.settings.fields import NotNegative, OneOf, RankCount, Settings, 
 from quaver.lab.settings.flags import split_options
 from quaver.lab.terminal.byte_sizes import format_bytes, parse_bytes
 from quaver.lab.terminal.console import print_views
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> int:
         views.append(make_side_by_side_table(tabulate_side_by_side(memory, results["measured"])))
     print_views(views)
     name = config_path.stem if config_path else "defaults"
-    title = f"{name} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
+    title = f"{name} in {memory.name}, {format_count(options.ranks, 'rank')}"
     for file in _write(memory, results, options, title):
         print(f"saved {file}")
     return 0
@@ -161,7 +162,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
                 quick=True,
                 set_activity=set_activity,
             )
-    peak = f"about {format_bytes(estimate)} at the peak of one of {options.ranks} ranks"
+    peak = f"about {format_bytes(estimate)} at the peak of one of {format_count(options.ranks, 'rank')}"
     print_views([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
     if advice is not None:
         print_views([make_advice_table(advice), *summarize_advice(advice)])

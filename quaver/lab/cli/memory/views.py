@@ -16,6 +16,7 @@ from quaver.lab.memory.runs.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.report import merge_layers
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.tables import make_table
 
 _DEVICE_NAMES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
@@ -24,7 +25,10 @@ _DEVICE_NAMES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
 def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
     """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
     training, prediction = memory.config.training, memory.prediction
-    batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
+    batch = (
+        f"{format_count(memory.micro_batches, 'micro-batch')} of {format_count(training.local_batch_size, 'sequence')} "
+        f"of {format_count(training.seq_len, 'token')}"
+    )
     moment = (
         f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
         f"by {prediction.operator_of_peak or 'nothing'}"
@@ -33,7 +37,7 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
         ("ranks", f"{memory.dims}; what follows is of one"),
         ("device", _DEVICE_NAMES[device]),
-        ("step", f"{batch} tokens"),
+        ("step", batch),
         ("peak", f"{_format_long_size(prediction.peak_bytes)}, in the {moment}"),
         ("between", f"{_format_long_size(prediction.resident_bytes)} stay between steps"),
         (
@@ -55,7 +59,8 @@ def iter_link_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterato
     """
     yield _format_line("model", f"{links.parameters:,} parameters, trained in {links.name}")
     yield _format_line(
-        "ranks", f"{links.dims}; what follows is of one, in a step of {links.micro_batches} micro-batches"
+        "ranks",
+        f"{links.dims}; what follows is of one, in a step of {format_count(links.micro_batches, 'micro-batch')}",
     )
     columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []
@@ -155,7 +160,8 @@ def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) 
     yield from (f"    {row.sentence}" for row in rows[:top])
     left = rows[top:]
     if left:
-        yield f"    and {len(left)} more rows, {format_change(sum(row.difference_bytes for row in left))} in all"
+        difference = format_change(sum(row.difference_bytes for row in left))
+        yield f"    and {format_count(len(left), 'more row')}, {difference} in all"
 
 
 def make_advice_table(advice: Advice) -> Table:
