@@ -16,6 +16,7 @@ from quaver.lab.runs.status import RunStatus
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.runtime.errors import InputError
 
+_MAX_NAMED_RUNS = 3
 _REPORTED_FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl", "summary.json")
 
 
@@ -124,7 +125,10 @@ def _read(path: Path, label: str) -> RunData:
     if path.is_file():
         return RunData(label, path, **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
-        raise InputError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
+        raise InputError(
+            f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}"
+            + _name_runs_in(path)
+        )
     records = read_json_lines(metrics) if metrics.is_file() else []
     return RunData(
         label,
@@ -135,6 +139,14 @@ def _read(path: Path, label: str) -> RunData:
         end=read_json(summary, _END, "remove the file") if summary.is_file() else None,
         **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
+
+
+def _name_runs_in(folder: Path) -> str:
+    """Return which runs stand in a folder, for an error; "" if it has none or cannot be listed."""
+    files = (path for name in _REPORTED_FILES[:2] for path in folder.glob(f"*/{name}"))
+    runs = sorted({str(file.parent) for file in files})
+    more = f" and {len(runs) - _MAX_NAMED_RUNS:,} more" if len(runs) > _MAX_NAMED_RUNS else ""
+    return f"; it has runs in it: {', '.join(map(repr, runs[:_MAX_NAMED_RUNS]))}{more}" if runs else ""
 
 
 def _read_numerics(path: Path) -> dict[str, Any]:

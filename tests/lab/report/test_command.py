@@ -135,6 +135,15 @@ def test_bad_words_are_refused_in_one_line(run, tmp_path, refused, words, expect
     assert expected.format(run=run) in refused("report", *words)
 
 
+def test_a_folder_of_runs_names_the_runs(tmp_path, refused):
+    for number in range(5):
+        (tmp_path / f"run{number}").mkdir()
+        (tmp_path / f"run{number}" / "metrics.jsonl").touch()
+    assert f"runs in it: '{tmp_path}/run0', '{tmp_path}/run1', '{tmp_path}/run2' and 2 more" in refused(
+        "report", tmp_path
+    )
+
+
 def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "model": "a", "loss": 1.0}])
     printed = run_quaver("report", tmp_path / "a")
