@@ -74,9 +74,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     for ranks in (1, 2):
-        arguments = (ranks, given.width, given.layers, given.rounds)
+        arguments = (ranks, options.width, options.layers, options.rounds)
         torch.multiprocessing.spawn(measure, arguments, ranks)
 
 

@@ -68,7 +68,7 @@ def make_config(settings: dict[str, dict[str, Any]], steps: int, folder: str) ->
     return load_config(ROOT / "train_configs" / base, flags)
 
 
-class Watch:
+class RecordingSink:
     """The sink of a monitor, which gives each sample to alarms."""
 
     def __init__(self, record: Path | None = None) -> None:
@@ -94,36 +94,36 @@ class Watch:
         return [event for event in self.events if isinstance(event, Alarm)]
 
 
-def run_watched(scenario: Fault | Healthy, records: Path | None = None) -> Watch:
+def run_monitored(scenario: Fault | Healthy, records: Path | None = None) -> RecordingSink:
     """Run a scenario to its end, or to a NaN or an inf. Its record goes to the folder `records`."""
-    watch = Watch(make_record_path(scenario, records) if records else None)
+    sink = RecordingSink(make_record_path(scenario, records) if records else None)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if isinstance(scenario, Healthy) and scenario.kind == "lora":
-            _train_lora(scenario, folder, watch)
-            return watch
+            _train_lora(scenario, folder, sink)
+            return sink
         run = prepare_run(make_config(scenario.settings, 1000, folder))
         stack.callback(run.folder.release)
         if isinstance(scenario, Healthy) and scenario.kind == "finetune":
             _run_steps(run, range(1, 61))
             run.models[0].config = replace(run.config, optimizer=replace(run.config.optimizer, lr=3e-5))
-        with Monitor(run.models[0].model, every=scenario.every, sink=watch) as monitor:
+        with Monitor(run.models[0].model, every=scenario.every, sink=sink) as monitor:
             run.models[0].monitor = monitor
             if isinstance(scenario, Healthy):
                 _run_steps(run, range(1, scenario.steps + 1))
-                return watch
+                return sink
             _run_steps(run, range(1, scenario.first_step))
             scenario.inject(run.models[0], stack)
             with suppress(NonFiniteError):  # the trainer repeats such a step first, and the monitor samples it
                 _run_steps(run, range(scenario.first_step, scenario.steps + 1), scenario.change_batch)
-    return watch
+    return sink
 
 
-def replay(scenario: Named, records: Path) -> Watch:
+def replay(scenario: Named, records: Path) -> RecordingSink:
     """Give a recorded run to new alarms."""
-    watch = Watch()
+    sink = RecordingSink()
     for line in Record.read(make_record_path(scenario, records), keeps_lines=True).lines:
-        watch.write(line)
-    return watch
+        sink.write(line)
+    return sink
 
 
 def make_record_path(scenario: Named, records: Path) -> Path:
@@ -137,7 +137,7 @@ def _run_steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] 
         run.models[0].train_step(step, [change(batch) if change else batch for batch in batches])
 
 
-def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
+def _train_lora(scenario: Healthy, folder: str, sink: RecordingSink) -> None:
     """Train adapters of PEFT on a frozen float8 base of transformers."""
     import peft
     import transformers
@@ -153,7 +153,7 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
     prepare_model_for_float8(adapted, config.float8.recipe_name)
     optimizer = torch.optim.AdamW([parameter for parameter in adapted.parameters() if parameter.requires_grad], lr=1e-3)
-    with Monitor(adapted, every=scenario.every, sink=watch):
+    with Monitor(adapted, every=scenario.every, sink=sink):
         for step in range(scenario.steps):
             (batch,) = run.data.make_step_batches(config.training, step * config.training.step_batch_size)
             adapted(input_ids=batch.tokens, labels=batch.tokens).loss.backward()
@@ -161,13 +161,13 @@ def _train_lora(scenario: Healthy, folder: str, watch: Watch) -> None:
             optimizer.zero_grad()
 
 
-def judge(fault: Fault, watch: Watch) -> dict[str, Any]:
+def judge(fault: Fault, sink: RecordingSink) -> dict[str, Any]:
     """Return whether an alarm named the fault, after how many samples, and all alarms."""
-    raised = watch.raised
+    raised = sink.raised
     before = [alarm for alarm in raised if alarm.step < fault.first_step]
     after = [alarm for alarm in raised if alarm.step >= fault.first_step]
     right = next((alarm for alarm in after if _is_named(fault, alarm)), None)
-    steps = [step for step in watch.samples if step >= fault.first_step]
+    steps = [step for step in sink.samples if step >= fault.first_step]
     return {
         "fault": fault.name,
         "found": right is not None,
@@ -276,13 +276,13 @@ def main() -> None:
         return
     results: dict[str, Any] = {"faults": [], "healthy": []}
     for scenario in iter_scenarios(options.only):
-        watch = replay(scenario, options.replay) if options.replay else run_watched(scenario, options.records)
+        sink = replay(scenario, options.replay) if options.replay else run_monitored(scenario, options.records)
         if isinstance(scenario, Fault):
-            results["faults"].append(judge(scenario, watch))
+            results["faults"].append(judge(scenario, sink))
         else:
-            alarms = [shorten(alarm) for alarm in watch.raised]
-            results["healthy"].append({"run": scenario.name, "samples": len(watch.samples), "alarms": alarms})
-        print(scenario.name, *(f"\n    {format_event(event)}" for event in watch.events), file=sys.stderr, flush=True)
+            alarms = [shorten(alarm) for alarm in sink.raised]
+            results["healthy"].append({"run": scenario.name, "samples": len(sink.samples), "alarms": alarms})
+        print(scenario.name, *(f"\n    {format_event(event)}" for event in sink.events), file=sys.stderr, flush=True)
         if options.json:
             text = json.dumps({**describe_provenance("numerics_faults"), **results}, indent=1)
             options.json.write_text(text + "\n")

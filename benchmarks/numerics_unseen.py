@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks import numerics_inject as inject
 from benchmarks.numerics_faults import (
     PAGE,
-    Watch,
+    RecordingSink,
     describe_exceptions,
     format_event,
     make_grouped_table,
@@ -385,31 +385,31 @@ FAULTS = (
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def run_watched(scenario: Run, records: Path | None) -> tuple[Watch, list[float]]:
+def run_monitored(scenario: Run, records: Path | None) -> tuple[RecordingSink, list[float]]:
     """Run a scenario, and return its samples and three losses: before the fault, at its first step, and at the end."""
-    watch = Watch(make_record_path(scenario, records) if records else None)
+    sink = RecordingSink(make_record_path(scenario, records) if records else None)
     with ExitStack() as stack:
         run = scenario.make()
-        with Monitor(run.model, every=scenario.every, sink=watch):
+        with Monitor(run.model, every=scenario.every, sink=sink):
             for step in range(1, scenario.steps + 1):
                 if step == FAULT_STEP and scenario.break_it is not None:
                     scenario.break_it(run, stack)
                 run.step(step)
-    return watch, [
+    return sink, [
         round(run.losses[index], 4)
         for index in (min(FAULT_STEP, scenario.steps) - 2, min(FAULT_STEP, scenario.steps) - 1, -1)
     ]
 
 
-def judge(scenario: Run, watch: Watch, losses: list[float]) -> dict[str, Any]:
+def judge(scenario: Run, sink: RecordingSink, losses: list[float]) -> dict[str, Any]:
     first = FAULT_STEP if scenario.break_it else 1
-    raised = [alarm for alarm in watch.raised if alarm.step >= first]
-    steps = [step for step in watch.samples if step >= first]
+    raised = [alarm for alarm in sink.raised if alarm.step >= first]
+    steps = [step for step in sink.samples if step >= first]
     named = bool(raised) and (not scenario.layers or any(part in raised[0].layer for part in scenario.layers))
     return {
         "run": scenario.name,
-        "samples": len(watch.samples),
-        "before": [shorten(alarm) for alarm in watch.raised if alarm.step < first],
+        "samples": len(sink.samples),
+        "before": [shorten(alarm) for alarm in sink.raised if alarm.step < first],
         "alarms": [shorten(alarm) for alarm in raised],
         "named": named,
         "after": steps.index(raised[0].step) + 1 if raised else None,
@@ -455,11 +455,11 @@ def main() -> None:
     for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):
         for scenario in choose_runs(runs, options.only):
             if options.replay:
-                watch, run_losses = replay(scenario, options.replay), losses[scenario.name]
+                sink, run_losses = replay(scenario, options.replay), losses[scenario.name]
             else:
-                watch, run_losses = run_watched(scenario, options.records)
-            results[kind].append(judge(scenario, watch, run_losses))
-            lines = (f"\n    {format_event(event)}" for event in watch.events)
+                sink, run_losses = run_monitored(scenario, options.records)
+            results[kind].append(judge(scenario, sink, run_losses))
+            lines = (f"\n    {format_event(event)}" for event in sink.events)
             print(scenario.name, *lines, run_losses, file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(

@@ -157,9 +157,9 @@ def measure_times(rounds: int = 11) -> str:
         seconds: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(rounds):
             for name, optimizer in optimizers.items():
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 optimizer.step()
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(time.perf_counter() - start)
         medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
         for name, median in medians.items():
             rows[name].append(f"{median * 1e3:.1f} ms, {median / medians['AdamW, foreach']:.2f}")

@@ -1,6 +1,6 @@
 """The published runs as `quaver plan` predicts them: the table of docs/lab/published-runs.md.
 
-One row per card determines the share of the best matmul rate that the card sustains (`calibrate_share`). Nothing else
+One row per GPU determines the share of the best matmul rate that the GPU sustains (`calibrate_share`). Nothing else
 is fitted.
 """
 
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """The bandwidth of a network whose source does not state it."""
-_B200, _H100 = require_device_spec("B200", "card"), require_device_spec("H100", "card")
+_B200, _H100 = require_device_spec("B200", "GPU"), require_device_spec("H100", "GPU")
 _OTHER_SETUPS = {
     "B200-limited": CalibratedGPU(_B200, 0.326, "torchao-202508 8B 8 B200 bfloat16"),
     "H100-500W": CalibratedGPU(
@@ -102,27 +102,27 @@ def make_run(row: Published) -> PipelinedRun:
     return run
 
 
-def simulate_seconds(row: Published, card: CalibratedGPU) -> float:
+def simulate_seconds(row: Published, gpu: CalibratedGPU) -> float:
     """Return the simulated seconds of a step."""
-    cluster = Cluster(card.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, card.sustained)
+    cluster = Cluster(gpu.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, gpu.sustained)
     run = make_run(row)
     return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 
 
-def predict_tokens_per_s(row: Published, card: CalibratedGPU | None = None) -> float:
-    """Return the predicted tokens/s per GPU, on the row's card unless another is given."""
+def predict_tokens_per_s(row: Published, gpu: CalibratedGPU | None = None) -> float:
+    """Return the predicted tokens/s per GPU, on the row's GPU unless another is given."""
     run = make_run(row)
-    return run.step_tokens / simulate_seconds(row, card or CALIBRATED_GPUS[row.gpu]) / run.ranks
+    return run.step_tokens / simulate_seconds(row, gpu or CALIBRATED_GPUS[row.gpu]) / run.ranks
 
 
 def calibrate_share(name: str) -> float:
-    """Return the share of a card at which the prediction of its row equals the published figure, by bisection."""
-    card = CALIBRATED_GPUS[name]
-    row = next(row for row in load_published() if row.name == card.row)
+    """Return the share of a GPU at which the prediction of its row equals the published figure, by bisection."""
+    gpu = CALIBRATED_GPUS[name]
+    row = next(row for row in load_published() if row.name == gpu.row)
     low, high = 0.1, 1.2
     for _ in range(30):
         middle = (low + high) / 2
-        faster = predict_tokens_per_s(row, card._replace(sustained=middle)) > row.tokens_per_s_per_gpu
+        faster = predict_tokens_per_s(row, gpu._replace(sustained=middle)) > row.tokens_per_s_per_gpu
         low, high = (low, middle) if faster else (middle, high)
     return (low + high) / 2
 
@@ -137,14 +137,14 @@ def predict_all() -> dict[str, Any]:
 
 
 def find_note(name: str) -> str:
-    """Return the note of a row: that it fixes its card's share, or why its error is large; else ""."""
-    if name in {card.row for card in CALIBRATED_GPUS.values()}:
-        return "fixes its card"
+    """Return the note of a row: that it fixes its GPU's share, or why its error is large; else ""."""
+    if name in {gpu.row for gpu in CALIBRATED_GPUS.values()}:
+        return "fixes its GPU"
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
 
 
 def make_tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the rows, of the cards' shares, and of the errors."""
+    """Return the tables of the rows, of the GPUs' shares, and of the errors."""
     by_name, lines = {row.name: row for row in load_published()}, []
     for result in results["rows"]:
         row, ratio = by_name[result["name"]], result["predicted"] / result["published"]
@@ -154,18 +154,18 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
         lines.append(
             [group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{result['predicted']:,.0f}", shown, note]
         )
-    cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CALIBRATED_GPUS.items()]
-    heads = ["source", "run", "card", "published", "predicted", "ratio", "note"]
+    shares = [[name, f"{gpu.sustained:.3f}", gpu.row] for name, gpu in CALIBRATED_GPUS.items()]
+    heads = ["source", "run", "GPU", "published", "predicted", "ratio", "note"]
     return {
         "published runs": make_markdown_table(heads, lines),
-        "cards": make_markdown_table(["card", "share", "the run that fixes it"], cards),
+        "gpus": make_markdown_table(["GPU", "share", "the run that fixes it"], shares),
         "summary": make_summary(results),
     }
 
 
 def make_summary(results: dict[str, Any]) -> str:
-    """Return a table of the errors of the rows that do not fix a card."""
-    fixed = {card.row for card in CALIBRATED_GPUS.values()}
+    """Return a table of the errors of the rows that do not fix a GPU."""
+    fixed = {gpu.row for gpu in CALIBRATED_GPUS.values()}
     errors = sorted(abs(row["predicted"] / row["published"] - 1) for row in results["rows"] if row["name"] not in fixed)
     near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, MAX_UNEXPLAINED_ERROR)]
     counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]

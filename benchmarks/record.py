@@ -96,11 +96,11 @@ def fill_page(page: str, tables: dict[str, str]) -> str:
         ValueError: the page lacks these comments.
     """
     for name, table in tables.items():
-        before, begin, rest = page.partition(f"<!-- table: {name} -->")
-        _, end, after = rest.partition("<!-- end -->")
-        if not begin or not end:
+        before, start_marker, following = page.partition(f"<!-- table: {name} -->")
+        _, end_marker, after = following.partition("<!-- end -->")
+        if not start_marker or not end_marker:
             raise ValueError(f"expected <!-- table: {name} --> and <!-- end --> in the page")
-        page = f"{before}{begin}\n{table}\n{end}{after}"
+        page = f"{before}{start_marker}\n{table}\n{end_marker}{after}"
     return page
 
 

@@ -390,9 +390,9 @@ def time_manifests(saves: int) -> Iterator[str]:
                 with ExitStack() as stack:
                     for name, value in _LEFT_OUT[step % 3].items():
                         stack.enter_context(mock.patch(name, value))
-                    begin = time.perf_counter()
+                    start = time.perf_counter()
                     saver._write(step + 1, {"model": state}, {"format": 1})
-                    seconds[step % 3].append(time.perf_counter() - begin)
+                    seconds[step % 3].append(time.perf_counter() - start)
         size = sum(3 * 4 * math.prod(shape) for shape in shapes.values()) / 1e6
         low = [statistics.quantiles(samples, n=4)[0] for samples in seconds]
         cells = [f"{quartile:.3f} ({quartile / low[0] - 1:+.1%})" for quartile in low[1:]]
@@ -433,16 +433,16 @@ if __name__ == "__main__":
     parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     get_peak_flops(torch.device("cpu"))  # measured here, and not in each fork
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {given.seed}", flush=True)
-    if given.part == ["cost"]:
-        lines = time_manifests(given.tries or 15)
-    elif given.part == ["soak"]:
-        lines = run_soak(given.minutes)
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, seed {options.seed}", flush=True)
+    if options.part == ["cost"]:
+        lines = time_manifests(options.tries or 15)
+    elif options.part == ["soak"]:
+        lines = run_soak(options.minutes)
     else:
-        lines = iter_rows(given.part or list(PARTS), given.tries, given.seed)
+        lines = iter_rows(options.part or list(PARTS), options.tries, options.seed)
     for row in lines:
         print(row, flush=True)

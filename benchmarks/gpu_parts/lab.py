@@ -110,12 +110,12 @@ class Lab:
             start = time.perf_counter()
             function()
             return time.perf_counter() - start
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         function()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3
 
     def read_state(self) -> Row:
         """The card's clocks (MHz), power (W), temperature (degrees Celsius) and reasons of throttling, as it reports.

@@ -111,7 +111,7 @@ class CastBenchmark(ShapeOptions, OperandOptions):
         with torch.no_grad():
             expected = _select_codes(casts["PyTorch", "eager"](source))
             codes = {contestant: _select_codes(cast(source)) for contestant, cast in casts.items()}
-            same = {contestant: _has_same_codes(own, expected) for contestant, own in codes.items()}
+            same = {contestant: _has_same_codes(actual, expected) for contestant, actual in codes.items()}
             del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
             calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
             calls |= {contestant: partial(_cast_next, cast, inputs) for contestant, cast in casts.items()}

@@ -90,7 +90,7 @@ class Prediction:
     def phase_of_peak(self) -> str:
         """The phase of the peak."""
         event = self.report["peak_event"]
-        return next((name for name, begin, end in self.report["spans"] if begin < event <= end), "other")
+        return next((name for name, start, end in self.report["spans"] if start < event <= end), "other")
 
     def sum_bytes_by(self, *keys: str) -> dict[tuple[str, ...], int]:
         """Return the bytes at the peak by columns of `at_peak`, such as "category" or "module", the largest first."""
@@ -235,7 +235,7 @@ def record_step(
     ):
         step()
     report = timeline.report()
-    backward = next((begin for phase, begin, _ in report["spans"] if phase == "backward"), None)
+    backward = next((start for phase, start, _ in report["spans"] if phase == "backward"), None)
     saved_bytes = 0 if backward is None else timeline.count_added_bytes(backward)
     at_peak = timeline.get_allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")

@@ -77,19 +77,19 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
 
 def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
     transform = axis.get_xaxis_transform()
-    for phase, begin, end in _merge_spans(spans):
+    for phase, start, end in _merge_spans(spans):
         if phase not in PHASE_COLORS:
             continue
-        axis.axvspan(begin, end, color=PHASE_COLORS[phase], linewidth=0, zorder=1)
-        is_wide = end - begin > _NARROWEST_LABEL * last_event
+        axis.axvspan(start, end, color=PHASE_COLORS[phase], linewidth=0, zorder=1)
+        is_wide = end - start > _NARROWEST_LABEL * last_event
         if not is_wide:
-            axis.axvline(begin, color="#444444", linestyle=":", linewidth=0.8, zorder=3)
-        rotation, x = (0, (begin + end) / 2) if is_wide else (90, begin - 0.01 * last_event)
+            axis.axvline(start, color="#444444", linestyle=":", linewidth=0.8, zorder=3)
+        rotation, x = (0, (start + end) / 2) if is_wide else (90, start - 0.01 * last_event)
         axis.text(x, 0.975, phase, ha="center", va="top", rotation=rotation, transform=transform, color="#444444")
 
 
 def _merge_spans(spans: list[list[Any]]) -> list[list[Any]]:
-    renamed = [("backward" if phase == "recompute" else phase, begin, end) for phase, begin, end in spans]
+    renamed = [("backward" if phase == "recompute" else phase, start, end) for phase, start, end in spans]
     groups = [(phase, list(group)) for phase, group in groupby(renamed, key=itemgetter(0))]
     return [[phase, group[0][1], group[-1][2]] for phase, group in groups]
 

@@ -76,7 +76,7 @@ class ModuleTracker:
     def __enter__(self) -> ModuleTracker:
         for name, module in iter_visible_modules(self.model):
             if not is_compiled(module):
-                self._watch(name, module)
+                self._hook(name, module)
             self._modules[name] = module
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), name)
@@ -121,7 +121,7 @@ class ModuleTracker:
         node = current_node()
         return "" if node is None else self._lines.get(get_sequence_number(node), "")
 
-    def _watch(self, name: str, module: nn.Module) -> None:
+    def _hook(self, name: str, module: nn.Module) -> None:
         def enter(_: nn.Module, inputs: Any) -> None:
             self.stack.append(name)
             self._mark()

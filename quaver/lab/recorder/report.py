@@ -182,7 +182,7 @@ def _list_spans(recorder: Recorder) -> list[list[Any]]:
     Both are equal if it has no events.
     """
     ends = [*recorder.spans, ("", len(recorder.log))]
-    return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
+    return [[phase, start, end] for (phase, start), (_, end) in pairwise(ends) if end > start or phase == "optimizer"]
 
 
 def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

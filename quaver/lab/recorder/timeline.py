@@ -87,8 +87,8 @@ def _categorize_residents(
     recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, persistent_scales: Iterable[Tensor]
 ) -> None:
     for name, module in model.named_modules():
-        own = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
-        for full_name, tensor in own:
+        tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+        for full_name, tensor in tensors:
             recorder.categorize("parameters", [tensor], name, parameter=full_name)
     recorder.categorize("persistent_scales", persistent_scales)
     _categorize_gradients_and_state(recorder, model, optimizer)

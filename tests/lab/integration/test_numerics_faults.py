@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.numerics_faults import judge, make_tables, run_watched
+from benchmarks.numerics_faults import judge, make_tables, run_monitored
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY
 from tests.thinned import first
 
@@ -21,14 +21,14 @@ SAMPLES = {
 def test_a_seeded_fault_is_named_first(name, samples):
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     fault = replace(fault, first_step=5, steps=7, every=1)
-    result = judge(fault, run_watched(fault))
+    result = judge(fault, run_monitored(fault))
     assert result["before"] == []
     assert (result["found"], result["first"], result["samples"]) == (True, True, samples)
 
 
 @pytest.mark.nightly  # the steps before a fault are healthy, too
 def test_a_healthy_run_raises_none():
-    assert run_watched(replace(HEALTHY[0], steps=7, every=1)).events == []
+    assert run_monitored(replace(HEALTHY[0], steps=7, every=1)).events == []
 
 
 def test_tables_list_missed_faults_and_false_alarms():

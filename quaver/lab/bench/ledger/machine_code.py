@@ -20,12 +20,12 @@ CodeBySource = dict[str, MachineCode]
 """Machine code by the source of a kernel."""
 
 
-def compile_kernels(ledger: Ledger, capability: int, known: CodeBySource) -> CodeBySource:
+def compile_kernels(ledger: Ledger, capability: int, compiled: CodeBySource) -> CodeBySource:
     """Return the machine code of a ledger's large Triton kernels. Compiling a kernel takes seconds.
 
     Args:
         capability: the compute capability, such as 90.
-        known: the kernels of other ledgers, which are not compiled again.
+        compiled: the kernels of other ledgers, which are not compiled again.
     Raises:
         ImportError, RuntimeError: triton or its tools are not installed.
     """
@@ -33,7 +33,7 @@ def compile_kernels(ledger: Ledger, capability: int, known: CodeBySource) -> Cod
     for entry in ledger.entries:
         for kernel in entry.launch.kernels:
             if entry.category != "small" and kernel.source not in codes:
-                code = known.get(kernel.source) or compile_kernel(kernel.source, kernel.name, capability)
+                code = compiled.get(kernel.source) or compile_kernel(kernel.source, kernel.name, capability)
                 codes[kernel.source] = code
     return codes
 

@@ -31,14 +31,14 @@ _LONGEST_NAME = 48
 class SavedByRuns(NamedTuple):
     """The tensors that two runs save for backward."""
 
-    own: Sequence[Row]
+    same_run: Sequence[Row]
     """The rows of the run that the row in question belongs to."""
-    other: Sequence[Row]
+    other_run: Sequence[Row]
     """The rows of the run that it is compared with."""
 
 
 def find_hint(row: Row, saved: SavedByRuns) -> str:
-    """Return a hint that says how to avoid saving `row`, which is in `saved.own`; empty if no rule applies."""
+    """Return a hint that says how to avoid saving `row`, which is in `saved.same_run`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
 
@@ -71,7 +71,7 @@ def _hint_at_reduction(row: Row, saved: SavedByRuns) -> str:
         return ""
     reductions = [
         reduction
-        for reduction in saved.other
+        for reduction in saved.other_run
         if shorten_operator(reduction["operator"]) == reader and _has_same_operand(reduction, row)
     ]
     if reductions:
@@ -106,7 +106,9 @@ def _hint_at_result_of_weight(row: Row, saved: SavedByRuns) -> str:
 def _hint_at_copy(row: Row, saved: SavedByRuns) -> str:
     """Give a hint if a tensor is saved, and so are its float8 codes or a wider copy of it."""
     itemsize = _get_itemsize(row["dtype"])
-    sources = (source for source in saved.own if _is_source(source, row) and _get_itemsize(source["dtype"]) != itemsize)
+    sources = (
+        source for source in saved.same_run if _is_source(source, row) and _get_itemsize(source["dtype"]) != itemsize
+    )
     source = next(sources, None)
     if source is None:
         return ""
