@@ -112,12 +112,11 @@ def load() -> Callable[..., TokenData]:
         *,
         seq_len: int = 16,
         vocab_size: int = 1 << 20,
-        verify_content: bool = False,
         **settings: object,
     ) -> TokenData:
         training, model = Training(seq_len=seq_len, device="cpu"), Model(vocab_size=vocab_size)
         data = Data(path=str(path), **settings)
-        return load_data(TrainConfig(training=training, model=model, data=data), verify_content=verify_content)
+        return load_data(TrainConfig(training=training, model=model, data=data))
 
     return load
 

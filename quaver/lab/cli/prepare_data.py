@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():
         config_path, flags = parse_arguments(argv, prog="quaver prepare-data")
-        data = load_data(load_and_warn(config_path, flags), ShownProgress(), verify_content=True)
+        data = load_data(load_and_warn(config_path, flags), ShownProgress())
     origin = data.origin
     print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
     print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")

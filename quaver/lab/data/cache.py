@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from quaver.lab.data.token_files import (
     ENTRY_FORMAT,
     CacheEntry,
     DamagedEntryError,
-    check_content,
     name_cache_in_errors,
     open_entry,
 )
@@ -43,19 +43,18 @@ class TokenCache:
         """The path of the entry."""
         return self.folder / self.key
 
-    def get(self, build: Build, label: str, total_bytes: int, *, verify_content: bool = False) -> CacheEntry:
+    def get(self, build: Build, label: str, total_bytes: int) -> CacheEntry:
         """Return the entry. If it does not exist, `build` makes it, and `label` is shown meanwhile.
 
-        Of several processes that ask at once, one builds. An entry whose entry.json or file sizes are wrong is made
-        again; with `verify_content`, which reads all files, also one whose content is wrong. Opening an intact entry
-        writes nothing.
+        Of several processes that ask at once, one builds. A damaged entry is made again, and the process that does so
+        says it on stderr. Opening an intact entry writes nothing.
 
         Raises:
             InputError: if the folder belongs to another user, and the current user may write it.
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
-        entry = self._open_entry(CacheProgress(), verify_content=verify_content)
+        entry, damage = self._open_entry()
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
@@ -66,8 +65,11 @@ class TokenCache:
             except Timeout:
                 self._wait_for_lock(lock)
         try:
-            entry = self._open_entry(self.progress, verify_content=verify_content)
+            entry, damage = self._open_entry()  # again: another process may have made it
             if entry is None:
+                if damage:
+                    line = f"the tokens in {self.entry_folder} are damaged ({damage}); making them again"
+                    print(f"quaver: {line}", file=sys.stderr, flush=True)
                 with self.progress.show_reading(label, total_bytes) as advance:
                     self._make_entry(build, advance)
                 entry = open_entry(self.entry_folder)
@@ -75,20 +77,18 @@ class TokenCache:
             lock.release()
         return entry
 
-    def _open_entry(self, progress: CacheProgress, *, verify_content: bool) -> CacheEntry | None:
+    def _open_entry(self) -> tuple[CacheEntry | None, str]:
+        """Return the entry and ""; or None and what is wrong with it, "" if there is none."""
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
                 if entry.description[name] != getattr(self.tokenizer, name):
                     raise DamagedEntryError(f"{ENTRY_FILE} has the {name} of another tokenizer")
-            if verify_content:
-                check_content(self.entry_folder, entry, self.tokenizer.vocab_size)
         except FileNotFoundError:
-            return None
+            return None, ""
         except DamagedEntryError as error:
-            progress.print_line(f"the tokens in {self.entry_folder} are damaged ({error}); making them again")
-            return None
-        return entry
+            return None, str(error)
+        return entry, ""
 
     def _check_owner(self) -> None:
         """Refuse a folder into which another user can write tokens under the name that this run computes."""
@@ -124,7 +124,7 @@ def compute_cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
 
 
 def resolve_cache_folder(setting: str) -> Path:
-    """Return the folder of data.cache_folder; if that is empty, quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
+    """Return data.cache_folder, by default $XDG_CACHE_HOME/quaver/tokens or ~/.cache/quaver/tokens."""
     if setting:
         return expand_user(setting)
     home = os.environ.get("XDG_CACHE_HOME")

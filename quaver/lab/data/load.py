@@ -30,12 +30,13 @@ _COPIED_FIELDS = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corr
 """The fields of entry.json that the run folder has too."""
 
 
-def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, verify_content: bool = False) -> TokenData:
+def load_data(config: TrainConfig, progress: CacheProgress | None = None) -> TokenData:
     """Return the tokens of `config.data`, from the cache or made now. Every rank may call it; one makes them.
+
+    Reads the whole cache entry, and compares it with its digests.
 
     Args:
         progress: shows what happens while the tokens are made; None shows nothing.
-        verify_content: read the whole cache entry and compare it with its digests.
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
         OSError: if a file cannot be read, or the cache cannot be written.
@@ -56,7 +57,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, ver
     def build(folder: Path, advance: Advance) -> None:
         build_entry(folder, source, tokenizer, data, advance)
 
-    entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, verify_content=verify_content)
+    entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes)
     if entry.description["corrupt"] and data.on_corrupt == "refuse":
         raise make_corrupt_error(entry.description["corrupt_places"][0])
     _check_enough(entry, data, config.training.seq_len)

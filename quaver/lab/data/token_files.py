@@ -159,11 +159,12 @@ def write_description(folder: Path, description: dict[str, Any]) -> None:
 
 
 def open_entry(folder: Path) -> CacheEntry:
-    """Open the entry in `folder`. Reads entry.json and the sizes of the files, not the files.
+    """Open the entry in `folder`, and compare its files with their sha256.
 
     Raises:
         FileNotFoundError: if there is no folder.
-        DamagedEntryError: if a file is missing or has another size, or entry.json is damaged.
+        DamagedEntryError: if a file is missing, or is not what was written; if entry.json is damaged, or the tokens
+            and the ends of documents are impossible.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
@@ -176,32 +177,31 @@ def open_entry(folder: Path) -> CacheEntry:
         splits = {}
         for split in SPLITS:
             expected = description["splits"][split]
-            tokens = _map_file(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
-            splits[split] = TokenSplit(
-                tokens, _map_file(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"])
-            )
+            tokens = _map_file(folder / f"{split}.tokens", dtype, expected["tokens"])
+            splits[split] = TokenSplit(tokens, _map_file(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]))
+            _check_numbers(split, splits[split], description["vocab_size"])
     except (InputError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
     return CacheEntry(splits, description)
 
 
-def _map_file(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
-    expected, size = items * dtype.itemsize, path.stat().st_size
-    if size != expected or not path.is_file():
-        raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
-    return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
+def _map_file(path: Path, dtype: "np.dtype[Any]", expected: _Part) -> Tokens:
+    size, expected_size = path.stat().st_size, expected["items"] * dtype.itemsize
+    if size != expected_size or not path.is_file():
+        raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected_size}")
+    with path.open("rb") as opened:  # hashed and mapped as one file: another rank may replace a damaged entry meanwhile
+        try:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedEntryError(f"{path.name} cannot be read: {error.strerror}") from error
+        if digest != expected["sha256"]:
+            raise DamagedEntryError(f"{path.name} is not what was written")
+        return np.memmap(opened, dtype=dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def check_content(folder: Path, entry: CacheEntry, vocab_size: int) -> None:
-    """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
-    for split, content in entry.splits.items():
-        for part in SPLIT_PARTS:
-            with (folder / f"{split}.{part}").open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if digest != entry.description["splits"][split][part]["sha256"]:
-                raise DamagedEntryError(f"{split}.{part} is not what was written")
-        if len(content.tokens) and content.tokens.max() >= vocab_size:
-            raise DamagedEntryError(f"{split}.tokens has a token that is not below {vocab_size}")
-        bounds = np.concatenate([[0], content.ends])
-        if (np.diff(bounds) < 1).any() or bounds[-1] > len(content.tokens):
-            raise DamagedEntryError(f"{split}.ends has documents that do not follow each other")
+def _check_numbers(name: str, split: TokenSplit, vocab_size: int) -> None:
+    if len(split.tokens) and split.tokens.max() >= vocab_size:
+        raise DamagedEntryError(f"{name}.tokens has a token that is not below {vocab_size}")
+    bounds = np.concatenate([[0], split.ends])
+    if (np.diff(bounds) < 1).any() or bounds[-1] > len(split.tokens):
+        raise DamagedEntryError(f"{name}.ends has documents that do not follow each other")
