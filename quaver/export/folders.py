@@ -11,9 +11,6 @@ from pathlib import Path
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import MAX_NAME_BYTES, lock_name, sync
 
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""The `errno` of a write without room: a full disk, a quota, or the size limit of a file."""
-
 _PARTIAL_NAME = ".{}.partial"
 """The name of a folder while it is written, next to its final place."""
 
@@ -23,6 +20,20 @@ _MAX_BYTES = MAX_NAME_BYTES - len(_PARTIAL_NAME.format(""))
 
 class NotWrittenError(OSError):
     """A result could not be written, for example because the disk is full."""
+
+
+def has_no_room(error: BaseException) -> bool:
+    """Return whether `error` is a write without room: a full disk, a quota, or the size limit of a file."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def make_write_error(error: OSError, target: str, remedy: str) -> OSError:
+    """Return an error that says that `target` cannot be written, why, and the `remedy`.
+
+    It is a NotWrittenError if there is no room, and otherwise of the class of `error`.
+    """
+    kind = NotWrittenError if has_no_room(error) else type(error)
+    return kind(f"cannot write {target}: {error.strerror or error}; {remedy}")
 
 
 def check_new(path: Path) -> None:
@@ -50,7 +61,7 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
     check_new(path)
     partial = path.with_name(_PARTIAL_NAME.format(path.name))
     try:
-        _make_parents(path)
+        make_folder(path.parent)
         with lock_name(path):
             if partial.exists():
                 shutil.rmtree(partial)
@@ -63,16 +74,17 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # must not hide an error of the block
     except OSError as error:
-        if error.errno in NO_ROOM:
+        if has_no_room(error):
             raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
         raise
 
 
-def _make_parents(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and its parents, unless it exists. Raises NotADirectoryError if it is a file."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
 
 
 def rename(partial: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from importlib.metadata import version
 
-from quaver.export.folders import NO_ROOM, NotWrittenError
+from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
 from quaver.lab.terminal.progress import show_progress
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(error)
         return EXIT_NOT_WRITTEN
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if not has_no_room(error):
             raise
         print_error(f"cannot write the result: {error.strerror}")
         _discard_stdout()

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from quaver.export.folders import NO_ROOM, NotWrittenError
-from quaver.lab.runs.errors import CheckpointError, OutputError
+from quaver.export.folders import NotWrittenError, has_no_room
+from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import MissingDeviceError
 from quaver.runtime.errors import InputError, describe_error
 
@@ -44,7 +44,7 @@ def report_bad_input() -> Iterator[None]:
 
 def choose_exit_code(error: BaseException) -> int:
     """Return 4 if `error` says that a result cannot be written, for want of space for example, and 2 otherwise."""
-    has_no_room = isinstance(error, OSError) and error.errno in NO_ROOM
-    is_not_written = isinstance(error, CheckpointError) and error.is_write_error
-    is_write_error = isinstance(error, (NotWrittenError, OutputError)) or has_no_room or is_not_written
-    return EXIT_NOT_WRITTEN if is_write_error else EXIT_BAD_INPUT
+    is_not_written = isinstance(error, NotWrittenError) or has_no_room(error)
+    if isinstance(error, CheckpointError):
+        is_not_written = error.is_not_written
+    return EXIT_NOT_WRITTEN if is_not_written else EXIT_BAD_INPUT

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quaver.export.folders import NotWrittenError
 from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
 from quaver.lab.cli.errors import (
     BAD_INPUT_ERRORS,
@@ -18,7 +19,7 @@ from quaver.lab.cli.errors import (
     report_bad_input,
 )
 from quaver.lab.cli.run_config import print_turned_off
-from quaver.lab.runs.errors import CheckpointError, OutputError
+from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.runs.status import RunStatus
@@ -89,7 +90,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         yield fingerprints
     except BAD_INPUT_ERRORS as bad:
         error = bad
-        refusal = Refusal(describe_error(bad), is_write_error=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
+        refusal = Refusal(describe_error(bad), is_not_written=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:
         verdict = ranks.agree_on_refusal(refusal, "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
@@ -98,7 +99,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     if verdict:
         if ranks.is_first:
             print_error(verdict.message)
-        raise SystemExit(EXIT_NOT_WRITTEN if verdict.is_write_error else EXIT_BAD_INPUT) from error
+        raise SystemExit(EXIT_NOT_WRITTEN if verdict.is_not_written else EXIT_BAD_INPUT) from error
 
 
 def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:
@@ -107,7 +108,7 @@ def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, 
         if setup.ranks.is_first:
             print_turned_off(config_path, flags)
         summary = train(training_run)
-    except (NonFiniteError, CheckpointError, OutputError) as error:
+    except (NonFiniteError, CheckpointError, NotWrittenError) as error:
         if setup.ranks.is_first:
             print_error(error)
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else choose_exit_code(error)

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from quaver.export.folders import NO_ROOM, NotWrittenError
+from quaver.export.folders import make_write_error
 from quaver.lab.data.documents import SPLITS
 from quaver.lab.data.samples import TokenSplit
 from quaver.lab.data.tokenizer import Tokens
@@ -47,9 +47,7 @@ def name_cache_in_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        kind = NotWrittenError if error.errno in NO_ROOM else type(error)
-        raise kind(f"cannot write tokens to {str(folder)!r}: {reason}; give another data.cache_folder") from error
+        raise make_write_error(error, f"tokens to {str(folder)!r}", "give another data.cache_folder") from error
 
 
 def choose_token_dtype(vocab_size: int) -> "np.dtype[Any]":

@@ -169,7 +169,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be copied to host memory: {error}; "
                 f"{_describe_newest(self.folder)}",
-                is_write_error=True,
+                is_not_written=True,
             ) from error
         return staged
 
@@ -197,7 +197,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
                 f"{describe_innermost_cause(error)}; {_describe_newest(folder)}",
-                is_write_error=True,
+                is_not_written=True,
             ) from error
         try:
             self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
@@ -205,7 +205,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"old checkpoints in {str(folder.path)!r} could not be removed: {describe_innermost_cause(error)}; "
                 f"the checkpoint of step {step} is intact",
-                is_write_error=True,
+                is_not_written=True,
             ) from error
 
     def _run_on_first_rank(self, action: Callable[[], None]) -> None:

@@ -4,29 +4,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.ranks import Ranks
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and which ones are intact."""
 
-    def __init__(self, message: str, *, is_write_error: bool = False) -> None:
+    def __init__(self, message: str, *, is_not_written: bool = False) -> None:
         """Take the message, and whether the checkpoint could not be written, or old ones not be removed."""
         super().__init__(message)
-        self.is_write_error = is_write_error
-
-
-class OutputError(RuntimeError):
-    """A file of the run folder could not be written."""
+        self.is_not_written = is_not_written
 
 
 @contextmanager
-def convert_to_output_error(path: str | Path) -> Iterator[None]:
-    """Turn an OSError of the block into an OutputError that names `path`."""
+def convert_to_not_written(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of the block into a NotWrittenError that names `path`."""
     try:
         yield
+    except NotWrittenError:  # of another file, which it names
+        raise
     except OSError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
 class OutputFailures:
@@ -44,14 +43,14 @@ class OutputFailures:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep an OutputError or CheckpointError of the block, which ends with it."""
+        """Keep a NotWrittenError or CheckpointError of the block, which ends with it."""
         try:
             yield
-        except (OutputError, CheckpointError) as error:
+        except (NotWrittenError, CheckpointError) as error:
             self.first_error = self.first_error or str(error)
 
     def raise_on_all_ranks(self) -> None:
-        """Raise OutputError on every rank if any has kept an error; it names the first such rank. A collective."""
+        """Raise NotWrittenError on every rank if any has kept an error; it names the first such rank. A collective."""
         for rank, error in enumerate(self._ranks.gather(self.first_error)):
             if error:
-                raise OutputError(f"rank {rank}: {error}" if rank else error)
+                raise NotWrittenError(f"rank {rank}: {error}" if rank else error)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT
-from quaver.lab.runs.errors import CheckpointError, convert_to_output_error
+from quaver.lab.runs.errors import CheckpointError, convert_to_not_written
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.files import replace_file
 
@@ -20,18 +20,18 @@ class JsonLinesWriter:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        with convert_to_output_error(path):
+        with convert_to_not_written(path):
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.
 
         Raises:
-            OutputError: if the file cannot be written.
+            NotWrittenError: if the file cannot be written.
             ValueError: for inf and NaN, which JSON lacks.
         """
         line = json.dumps(record, allow_nan=False) + "\n"
-        with convert_to_output_error(self._file.name):
+        with convert_to_not_written(self._file.name):
             self._file.write(line)
             self._file.flush()
 

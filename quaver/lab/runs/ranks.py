@@ -38,7 +38,7 @@ class Refusal:
     """Why a run does not start."""
 
     message: str
-    is_write_error: bool = False
+    is_not_written: bool = False
     """Whether a rank cannot write, for want of space for example; otherwise it had bad input."""
 
 

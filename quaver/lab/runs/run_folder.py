@@ -13,9 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from quaver.export.folders import NO_ROOM, NotWrittenError
+from quaver.export.folders import NotWrittenError, make_folder, make_write_error
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.errors import OutputError, convert_to_output_error
+from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.runs.file_names import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -89,7 +89,7 @@ class RunFolder:
 
         Raises:
             CheckpointError: the metrics are damaged; nothing was written.
-            OutputError: a file cannot be written.
+            NotWrittenError: a file cannot be written.
         """
         try:
             files = [self.metrics_path, self.float8_scales_path, self.numerics_path]
@@ -100,12 +100,13 @@ class RunFolder:
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
                 write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
-            raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
+            reason = error.strerror or error
+            raise NotWrittenError(f"cannot write the run folder {str(self.path)!r}: {reason}") from error
 
     def check_exists(self) -> None:
-        """Raise OutputError if the folder was removed: what the run still writes would be lost."""
+        """Raise NotWrittenError if the folder was removed: what the run still writes would be lost."""
         if not (self.path / CONFIG_FILE).exists():
-            raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
+            raise NotWrittenError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
 
     def release(self) -> None:
         """Let other processes write the folder."""
@@ -121,13 +122,13 @@ class RunFolder:
         return CheckpointFolder(self.path / config.folder)
 
     def add_provenance(self, start: dict[str, Any]) -> None:
-        """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError.
+        """Append a line to provenance.jsonl, which has one for each start of the run. Raises NotWrittenError.
 
         An incomplete last line, of a start that was killed, is removed.
         """
         path = self.path / "provenance.jsonl"
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changed_settings}) + "\n"
-        with convert_to_output_error(path), replace_file(path) as partial:
+        with convert_to_not_written(path), replace_file(path) as partial:
             earlier = path.read_bytes() if path.exists() else b""
             partial.write_bytes(earlier[: earlier.rfind(b"\n") + 1] + line.encode())
 
@@ -157,9 +158,9 @@ class RunFolder:
         return self.path / POST_MORTEM_FILE
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write `value` to the file `name`, replacing it atomically. Raises OutputError."""
+        """Write `value` to the file `name`, replacing it atomically. Raises NotWrittenError."""
         path = self.path / name
-        with convert_to_output_error(path), replace_file(path) as partial:
+        with convert_to_not_written(path), replace_file(path) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -174,7 +175,7 @@ def _make_folder(config: TrainConfig) -> Path:
     else:
         _check_subfolders(path, config)
     try:
-        dump_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(dump_folder)
         if not config.job.name:
             return _make_unused_folder(path)
         path.mkdir(exist_ok=True)
@@ -227,9 +228,7 @@ def _name_lock_file(path: Path) -> Iterator[None]:
 
 
 def _make_write_error(path: Path, error: OSError) -> OSError:
-    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-    kind = NotWrittenError if error.errno in NO_ROOM else type(error)
-    return kind(f"cannot write the run folder {str(path)!r}: {reason}; give another job.dump_folder")
+    return make_write_error(error, f"the run folder {str(path)!r}", "give another job.dump_folder")
 
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:

@@ -12,8 +12,9 @@ from torch import nn
 from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
 from quaver.conversion.delayed import float8_scaling_state
 from quaver.conversion.layer_recipes import HIGH_PRECISION
+from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.checkpoint import Checkpointer
-from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
+from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Float8, Numerics
 from quaver.lab.trainer.display import Display
@@ -82,11 +83,11 @@ class _RunSink(AlarmSink):
         self._failures, self._folder = failures, folder
 
     def write(self, line: dict[str, Any]) -> None:
-        with self._failures.catch(), convert_to_output_error(self._folder.post_mortem_path):
+        with self._failures.catch(), convert_to_not_written(self._folder.post_mortem_path):
             try:
                 super().write(line)
             except InputError as error:  # a line of an earlier start is damaged
-                raise OutputError(str(error)) from error
+                raise NotWrittenError(str(error)) from error
 
 
 def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:

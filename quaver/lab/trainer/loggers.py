@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from quaver.lab.runs.errors import OutputError, OutputFailures, convert_to_output_error
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.file_names import WANDB_ID_FILE
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, require
@@ -17,7 +18,7 @@ from quaver.runtime.files import replace_file
 
 
 class _TensorBoard:
-    """Its methods raise OutputError for any error. A thread writes: a record may raise the error of an earlier one."""
+    """Its methods raise NotWrittenError for any error. A thread writes: `log` may raise an error of an earlier call."""
 
     def __init__(self, folder: Path, completed_steps: int) -> None:
         """Hide the records that an earlier start of the run has after `completed_steps`."""
@@ -40,7 +41,7 @@ _WANDB_NAME = "Weights & Biases"
 
 
 class _Wandb:
-    """Its methods raise OutputError for any error of the service.
+    """Its methods raise NotWrittenError for any error of the service.
 
     It cannot remove records. `RunFolder.begin` removes the id of a run with records that the resumed run takes again,
     which then begins a new run there.
@@ -68,10 +69,10 @@ class _Wandb:
 def _choose_wandb_id(folder: Path) -> tuple[str, bool]:
     """Return the id under which a resumed run continues its curves, and whether it is new and was stored now.
 
-    It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
+    It is stored in the run folder, because runs in different folders may have the same name. Raises NotWrittenError.
     """
     path = folder / WANDB_ID_FILE
-    with convert_to_output_error(path):
+    with convert_to_not_written(path):
         if path.exists() and (identity := path.read_text(encoding="utf-8").strip()):
             return identity, False
         identity = uuid4().hex[:16]
@@ -82,12 +83,12 @@ def _choose_wandb_id(folder: Path) -> tuple[str, bool]:
 
 @contextmanager
 def _convert_errors(logger: str) -> Iterator[None]:
-    """Turn any error of the block into an OutputError of one line, which ends the run on all ranks, not only here."""
+    """Turn any error of the block into a NotWrittenError of one line, which `OutputFailures.catch` keeps."""
     try:
         yield
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
-        raise OutputError(f"{logger}: {type(error).__name__}: {first_line}") from error
+        raise NotWrittenError(f"{logger}: {type(error).__name__}: {first_line}") from error
 
 
 Logger = _TensorBoard | _Wandb
@@ -116,7 +117,7 @@ def open_loggers(
 ) -> Iterator[list[Logger]]:
     """Open the loggers that `config` enables, and close them after the block.
 
-    Raises OutputError if one cannot be opened.
+    Raises NotWrittenError if one cannot be opened.
 
     Args:
         settings: the resolved config, which Weights & Biases stores with the run.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quaver.lab.runs.errors import OutputFailures, convert_to_output_error
+from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.loggers import Logger
 from quaver.numerics.record import RecordWriter
@@ -20,8 +20,8 @@ class NumericsLog:
         self._names: list[str] = []
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line and log its numbers. Raises OutputError."""
-        with convert_to_output_error(self._writer.path):
+        """Append a line and log its numbers. Raises NotWrittenError."""
+        with convert_to_not_written(self._writer.path):
             self._writer.write(line)
         if line["kind"] == "header":
             self._names = [make_logger_name(tensor) for tensor in line["tensors"]]

@@ -101,7 +101,7 @@ class Outputs:
 def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
     """Open the files, loggers and monitor of `run` for the block. A collective.
 
-    Raises OutputError on every rank if one cannot be opened.
+    Raises NotWrittenError on every rank if one cannot be opened.
     """
     folder, config, is_first = run.folder, run.config.metrics, run.ranks.is_first
     with ExitStack() as stack:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures, convert_to_output_error
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.errors import CheckpointError, OutputFailures, convert_to_not_written
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.terminal.console import print_line
 from quaver.lab.trainer.display import print_results
@@ -36,7 +37,7 @@ class RunEnd:
             CheckpointError: RunStatus.CHECKPOINT_FAILED,
         }
         self.status = statuses.get(type(error), RunStatus.FAILED)
-        is_one_line = isinstance(error, (NonFiniteError, CheckpointError, OutputError))
+        is_one_line = isinstance(error, (NonFiniteError, CheckpointError, NotWrittenError))
         text = next(iter(str(error).splitlines()), "")
         self.error = str(error) if is_one_line else f"{type(error).__name__}: {text}"
 
@@ -50,11 +51,11 @@ class RunEnd:
                 print_line(unsaved)
 
     def write(self) -> None:
-        """Write the summary and the curves, on the first rank. Raises OutputError."""
+        """Write the summary and the curves, on the first rank. Raises NotWrittenError."""
         run = self._run
         if run.ranks.is_first:
             run.folder.write_json("summary.json", self.summary)
-            with convert_to_output_error(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
+            with convert_to_not_written(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
                 draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
 
     def print(self) -> None:
@@ -75,7 +76,7 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
     A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.
 
     Raises:
-        OutputError: on every rank, if a file could not be written on any rank.
+        NotWrittenError: on every rank, if a file could not be written on any rank.
     """
     end, waits, is_writable = RunEnd(run), True, True
     try:
@@ -86,7 +87,7 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
             raise
     except Exception as error:
         end.note_error(error)
-        is_writable = not isinstance(error, OutputError)
+        is_writable = not isinstance(error, NotWrittenError)
         raise
     finally:
         end.close_checkpoints(waits=waits)

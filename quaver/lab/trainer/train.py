@@ -50,7 +50,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
         CheckpointError: if a checkpoint cannot be written; on every rank.
-        OutputError: if another file cannot be written, on any rank; on every rank, after the same step.
+        NotWrittenError: if another file cannot be written, on any rank; on every rank, after the same step.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
     failures = OutputFailures(run.ranks)

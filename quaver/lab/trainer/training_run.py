@@ -89,7 +89,7 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
         locked_folder: the run folder on the first rank, which holds its lock; None on the others.
     Raises:
         CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is unchanged.
-        OutputError: on every rank, if the run folder cannot be written.
+        NotWrittenError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
     location = (str(locked_folder.path), locked_folder.resume_step) if locked_folder else None
@@ -129,7 +129,7 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
 
     Raises:
         CheckpointError: the metrics are damaged.
-        OutputError: a file cannot be written.
+        NotWrittenError: a file cannot be written.
     """
     if folder is None:
         return

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quaver import Float8Linear
-from quaver.lab.runs.errors import OutputError, OutputFailures
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
@@ -154,7 +155,7 @@ def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
 
 def test_an_error_of_wandb_is_one_line(watched_config, wandb):
     wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("no API key\nat all"))
-    with pytest.raises(OutputError, match="^Weights & Biases: RuntimeError: no API key$"):
+    with pytest.raises(NotWrittenError, match="^Weights & Biases: RuntimeError: no API key$"):
         train(prepare_run(changed(watched_config, metrics={"enable_wandb": True})))
 
 
@@ -179,12 +180,12 @@ def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method
         raise TypeError("no scalar\nat all")
 
     monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
-    with pytest.raises(OutputError, match="^TensorBoard in '.*/tb': TypeError: no scalar$"):
+    with pytest.raises(NotWrittenError, match="^TensorBoard in '.*/tb': TypeError: no scalar$"):
         train(prepare_run(changed(watched_config, metrics={"enable_tensorboard": True})))
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
     run = prepare_run(watched_config)
     run.folder.numerics_path.mkdir()
-    with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
+    with pytest.raises(NotWrittenError, match=r"cannot write .*numerics.jsonl"):
         train(run)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear
+from quaver.export.folders import NotWrittenError
 from quaver.kernels import cpu
-from quaver.lab.runs.errors import OutputError, OutputFailures
+from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
@@ -40,7 +41,7 @@ def train_step(model, optimizer=None):
 
 @contextmanager
 def profile_first_step(model, folder, *, recipe="tensorwise", **profiling):
-    """Profile the block as the first step of a run. Raises OutputError for what could not be written."""
+    """Profile the block as the first step of a run. Raises NotWrittenError for what could not be written."""
     config, failures = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks())
     optimizer = torch.optim.SGD(model.parameters())
     with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.profile(1, recipe, model, optimizer):
@@ -96,7 +97,7 @@ def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
     with (
-        pytest.raises(OutputError, match=r"cannot write .*profile_trace"),
+        pytest.raises(NotWrittenError, match=r"cannot write .*profile_trace"),
         profile_first_step(model := build_model(), tmp_path),
     ):
         train_step(model)
@@ -109,7 +110,7 @@ def test_a_trace_that_torch_could_not_write_whole_is_an_output_error(tmp_path, m
     for export in (write_a_part, lambda profiler, path: None):  # a full disk, and one that was full before
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
         with (
-            pytest.raises(OutputError, match=r"json.gz': .*incomplete trace"),
+            pytest.raises(NotWrittenError, match=r"json.gz': .*incomplete trace"),
             profile_first_step(model := build_model(), tmp_path),
         ):
             train_step(model)
