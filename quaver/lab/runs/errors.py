@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.ranks import Ranks
+from quaver.runtime.agreement import run_on_every_rank
 
 
 class CheckpointError(RuntimeError):
@@ -37,20 +38,32 @@ class OutputFailures:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.first_error = ""
-        """The first error of this rank; empty without one."""
+        self._prefix = "" if ranks.is_first else f"rank {ranks.rank}: "
+        self._first_error: Exception | None = None
+
+    @property
+    def has_error(self) -> bool:
+        """Whether this rank has kept an error."""
+        return self._first_error is not None
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep a NotWrittenError or CheckpointError of the block, which ends with it."""
+        """Keep an error of the block, which ends with it; an unforeseen one, too."""
         try:
             yield
         except (NotWrittenError, CheckpointError) as error:
-            self.first_error = self.first_error or str(error)
+            self._first_error = self._first_error or NotWrittenError(f"{self._prefix}{error}")
+        except Exception as error:  # noqa: BLE001 - `raise_on_all_ranks` raises it
+            self._first_error = self._first_error or error
 
     def raise_on_all_ranks(self) -> None:
-        """Raise NotWrittenError on every rank if any has kept an error; it names the first such rank. A collective."""
-        for rank, error in enumerate(self._ranks.gather(self.first_error)):
-            if error:
-                raise NotWrittenError(f"rank {rank}: {error}" if rank else error)
+        """Raise the error of the lowest rank that has kept one, on every rank. A collective.
+
+        A NotWrittenError or CheckpointError becomes a NotWrittenError that names the rank.
+        """
+
+        def raise_kept() -> None:
+            if self._first_error is not None:
+                raise self._first_error
+
+        run_on_every_rank(raise_kept)

@@ -10,6 +10,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from quaver.export.folders import NotWrittenError
 from quaver.lab.json_file import STRICT
 from quaver.lab.runs.errors import CheckpointError, convert_to_not_written
 from quaver.lab.settings.fields import NotNegative
@@ -24,13 +25,12 @@ class JsonLinesWriter:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`.
-
-        Raises:
-            NotWrittenError: if the file cannot be written.
-            ValueError: for inf and NaN, which JSON lacks.
-        """
-        line = json.dumps(record, allow_nan=False) + "\n"
+        """Append `record`. Raises NotWrittenError if the file cannot be written, and for inf and NaN."""
+        try:
+            line = json.dumps(record, allow_nan=False) + "\n"
+        except ValueError as error:
+            problem = "JSON has no infinity and no NaN"
+            raise NotWrittenError(f"cannot write step {record['step']} to {self._file.name!r}: {problem}") from error
         with convert_to_not_written(self._file.name):
             self._file.write(line)
             self._file.flush()

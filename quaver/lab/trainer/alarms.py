@@ -76,7 +76,7 @@ class RunAlarms:
 
 
 class _RunSink(AlarmSink):
-    """Collects write errors, which end the run on all ranks, instead of raising them in the first rank's monitor."""
+    """Keeps its errors, which end the run on all ranks, instead of raising them in the first rank's monitor."""
 
     def __init__(self, failures: OutputFailures, folder: RunFolder, sink: Sink, **options: Any) -> None:
         super().__init__(sink, **options)

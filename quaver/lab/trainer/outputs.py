@@ -117,7 +117,8 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
         if run.config.numerics.every:
             if is_first:
-                alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
+                with failures.catch():
+                    alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
             stack.callback(close_monitor, run)
             open_monitor(run, alarms)
         failures.raise_on_all_ranks()

@@ -32,11 +32,10 @@ class RunEnd:
 
     def note_error(self, error: Exception) -> None:
         """Set the status of a run that `error` ended."""
-        statuses: dict[type, RunStatus] = {
-            NonFiniteError: RunStatus.NONFINITE,
-            CheckpointError: RunStatus.CHECKPOINT_FAILED,
-        }
-        self.status = statuses.get(type(error), RunStatus.FAILED)
+        if isinstance(error, NonFiniteError):
+            self.status = RunStatus.NONFINITE
+        elif isinstance(error, CheckpointError):
+            self.status = RunStatus.CHECKPOINT_FAILED
         is_one_line = isinstance(error, (NonFiniteError, CheckpointError, NotWrittenError))
         text = next(iter(str(error).splitlines()), "")
         self.error = str(error) if is_one_line else f"{type(error).__name__}: {text}"
@@ -58,7 +57,7 @@ class RunEnd:
             with convert_to_not_written(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
                 draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
 
-    def print(self) -> None:
+    def print_summary(self) -> None:
         """Print the summary and how to resume, on the first rank."""
         run = self._run
         if not run.ranks.is_first:
@@ -96,4 +95,4 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
             with failures.catch():  # an error that ended the run has priority
                 end.write()
     failures.raise_on_all_ranks()
-    end.print()
+    end.print_summary()

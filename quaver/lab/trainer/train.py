@@ -100,7 +100,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
 def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
-    has_error = run.checkpoints.has_failed or bool(outputs.failures.first_error)
+    has_error = run.checkpoints.has_failed or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):

@@ -1,6 +1,8 @@
 """Tests that a file that one rank cannot write ends the run on all ranks, with one line and exit code 4."""
 
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ from tests.ranks import run
 SNAPSHOT = "memory_snapshot/step-000002/tensorwise-rank1.json"
 CASES = {
     # name: (the rank that makes a folder of this name before step 2, or whose disk is full, the last step, the line)
+    "NaN": (0, "NaN", 2, "cannot write step 2 to '{run}/metrics.jsonl': JSON has no infinity and no NaN"),
     "removed": (0, "", 2, "the run folder {run!r} was removed while the run trained; the run ends"),
     "snapshot": (1, SNAPSHOT, 2, f"rank 1: cannot write '{{run}}/{SNAPSHOT}': Is a directory"),
     "numerics": (0, "numerics.jsonl", 2, "cannot write '{run}/numerics.jsonl': Is a directory"),
@@ -49,7 +52,8 @@ def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str
         if step == 2:
             obstruct(runs, name)
         steps[name] = step
-        return train_step(model, step, batches, **options)
+        result = train_step(model, step, batches, **options)
+        return replace(result, lr=math.nan) if name == "NaN" and step == 2 else result
 
     with (
         patch.object(TrainedModel, "train_step", obstruct_and_train),

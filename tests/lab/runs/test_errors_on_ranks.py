@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from quaver.lab.runs import checkpoint
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, RunProgress
 from quaver.lab.runs.dcp import load_state
-from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Checkpoint
@@ -35,6 +35,14 @@ def read(fail):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "read_record", fail if dist.get_rank() == 0 else lambda _: {})
         checkpoint.read_verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+
+
+def write(fail):
+    rank = dist.get_rank()
+    failures = OutputFailures(Ranks(rank, rank, 2))
+    with failures.catch():
+        fail() if rank == 0 else None
+    failures.raise_on_all_ranks()
 
 
 def load(fail):
@@ -73,7 +81,7 @@ def test_a_state_that_one_rank_cannot_copy_is_an_error_on_all(tmp_path):
     dist.barrier()
 
 
-@pytest.mark.parametrize("work", [run_on_first_rank, begin, read, load])
+@pytest.mark.parametrize("work", [run_on_first_rank, begin, read, write, load])
 @on_ranks(2)
 def test_what_rank_0_raises_is_raised_on_all(work):
     """Also an unforeseen error, here of a class that cannot be pickled."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import JsonLinesWriter, read_json_lines, rewind_json_lines
 
@@ -14,7 +15,7 @@ from quaver.lab.runs.json_lines import JsonLinesWriter, read_json_lines, rewind_
 def test_json_lines_refuse_what_json_lacks(tmp_path):
     with closing(JsonLinesWriter(tmp_path / "m.jsonl")) as metrics:
         metrics.write({"step": 1, "loss": 0.5})
-        with pytest.raises(ValueError, match="JSON"):
+        with pytest.raises(NotWrittenError, match="^cannot write step 2 to '.*m.jsonl': .*JSON"):
             metrics.write({"step": 2, "loss": float("nan")})
     assert read_json_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": 0.5}]
 
