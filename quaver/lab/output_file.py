@@ -17,13 +17,15 @@ _BEGINNINGS = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),
     "HTML page": re.compile(rb"<!doctype html>"),
     "PNG picture": re.compile(rb"\x89PNG\r\n"),
-    "TOML file": re.compile(rb""),  # each command refuses one that exists
 }
-"""How the files of each kind begin that commands write, so that a config or a text is not taken for one of them."""
+"""How the files of each kind begin that a command may replace, so that a config or a text is not taken for one."""
 
 
 class Output(NamedTuple):
-    """A file that a command will write, the option that names it, and its kind, a key of `_BEGINNINGS`."""
+    """A file that a command will write, the option that names it, and its kind.
+
+    A file that exists is replaced only if its kind is a key of `_BEGINNINGS` and it begins so.
+    """
 
     path: Path
     option: str = "--output"
@@ -118,6 +120,8 @@ def _check_access(nearest: Path, path: Path, option: str) -> None:
 def _check_replaceable(target: Path, option: str, kind: str) -> None:
     if target.name in RUN_FILES and (target.parent / CONFIG_FILE).exists():
         raise InputError(f"{option}: {target} is a file of a run; give another file")
+    if kind not in _BEGINNINGS:
+        raise InputError(f"{option}: {str(target)!r} exists already; give another file or remove it")
     with target.open("rb") as file:
         beginning = file.read(64)
     if beginning and not _BEGINNINGS[kind].match(beginning):

@@ -31,8 +31,6 @@ def survey_and_write(options: DoctorOptions, model: str) -> ModelSurvey:
     """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
     out = None if options.out is None else Path(options.out)
     if out is not None:
-        if out.exists():
-            raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
         check_outputs(Output(out, "--out", "TOML file"))
     with show_progress("surveying the model"):
         surveyed = open_surveyed_model(

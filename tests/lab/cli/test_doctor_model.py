@@ -122,7 +122,7 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     [
         (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
         (["--model", "{tmp}"], "config.json"),
-        (["--model", "{tmp}", "--out", "{tmp}"], "--out must be a new file"),
+        (["--model", "{tmp}", "--out", __file__], "test_doctor_model.py' exists already; give another file"),
         (["--model", "{tmp}", "--out", "/dev/null/r.toml"], "--out: cannot write /dev/null/r.toml"),
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
