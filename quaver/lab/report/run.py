@@ -11,13 +11,14 @@ from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
+from quaver.lab.runs.file_names import CONVERSION_FILE, METRICS_FILE, NUMERICS_FILE, PROVENANCE_FILE, SUMMARY_FILE
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.status import RunStatus
-from quaver.numerics.record import FILE_NAME, Record
+from quaver.numerics.record import Record
 from quaver.runtime.errors import InputError
 
 _MAX_NAMED_RUNS = 3
-_REPORTED_FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl", "summary.json")
+_REPORTED_FILES = (METRICS_FILE, NUMERICS_FILE, CONVERSION_FILE, PROVENANCE_FILE, SUMMARY_FILE)
 
 
 class ConvertedLayer(TypedDict):

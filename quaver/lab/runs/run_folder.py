@@ -18,9 +18,12 @@ from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.runs.file_names import (
     CONFIG_FILE,
+    CURVES_FILE,
+    FLOAT8_SCALES_FILE,
     METRICS_FILE,
     NUMERICS_FILE,
     POST_MORTEM_FILE,
+    PROVENANCE_FILE,
     RUN_FILES,
     SUMMARY_FILE,
     WANDB_ID_FILE,
@@ -126,7 +129,7 @@ class RunFolder:
 
         An incomplete last line, of a start that was killed, is removed.
         """
-        path = self.path / "provenance.jsonl"
+        path = self.path / PROVENANCE_FILE
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changed_settings}) + "\n"
         with convert_to_not_written(path), replace_file(path) as partial:
             earlier = path.read_bytes() if path.exists() else b""
@@ -140,12 +143,12 @@ class RunFolder:
     @property
     def curves_path(self) -> Path:
         """The plot of the losses."""
-        return self.path / "curves.png"
+        return self.path / CURVES_FILE
 
     @property
     def float8_scales_path(self) -> Path:
         """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
-        return self.path / "float8_scales.jsonl"
+        return self.path / FLOAT8_SCALES_FILE
 
     @property
     def numerics_path(self) -> Path:

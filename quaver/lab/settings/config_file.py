@@ -28,6 +28,9 @@ from quaver.runtime.files import replace_file
 
 Sections = dict[str, dict[str, Any]]
 
+CONFIG_FILE = "config.toml"
+"""The name of the resolved config in the folder of a run."""
+
 _WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns")
 """The settings of [float8] that a run without float8 may have."""
 
@@ -161,9 +164,9 @@ def parse_arguments(
 
 
 def _find_config_of_run(folder: Path) -> Path:
-    path = folder / "config.toml"
+    path = folder / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"--resume needs the folder of a run, got {str(folder)!r}, which has no config.toml")
+        raise FileNotFoundError(f"--resume needs the folder of a run, got {str(folder)!r}, which has no {CONFIG_FILE}")
     return path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from quaver.conversion.report import conversion_report
 from quaver.lab.runs.errors import OutputFailures
+from quaver.lab.runs.file_names import CONVERSION_FILE
 from quaver.lab.runs.json_lines import JsonLinesWriter, RecordKind
 from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms
@@ -94,7 +95,7 @@ class Outputs:
         with self.failures.catch():
             run.folder.check_exists()
             if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
-                run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
+                run.folder.write_json(CONVERSION_FILE, conversion_report(run.models[0].model).to_dict())
 
 
 @contextmanager

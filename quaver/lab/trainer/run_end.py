@@ -6,6 +6,7 @@ from typing import Any
 
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError, OutputFailures, convert_to_not_written
+from quaver.lab.runs.file_names import SUMMARY_FILE
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.terminal.console import print_line
 from quaver.lab.trainer.display import print_results
@@ -53,7 +54,7 @@ class RunEnd:
         """Write the summary and the curves, on the first rank. Raises NotWrittenError."""
         run = self._run
         if run.ranks.is_first:
-            run.folder.write_json("summary.json", self.summary)
+            run.folder.write_json(SUMMARY_FILE, self.summary)
             with convert_to_not_written(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
                 draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
 

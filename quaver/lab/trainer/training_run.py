@@ -11,6 +11,7 @@ import torch
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
 from quaver.lab.runs.checkpoint_folder import RunProgress
 from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.file_names import CONVERSION_FILE, DATA_FILE
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
@@ -135,9 +136,9 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
         return
     folder.begin(config)
     folder.add_provenance(description["provenance"])
-    folder.write_json("data.json", description["data"])
+    folder.write_json(DATA_FILE, description["data"])
     if description["conversion_report"] and folder.resume_step is None:
-        folder.write_json("conversion_report.json", description["conversion_report"])
+        folder.write_json(CONVERSION_FILE, description["conversion_report"])
 
 
 def _restore_fallbacks(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:
