@@ -207,15 +207,14 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
     path = run.folder.get_stacks_path(0)
 
     def hang_in_step_2(model: TrainedModel, step: int) -> None:
-        while step == 2 and not path.exists():
+        while step == 2 and not (path.exists() and "in hang_in_step_2" in path.read_text()):
             time.sleep(0.01)
 
     before_each_step(hang_in_step_2)
     monkeypatch.setattr(training_run, "SLOW_PHASE_FACTOR", 30)
     assert train(run)["status"] == "finished"
-    assert "hang_in_step_2" in path.read_text()
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
-    assert read_error_line(capsys) == line
+    assert capsys.readouterr().err.splitlines().count(line) == 1  # other steps may be late, too, on a busy machine
 
 
 @pytest.mark.parametrize(
