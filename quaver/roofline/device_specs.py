@@ -133,7 +133,9 @@ def get_peak_flops(device: torch.device) -> PeakFlops:
     if spec is not None:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
-    source = f"unknown device; measured: the fastest matmul of a linear, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    threads_text = f"{threads} thread{'s' * (threads != 1)}"
+    source = f"unknown device; measured: the fastest matmul of a linear, {threads_text}"
     bfloat16, float32 = (_measure_fastest_matmul(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
 

@@ -126,8 +126,8 @@ class Ranks:
     def open_process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
         """Run the block with a process group: NCCL on CUDA, gloo on CPU; none for a single process.
 
-        The ranks leave together, so that none exits while another writes. After an error, which may be on one rank
-        only, they do not wait for each other: the launcher ends them.
+        The ranks leave together, so that none exits while another writes. An exception in the block may be on one rank
+        only: it leaves at once, and the launcher ends the other ranks.
         """
         if self.is_alone:
             yield

@@ -1,6 +1,6 @@
 """Output of a run: plain lines, and a table at the end."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quaver.lab.data.progress import Advance, CacheProgress
+from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.console import make_stdout_console, print_line
 from quaver.lab.terminal.tables import fit_table, make_table
 from quaver.lab.trainer.memory import describe_memory
@@ -73,23 +74,23 @@ def print_results(summary: dict[str, Any]) -> None:
     """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
     console = make_stdout_console()
     models, comparison = summary["models"], summary.get("comparison")
-    rows = [
-        ("validation loss (nats)", "validation_loss", "{:.4f}", "loss_gap", "{:+.2%}"),
-        ("tokens/s", "tokens_per_s", "{:,.0f}", "tokens_per_s_ratio", "{:.2f}x"),
-        ("TFLOP/s per device", "tflops", "{:.3g}", "", ""),
+    rows: list[tuple[str, str, Callable[[Any], str], str, Callable[[Any], str]]] = [
+        ("validation loss (nats)", "validation_loss", "{:.4f}".format, "loss_gap", "{:+.2%}".format),
+        ("tokens/s", "tokens_per_s", "{:,.0f}".format, "tokens_per_s_ratio", "{:.2f}x".format),
+        ("TFLOP/s per device", "tflops", "{:.3g}".format, "", str),
     ]
     if _is_measured(summary["bfloat16_peak"]["source"]):
-        rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}", "", ""))
+        rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}".format, "", str))
     else:
-        rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}", "", ""))
-        rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}", "", ""))
-    rows.append(("peak memory (bytes)", "peak_memory_bytes", "{:,}", "peak_memory_ratio", "{:.2f}x"))
+        rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}".format, "", str))
+        rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}".format, "", str))
+    rows.append(("peak memory", "peak_memory_bytes", format_bytes, "peak_memory_ratio", "{:.2f}x".format))
     columns = [*models, *(["compared"] if comparison else [])]
     cells = []
-    for label, key, style, ratio, ratio_style in rows:
-        cells.append([label, *(_format_cell(model[key], style) for model in models.values())])
+    for label, key, format_value, ratio, format_ratio in rows:
+        cells.append([label, *(_format_cell(model[key], format_value) for model in models.values())])
         if comparison:
-            cells[-1].append(_format_cell(comparison[ratio], ratio_style) if ratio else "")
+            cells[-1].append(_format_cell(comparison[ratio], format_ratio) if ratio else "")
     title = f"{summary['status']} after {summary['steps']} steps"
     table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
     console.width = fit_table(table, console.width)
@@ -110,5 +111,5 @@ def _describe_utilization(record: dict[str, Any], peak_source: str) -> str:
     return "" if share is None else f"{share:.1%} of a measured matmul"
 
 
-def _format_cell(value: Any, style: str) -> str:
-    return "-" if value is None else style.format(value)
+def _format_cell(value: Any, format_value: Callable[[Any], str]) -> str:
+    return "-" if value is None else format_value(value)

@@ -9,7 +9,7 @@ def print_nothing_left(run: TrainingRun) -> None:
     """Print that `run` has ended before this start, on the first rank."""
     if run.ranks.is_first:
         steps = f"training.steps = {run.config.training.steps}"
-        print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; set more steps")
+        print_line(f"nothing left to do: the run is after step {run.progress.step}, and {steps}; raise training.steps")
         print_line(f"run folder: {run.folder.path}")
 
 
