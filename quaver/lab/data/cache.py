@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from quaver.export.folders import make_folder
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import (
@@ -54,12 +55,12 @@ class TokenCache:
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
-        entry, damage = self._open_entry()
+        entry, _ = self._open_entry()
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
         with name_cache_in_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             try:
                 lock.acquire(timeout=0)
             except Timeout:
