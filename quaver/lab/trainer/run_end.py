@@ -91,9 +91,9 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
         raise
     finally:
         end.close_checkpoints(waits=waits)
-        end.summary = summarize(run, status=end.status, error=end.error)
-        if is_writable:
-            with failures.catch():  # an error that ended the run has priority
+        with failures.catch():  # an error that ended the run has priority
+            end.summary = summarize(run, status=end.status, error=end.error)
+            if is_writable:
                 end.write()
     failures.raise_on_all_ranks()
     end.print_summary()

@@ -331,6 +331,13 @@ def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeyp
     assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "finished"
 
 
+def test_an_error_that_ended_the_run_is_not_hidden_by_one_of_its_summary(tiny_config, monkeypatch):
+    monkeypatch.setattr(train_module, "_train_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr("quaver.lab.trainer.run_end.summarize", lambda *_, **__: [].pop())
+    with pytest.raises(ZeroDivisionError):
+        run_to_end(tiny_config)
+
+
 def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_step):
     run = prepare_run(tiny_config)
     before_each_step(lambda model, step: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
