@@ -79,7 +79,7 @@ def test_growth_is_added_to_what_is_resident_and_others_do_not_count():
     device = torch.device(DEVICE)
     other = torch.zeros(1 << 20, device=device)
     own = torch.zeros(2 << 20, device=device)
-    with measure_peak([own], device=device, countable=False) as peak:
+    with measure_peak([own], device=device, is_countable=False) as peak:
         torch.zeros(4 << 20, device=device)
     assert peak.peak_bytes == 4 * (6 << 20)
     assert peak.source == "torch.cuda.max_memory_allocated"

@@ -129,7 +129,7 @@ class Checkpointer:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
         path = self.folder.find_checkpoint(step)
-        record = read_verified_record(path, self.ranks, verifies=self.config.verify)
+        record = read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
         progress = RunProgress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
@@ -220,7 +220,8 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
 
     Raises CheckpointError on every rank if they cannot be read or do not fit.
     """
-    saved_names = read_verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
+    ranks, verifies = models[0].ranks, models[0].config.checkpoint.verify
+    saved_names = read_record_on_every_rank(path, ranks, verifies=verifies)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
         name = make_file_name(trained.name)
@@ -248,7 +249,7 @@ def _run_in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     return future
 
 
-def read_verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+def read_record_on_every_rank(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
     """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
     Raises CheckpointError on every rank.

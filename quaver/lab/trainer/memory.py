@@ -32,15 +32,15 @@ class PeakMemory:
 
 
 @contextmanager
-def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:
+def measure_peak(resident: Iterable[Tensor], *, device: torch.device, is_countable: bool) -> Iterator[PeakMemory]:
     """Measure the block, which runs one training step, and fill in the yielded PeakMemory.
 
     Args:
         resident: the tensors that live between steps: parameters, buffers, optimizer state.
         device: their device.
-        countable: whether a dispatch mode sees every CPU tensor. It does not see tensors inside compiled code or inside
-            the operators of a DTensor. Such steps are read from the CPU allocator's log, without operators' scratch,
-            and torch.profiler must be free.
+        is_countable: whether a dispatch mode sees every CPU tensor. It does not see tensors inside compiled code or
+            inside the operators of a DTensor. Such steps are read from the CPU allocator's log, without operators'
+            scratch, and torch.profiler must be free.
     """
     peak = PeakMemory()
     resident_bytes = count_storage_bytes(resident)
@@ -50,7 +50,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         yield peak
         peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
         peak.source = "torch.cuda.max_memory_allocated"
-    elif countable:
+    elif is_countable:
         with TensorBytes() as counted:
             yield peak
         peak.peak_bytes = resident_bytes + counted.peak_bytes

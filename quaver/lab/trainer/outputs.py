@@ -87,8 +87,10 @@ class Outputs:
         self.write(record)
         self.display.print_validation(record)
 
-    def check_folder(self) -> None:
-        """Note a removed run folder. After the first step, write the conversion report with the backends that ran."""
+    def update_folder(self) -> None:
+        """Write the conversion report after the first step, with the backends that ran. Keep an error if the folder is
+        gone.
+        """
         run = self.run
         if not run.ranks.is_first:
             return

@@ -86,7 +86,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}{_save_last_finite(run, error)}") from error
         apply_fallbacks(run, outputs.alarms)
-        outputs.check_folder()
+        outputs.update_folder()
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
             _validate(run, outputs)
         if run.checkpoints.is_due(progress.step):

@@ -216,7 +216,7 @@ class TrainedModel:
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
             measure = measure_peak(
-                self.iter_resident_tensors(), device=self.device, countable=self.has_countable_memory
+                self.iter_resident_tensors(), device=self.device, is_countable=self.has_countable_memory
             )
         synchronize(self.device)
         start = time.perf_counter()

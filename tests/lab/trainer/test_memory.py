@@ -40,9 +40,9 @@ def test_resident_tensors_count_a_shared_storage_once():
 def test_the_allocators_log_has_the_peak_of_the_counted_tensors():
     layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     peaks = []
-    for countable in (True, False):
+    for is_countable in (True, False):
         layers.zero_grad()
-        with measure_peak(layers.parameters(), device=torch.device("cpu"), countable=countable) as peak:
+        with measure_peak(layers.parameters(), device=torch.device("cpu"), is_countable=is_countable) as peak:
             layers(torch.zeros(32, 64)).sum().backward()
         peaks.append(peak)
     assert peaks[0].source == "tensors of one step, exact"
