@@ -6,6 +6,7 @@ import warnings
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks import ledger, performance, scaling, stored_activations
@@ -67,7 +68,7 @@ def test_a_file_of_measurements_is_whole_and_names_its_machine(name):
 
 
 def _run_code(code):
-    with mock.patch("torch.distributed.init_process_group"), mock.patch.object(nn.Module, "compile"):
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(nn.Module, "compile"):
         exec(compile(code, "docs", "exec"), {"__name__": "docs"})
 
 

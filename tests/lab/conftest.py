@@ -19,6 +19,7 @@ from quaver.lab.settings import (
     Training,
     Validation,
 )
+from quaver.lab.trainer import run_end
 from quaver.lab.trainer.trained_model import TrainedModel
 
 
@@ -45,7 +46,7 @@ def drawn_curves() -> None:
 def undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
     if "drawn_curves" not in request.fixturenames:
-        monkeypatch.setattr("quaver.lab.trainer.run_end.draw_curves", lambda metrics, image, title: image.touch())
+        monkeypatch.setattr(run_end, "draw_curves", lambda metrics, image, title: image.touch())
 
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "float8 has four bits of exponent", "0123456789"]

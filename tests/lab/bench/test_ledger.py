@@ -11,6 +11,7 @@ import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.kernels.operands import BlockCast
+from quaver.lab.bench.ledger import counting
 from quaver.lab.bench.ledger.counting import ModuleConfig, count_launches
 from quaver.lab.bench.ledger.disassembly import Loop, count_issued_instructions
 from quaver.lab.bench.ledger.entries import list_entries
@@ -21,6 +22,7 @@ from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import add_machine_code, compile_kernels
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
+from quaver.lab.cli.bench import ledger as ledger_cli
 from quaver.lab.cli.bench.ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
@@ -337,8 +339,7 @@ def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
 
 
 def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
-    count = "quaver.lab.cli.bench.ledger.count_launches"
-    monkeypatch.setattr(count, lambda module_config, name, gpu: count_case("linear", name))
+    monkeypatch.setattr(ledger_cli, "count_launches", lambda module_config, name, gpu: count_case("linear", name))
     output = tmp_path / "ledger.json"
     words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels", "--output", output]
     printed = run_quaver("bench", "ledger", *words)
@@ -356,5 +357,5 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
 
 
 def test_the_ledger_without_triton_is_refused(refused, monkeypatch):
-    monkeypatch.setattr("quaver.lab.bench.ledger.counting.find_spec", lambda name: None)
+    monkeypatch.setattr(counting, "find_spec", lambda name: None)
     assert "triton is not installed" in refused("bench", "ledger")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quaver import convert_to_float8_training
 from quaver.export import load_float8, save_float8, set_kv_scales
-from quaver.lab.cli import main
+from quaver.lab.cli import export, main
 from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.runtime.errors import InputError
 from tests.library.export.models import saved
@@ -104,7 +104,7 @@ def test_what_torchao_logs_at_its_import_is_hidden(folder, tmp_path, monkeypatch
         logging.getLogger("torchao").warning("anything else")
         raise InputError("no model")
 
-    monkeypatch.setattr("quaver.lab.cli.export.open_huggingface_source", open_source)
+    monkeypatch.setattr(export, "open_huggingface_source", open_source)
     with pytest.raises(SystemExit):
         main(["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise"])
     assert caplog.messages == ["anything else"]

@@ -17,7 +17,7 @@ import pytest
 from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
-from quaver.lab.data import load_data
+from quaver.lab.data import load_data, tokenizer
 from quaver.lab.data.cache import resolve_cache_folder
 from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import SplitWriter
@@ -119,7 +119,7 @@ def test_another_field_is_another_entry(tmp_path, load, cache, builds):
 def test_another_release_of_tokenizers_is_another_entry(tmp_path, text_folder, load, cache, builds, monkeypatch):
     train_tokenizer(tmp_path / "tokenizer.json", ["<s>", "</s>"])
     for release in ("0.22.0", "0.22.1"):
-        monkeypatch.setattr("quaver.lab.data.tokenizer.version", {"tokenizers": release}.get)
+        monkeypatch.setattr(tokenizer, "version", {"tokenizers": release}.get)
         for _ in range(2):
             load(text_folder, cache_folder=cache, tokenizer=str(tmp_path))
     assert len(set(builds)) == len(builds) == 2

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from quaver.lab.cli import train
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
 from quaver.lab.trainer.training_run import build_run
 from tests.lab.integration.train_on_ranks import LIMIT_S, TINY, train_here
@@ -27,7 +28,7 @@ def build_broken(*built):
 def train_broken(cases, prefix):
     """Without guards on hooks Dynamo gives each block the code of one that has none."""
     guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-    with patch("quaver.lab.cli.train.build_run", build_broken), guarded:
+    with patch.object(train, "build_run", build_broken), guarded:
         return train_here(cases, prefix)
 
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.lab.cli import main
+from quaver.lab.runs import ranks
 from quaver.lab.runs.ranks import read_ranks
+from quaver.lab.trainer import run_end
 from quaver.lab.trainer.model import Block
 from tests.ranks import run
 
@@ -57,12 +59,12 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launcher))
-        stack.enter_context(patch("quaver.lab.runs.ranks.open_store", lambda rank, world_size: store))
+        stack.enter_context(patch.object(ranks, "open_store", lambda rank, world_size: store))
         stack.enter_context(patch.object(dist, "init_process_group", make_group))
         stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
         stack.enter_context(patch.object(Block, "compile", compile_quickly))
         # Drawing takes as long as three steps.
-        stack.enter_context(patch("quaver.lab.trainer.run_end.draw_curves", lambda *paths, **_: paths[-1].touch()))
+        stack.enter_context(patch.object(run_end, "draw_curves", lambda *paths, **_: paths[-1].touch()))
         stack.callback(read_ranks.cache_clear)
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(error))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quaver.lab.cli.memory import MemoryOptions
+from quaver.lab.plan import advise
 from quaver.lab.plan.advise import AS_CONFIGURED
 from quaver.lab.plan.changes import list_single_changes
 from tests.lab.memory.models import needs_gathers
@@ -83,8 +84,8 @@ def test_advice_and_what_fits(ask, monkeypatch):
     def list_few(*run):
         return [change for change in list_single_changes(*run) if change.name.startswith(FEW)]
 
-    monkeypatch.setattr("quaver.lab.plan.advise.list_single_changes", list_few)
-    monkeypatch.setattr("quaver.lab.plan.advise.iter_less_precise", lambda change: [])
+    monkeypatch.setattr(advise, "list_single_changes", list_few)
+    monkeypatch.setattr(advise, "iter_less_precise", lambda change: [])
     printed, written = ask(*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200")
     advice = written["advice"]
     assert (advice["fit_bytes"], advice["nearest"]) == (1 << 30, None)

@@ -21,6 +21,7 @@ from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_r
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
+from quaver.lab.memory.runs import predict
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.modules import ModuleTracker
@@ -222,7 +223,7 @@ def test_refused_compile_options_leave_settings_as_before(options, message):
 
 
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
-    monkeypatch.setattr("quaver.lab.memory.runs.predict.CAN_SEE_GATHERS", False)
+    monkeypatch.setattr(predict, "CAN_SEE_GATHERS", False)
     with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
         predict_memory(TrainConfig(), 2)
 

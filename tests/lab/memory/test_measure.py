@@ -132,7 +132,7 @@ def measure_with_even_load(config):
         return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
 
     resolved, dims = resolve_config(config, rank=dist.get_rank(), world_size=2)
-    with patch("quaver.lab.trainer.mixture.torch.topk", choose_evenly):
+    with patch.object(torch, "topk", choose_evenly):
         return measure_rank(resolved, dims, Ranks(dims.rank, dims.rank, 2), torch.device("cpu"))
 
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quaver.lab.cli.memory.views import summarize_advice
 from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
 from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
 from quaver.lab.plan.compute import count_recomputed_flops
@@ -28,7 +29,6 @@ from tests.lab.trainer.runs import CONFIGS, changed
 
 LLAMA_8B = CONFIGS / "llama3_8b.toml"
 H100 = find_device_spec("H100")
-ADVISE = "quaver.lab.plan.advise"
 MODES = {
     "none": ActivationCheckpoint(),
     "op": ActivationCheckpoint(mode="selective"),
@@ -149,7 +149,7 @@ class FakePeaks:
 @pytest.fixture
 def peaks():
     peaks = FakePeaks()
-    with patch(f"{ADVISE}.predict_memory", peaks.predict):
+    with patch.object(advise_module, "predict_memory", peaks.predict):
         yield peaks
 
 
@@ -224,7 +224,7 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
 @pytest.mark.parametrize(("fit_bytes", "is_near"), [(260, True), (1000, False)])
 def test_an_estimate_near_the_limit_is_said_to_be(peaks, fit_bytes, is_near):
     config = replace(load_config(LLAMA_8B), training=EAGER, activation_checkpoint=MODES["none"])
-    with patch(f"{ADVISE}.estimate_peak", lambda config, ranks: peaks.bytes(config)):
+    with patch.object(advise_module, "estimate_peak", lambda config, ranks: peaks.bytes(config)):
         advice = advise(config, 8, fit_bytes=fit_bytes, time_on="H100", quick=True)
     assert advice.rows[advice.best].peak_bytes == 258
     assert any("predict its peak without --quick" in note for note in advice.notes) == is_near
@@ -234,7 +234,7 @@ def test_an_error_of_the_cost_model_is_no_refusal(peaks, monkeypatch):
     def fail(*_: object) -> None:
         raise ValueError("expected tasks that wait for earlier ones")
 
-    monkeypatch.setattr(f"{ADVISE}.compute_step_cost", fail)
+    monkeypatch.setattr(advise_module, "compute_step_cost", fail)
     with pytest.raises(ValueError, match="tasks that wait"):
         advise_llama(None)
 

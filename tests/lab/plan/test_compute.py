@@ -14,6 +14,7 @@ from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.trainer.model import SPLIT_DIMS
 from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline import matmul
 from quaver.roofline.attention import choose_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
@@ -38,7 +39,7 @@ def time_both(run):
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
 def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     """At the ledger's rates: the best one for each matmul, whatever its shape."""
-    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_, **__: 1.0)
+    monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
         name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))

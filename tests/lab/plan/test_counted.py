@@ -17,6 +17,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.roofline import matmul
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import changed
 from tests.thinned import at_night
@@ -50,7 +51,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert sum(expected[name] - counts[name] for name in fused) == halves
 
     monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
-    monkeypatch.setattr("quaver.roofline.matmul.compute_shape_share", lambda *_, **__: 1.0)
+    monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)
     spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]

@@ -452,7 +452,7 @@ def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, mon
     def fail(path: Path) -> None:
         raise OSError("interrupted")
 
-    monkeypatch.setattr("quaver.lab.runs.checkpoint_folder.shutil.rmtree", fail)
+    monkeypatch.setattr(shutil, "rmtree", fail)
     with pytest.raises(OSError, match="interrupted"):
         folder.prune(1)
     assert folder.list_steps() == [2]

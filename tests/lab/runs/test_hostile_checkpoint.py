@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
+from quaver.lab.runs import checkpoint_folder
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
 from quaver.lab.runs.dcp import describe_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
@@ -227,8 +227,7 @@ def config(tiny_config: TrainConfig) -> TrainConfig:
 
 CALLS = 20
 """More than a save with retention and with steps to leave behind makes."""
-FOLDER = "quaver.lab.runs.checkpoint_folder"
-FATAL = (f"{FOLDER}.write_manifest", f"{FOLDER}.sync_all", "pathlib.Path.rename", "shutil.rmtree")
+FATAL = (checkpoint_folder, "write_manifest"), (checkpoint_folder, "sync_all"), (Path, "rename"), (shutil, "rmtree")
 
 
 def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, monkeypatch):
@@ -238,7 +237,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
     folder = run.checkpoints.folder
     original = folder.path.with_name("original")
     shutil.copytree(folder.path, original)
-    calls, died = {name: resolve_name(name) for name in FATAL}, 0
+    died = 0
     for fatal in range(CALLS):
         shutil.rmtree(folder.path)
         shutil.copytree(original, folder.path)
@@ -255,8 +254,8 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
         again = CheckpointFolder(folder.path)
         record = {**json.loads((folder.find_checkpoint(3) / "checkpoint.json").read_text()), "saved_at": "again"}
         with monkeypatch.context() as patch:
-            for name, call in calls.items():
-                patch.setattr(name, make_fatal(call))
+            for owner, name in FATAL:
+                patch.setattr(owner, name, make_fatal(getattr(owner, name)))
             try:
                 again.abandon_after(2)
                 again.begin(3)
@@ -281,7 +280,7 @@ def test_a_checkpoint_that_cannot_be_read_back_removes_none(config, monkeypatch)
     train(prepare_run(config))
     checkpoint = replace(config.checkpoint, keep_latest_k=1, resume="must")
     again = prepare_run(replace(config, training=replace(config.training, steps=6), checkpoint=checkpoint))
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.dump", lambda _, file: file.write(b"\x80"))
+    monkeypatch.setattr(pickle, "dump", lambda _, file: file.write(b"\x80"))
     with pytest.raises(CheckpointError, match="step 5 could not be written .*metadata is damaged.* step 4 is intact"):
         train(again)
     assert again.checkpoints.folder.list_steps() == [1, 2, 3, 4]

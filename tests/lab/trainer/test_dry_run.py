@@ -11,10 +11,13 @@ from quaver.lab.cli import main
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer import flops
 from quaver.lab.trainer.dry_run import dry_run
 from quaver.lab.trainer.flops import MASKED_FLOPS, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
+from quaver.linear import backends
 from quaver.linear.backends import GemmBackend
+from quaver.runtime import devices
 from tests.lab.trainer.runs import CONFIGS, changed
 
 PARAMETERS = {
@@ -44,7 +47,7 @@ def test_every_config_would_run(path):
 )
 def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
     """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
-    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: True)
+    monkeypatch.setattr(flops, "has_bfloat16_units", lambda kind: True)
     config = replace(load_config(CONFIGS / "llama3_debug.toml"), float8=Float8(recipe_name=recipe))
     device = torch.device("cpu")
     _, model = make_models(config, device).first
@@ -53,9 +56,9 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     bfloat16 = count()
     masked = 6 * config.model.n_layers * config.model.dim * seq_len
     assert bfloat16 == {MASKED_FLOPS: masked, "bfloat16": sum(bfloat16.values()) - masked}
-    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
+    monkeypatch.setattr(flops, "has_bfloat16_units", lambda kind: False)
     older = count()
-    monkeypatch.setattr("quaver.linear.backends.choose_backend", lambda *args, **options: GemmBackend.NATIVE)
+    monkeypatch.setattr(backends, "choose_backend", lambda *args, **options: GemmBackend.NATIVE)
     native = count()
     assert sum(native.values()) == sum(bfloat16.values())
     weights = sum(layer.flops_per_token for layer in list_linear_precisions(model, "bfloat16", device)[:-1])
@@ -72,7 +75,7 @@ def test_a_dry_run_prints_layers_and_layout_and_writes_nothing(run_quaver, tmp_p
 
 
 def test_a_device_that_is_not_here_is_named(run_quaver, monkeypatch):
-    monkeypatch.setattr("quaver.runtime.devices.has_cuda", lambda: False)
+    monkeypatch.setattr(devices, "has_cuda", lambda: False)
     printed = run_quaver("train", "--dry-run", "--training.device", "cuda")
     assert printed.splitlines()[-1].startswith("this machine cannot train it: device cuda was asked")
 

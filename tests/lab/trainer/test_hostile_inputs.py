@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quaver.lab.cli import main
+from quaver.lab.cli import main, report, train
 from quaver.lab.data.documents import SourceFile
 from tests.command_line import TEXT, TINY
 
@@ -99,7 +99,7 @@ def test_control_characters_of_a_path_reach_no_terminal(tmp_path, refused):
 
 
 def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, refused):
-    monkeypatch.setattr("quaver.lab.cli.train.build_run", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr(train, "build_run", lambda *_: torch.empty(2**60))
     assert "this machine lacks the memory (can't allocate memory: you tried" in refused("train", *run_words)
 
 
@@ -108,7 +108,7 @@ def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
     def fail(_: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr("quaver.lab.cli.report.main", fail)
+    monkeypatch.setattr(report, "main", fail)
     line = f"this machine lacks the memory{f' ({error})' if str(error) else ''}; make the model or the batch smaller"
     assert line in refused("report", "runs/a")
 

@@ -19,6 +19,7 @@ from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
+from quaver.lab.trainer import profiling as profiling_module
 from quaver.lab.trainer.profiling import Profiler
 
 CPU = torch.device("cpu")
@@ -166,9 +167,8 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
 
 def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
     histories = []
-    patched = "quaver.lab.trainer.profiling"
-    monkeypatch.setattr(f"{patched}.record_memory_history", lambda **options: histories.append(options))
-    monkeypatch.setattr(f"{patched}.dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
+    monkeypatch.setattr(profiling_module, "record_memory_history", lambda **options: histories.append(options))
+    monkeypatch.setattr(profiling_module, "dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
     device = torch.device("cuda", 0)
     config = make_config(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = build_model()

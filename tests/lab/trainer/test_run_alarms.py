@@ -15,6 +15,7 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.terminal.console import make_stdout_console
+from quaver.lab.trainer import flops as flops_module
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision
@@ -79,7 +80,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
 
 @pytest.mark.parametrize("recipe", ["high_precision", pytest.param("mxfp8", marks=pytest.mark.nightly)])
 def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe, monkeypatch):
-    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda device: False)
+    monkeypatch.setattr(flops_module, "has_bfloat16_units", lambda device: False)
     config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = add_outlier(prepare_run(config))
     assert train(run)["status"] == "finished"

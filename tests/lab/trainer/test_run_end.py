@@ -364,7 +364,7 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
 
         kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
         with monkeypatch.context() as patch:
-            patch.setattr("quaver.lab.trainer.training_run.begin_folder", fill_disk)
+            patch.setattr(training_run, "begin_folder", fill_disk)
             assert resume(2) == 4
         assert f"{folder / file}': No space left on device" in read_error_line(capsys)
         assert list_checkpoints(folder)[0] == "step-00000001"

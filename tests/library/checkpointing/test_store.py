@@ -16,6 +16,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -330,7 +331,7 @@ def test_other_compiled_code_stores_nothing_and_says_so(caplog, how, monkeypatch
         compile_modules([net.gate], dynamic=True)
     else:
         if "inductor" in how:  # without Inductor's own compilation
-            monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
+            monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, *_, **__: graph.forward)
         net.gate.compile(fullgraph=True, backend=how.split("'")[1])
     assert torch.equal(differentiate(net.gate), exact)
     assert (f"{how} does not store activations" in caplog.text) == ("inductor" not in how)

@@ -20,6 +20,7 @@ lightning = pytest.importorskip("pytorch_lightning")
 
 from lightning_fabric import Fabric  # noqa: E402 - it comes with Lightning
 
+from quaver.integrations import lightning as integration  # noqa: E402
 from quaver.integrations.lightning import Float8FabricPrecision, Float8Monitor, Float8Precision  # noqa: E402
 from quaver.numerics.record import Record  # noqa: E402
 
@@ -204,7 +205,7 @@ def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
 def test_a_module_that_is_sharded_already_is_refused():
     module = torch.nn.Linear(16, 16)
     refused = pytest.raises(RuntimeError, match="convert_to_float8_training at the beginning of configure_model")
-    with mock.patch("quaver.integrations.lightning.DTensor", torch.nn.Parameter), refused:
+    with mock.patch.object(integration, "DTensor", torch.nn.Parameter), refused:
         Float8Precision("rowwise").convert_module(module)
 
 

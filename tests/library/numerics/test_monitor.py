@@ -19,7 +19,7 @@ import quaver
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, set_high_precision_matmuls
 from quaver.experts.module_weight import ModuleWeight
 from quaver.linear.quantize import Quantizer
-from quaver.numerics import observe
+from quaver.numerics import monitoring, observe
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
@@ -431,7 +431,7 @@ def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand,
 
 
 def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, caplog):
-    monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
+    monkeypatch.setattr(monitoring, "find_disagreements", lambda *_: 1 // 0)
     model, lines = make(), []
     with monitor(model, every=1, sink=lines.append, steps_by_hand=True) as watch:
         step(model)
@@ -450,7 +450,7 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
         step(model)
         with pytest.raises(KeyboardInterrupt):
             watch.step()
-        monkeypatch.setattr("quaver.numerics.monitoring.find_disagreements", lambda *_: 1 // 0)
+        monkeypatch.setattr(monitoring, "find_disagreements", lambda *_: 1 // 0)
         watch.step()  # ends the step that was stopped
         step(model)
         watch.step()
@@ -459,7 +459,7 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
 
 def test_ctrl_c_while_a_monitor_starts_leaves_no_probes(monkeypatch):
     model = make()
-    monkeypatch.setattr("quaver.numerics.monitoring.StepEnds", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(monitoring, "StepEnds", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         monitor(model)
     assert "probes" not in vars(model.up)
