@@ -101,12 +101,12 @@ def test_the_c_extension_takes_compiled_steps(monkeypatch):
 
 @pytest.mark.parametrize("storage", [FLOAT32_MOMENTS, {}])
 def test_float8_adamw_follows_torch_adamw(storage):
-    """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
+    """float32 moments are torch's up to rounding; each step by float8 ones has the error of both moments."""
     options = {"steps": 20, "lr": 1e-3, "weight_decay": 0.1}
     (ours, _), (theirs, _) = train(**options, **storage), train(torch.optim.AdamW, **options)
     for mine, other, start in zip(ours, theirs, build_parameters()[0], strict=True):
         error = (mine - other).norm() / (other - start).norm()
-        assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
+        assert error < (1e-5 if storage or mine.numel() < 4096 else math.sqrt(2) * ROUNDING)
 
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
@@ -175,8 +175,12 @@ def decay(beta2, *, stochastic, root):
 @pytest.mark.parametrize("root", [False, True])
 @pytest.mark.parametrize("beta2", [0.95, 0.99, *at_night([(0.999,)])])
 def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
-    assert decay(beta2, stochastic=False, root=root) > 2.3
-    assert decay(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
+    frozen = beta2 ** -round(1 / (1 - beta2))
+    assert decay(beta2, stochastic=False, root=root) == pytest.approx(frozen, rel=2**-E4M3.mantissa_bits)
+    # A step takes an ulp off a moment m with probability (1 - beta2) * m / ulp, so its variance grows to ulp * m, and
+    # that of a root to ulp / 2 of it: the bias of its square. Five standard deviations of the mean are below 0.02.
+    bias = 2**-E4M3.mantissa_bits / 2 if root else 0.0
+    assert -0.02 < decay(beta2, stochastic=True, root=root) - 1 < bias + 0.02
 
 
 def minimize(storage, steps, compute_gradient, **options):
