@@ -141,8 +141,3 @@ def test_every_control_has_a_name_and_visible_focus(browser, open_page, name, fo
         assert style == "solid 3px", what
         visited.add(what.split()[0])
     assert focused <= visited
-
-
-def test_a_report_prints(browser, open_page):
-    open_page("one", details=False)
-    assert len(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]) > 20_000

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from quaver.lab.settings import Float8, TrainConfig, Training
-from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments, write_config
+from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments
 from quaver.lab.settings.fields import get_base_type, get_types
 from quaver.lab.trainer.model import make_meta_llama
 
@@ -73,19 +73,6 @@ def test_a_flag_sets_its_field(words, is_set):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        "--compare --training.steps 3 --float8.filter_fqns a b --data x",
-        f"{DELAYED} --float8.delayed_headroom=1.5 --float8.filter_fqns",
-    ],
-)
-def test_a_written_config_reads_back_equal(tmp_path, words):
-    config = read_config(*words.split())
-    write_config(config, tmp_path / "c.toml")
-    assert load_config(tmp_path / "c.toml") == config
-
-
-@pytest.mark.parametrize(
     ("toml", "message"),
     [
         ("[traning]\nsteps = 3\n", "unknown section in .*: 'traning'; did you mean 'training'"),
@@ -123,17 +110,14 @@ BAD_SETTINGS = {
     "--training.steps abc": "training.steps must be an integer, got 'abc'",
     "--training.steps --compare": "--training.steps: expected one argument",
     "--float8.emulate maybe": "float8.emulate must be true or false, got 'maybe'",
-    "--float8.emulate no": "float8.emulate must be true or false, got 'no'",
     "--compare 1": "job.compare must be true or false, got '1'",
     "--optimizer.lr fast": "optimizer.lr must be a number, got 'fast'",
     "a.toml b.toml": "unexpected argument 'b.toml'",
     "-x": "unexpected argument '-x'",
     "--no-such-thing": "unknown flag: '--no-such-thing'; see quaver train --help",
-    "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean '--float8.delayed_history_len'",
     "--float8.serving vlm": "float8.serving: expected one of vllm-per-token, ",
     "--float8.serving vllm-static": "float8.serving must be an engine that scales dynamically, got 'vllm-static'",
     "--float8.serving deepgemm --float8.recipe_name delayed": "float8.serving: expected a recipe with dynamic scaling",
-    "--float8.recipe_name delayed --float8.delayed_history_len 1.5": "history_len must be an integer, got '1.5'",
     "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
     "--model.n_layers=1e8": "model.n_layers must be an integer, got '1e8'",
     "--model.dim=1000000000000": "model.dim must be at most 1000000, got 1000000000000",
@@ -168,7 +152,6 @@ BAD_SETTINGS = {
     "--training.seed=-1": "training.seed must be between 0 and 2**63 - 1, got -1",
     "--optimizer.beta2=1": "optimizer.beta2 must be below 1",
     "--optimizer.lr=inf": "optimizer.lr must be finite",
-    "--optimizer.implementation=apex": "must be one of auto, fused, foreach, for-loop, got 'apex'",
     "--lr_scheduler.min_lr_factor=2": "lr_scheduler.min_lr_factor must be at most 1.0",
     "--lr_scheduler.decay_ratio=0.2": "must be its default, 0.1, unless lr_scheduler.schedule is wsd, got 0.2",
     "--lr_scheduler.schedule=wsd --lr_scheduler.decay_ratio=0": "must be above 0.0, got 0.0",
@@ -212,7 +195,6 @@ BAD_SETTINGS = {
     "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
     "--float8.recipe_name=delayed --float8.delayed_headroom=nan": "must be a factor of 1 to 65536, got nan",
     "--float8.delayed_margin=1": "float8.delayed_margin must be its default, 0, unless scaling is delayed, got 1; set",
-    "--metrics.plot_float8_scales": "unknown flag: '--metrics.plot_float8_scales'; did you mean '--metrics.float8_",
     "--metrics.float8_scales_freq=5 --float8.no-enable_float8_linear": "must be 0 or 1 where no scale",
     "--profiling.profile_freq=5": "must be its default, 10, unless profiling.enable_profiling",
     "--profiling.enable_profiling --profiling.profile_freq=3": "must be at least profiler_warmup + profiler_active = 4",
@@ -220,9 +202,7 @@ BAD_SETTINGS = {
     "--profiling.enable_profiling --profiling.save_traces_folder=../a": "must be a folder inside the run folder",
     "--metrics.enable_tensorboard --metrics.save_tb_folder=/tmp/a": "must be a folder inside the run folder",
     "--profiling.enable_memory_snapshot --profiling.memory_snapshot_step=999": "must be at most training.steps = 200",
-    "--data.on_corrupt=ask": "data.on_corrupt must be one of skip, refuse, got 'ask'",
     "--data.eos_token=x": "data.eos_token must be its default, '', unless data.tokenizer is a file",
-    "--activation_checkpoint.mode=all": "must be one of none, full, selective, memory_budget, got 'all'",
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=ops": 'expected "op" or a',
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=5": "no block would be",
     "--activation_checkpoint.mode=full --training.compile --parallelism.tensor_parallel_degree=2": "selective with op",
