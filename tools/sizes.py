@@ -7,7 +7,7 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCES = {".py", ".c", ".h"}
 
 
-def lines_by_folder(root: Path) -> Counter[str]:
+def count_lines_by_folder(root: Path) -> Counter[str]:
     """Return the lines of Python and C below `root`, by its direct subfolder; "" for files in `root` itself."""
     counted: Counter[str] = Counter()
     for path in root.rglob("*"):
@@ -17,17 +17,17 @@ def lines_by_folder(root: Path) -> Counter[str]:
     return counted
 
 
-def lines_of_halves() -> tuple[Counter[str], Counter[str]]:
+def count_lines_of_halves() -> tuple[Counter[str], Counter[str]]:
     """Return the lines of the library and of the lab, by folder."""
-    library, lab = lines_by_folder(REPOSITORY / "quaver"), lines_by_folder(REPOSITORY / "quaver" / "lab")
+    library, lab = count_lines_by_folder(REPOSITORY / "quaver"), count_lines_by_folder(REPOSITORY / "quaver" / "lab")
     del library["lab"]
     return library, lab
 
 
 def main() -> None:
     """Print the tables."""
-    library, lab = lines_of_halves()
-    tests = lines_by_folder(REPOSITORY / "tests")
+    library, lab = count_lines_of_halves()
+    tests = count_lines_by_folder(REPOSITORY / "tests")
     for title, counted in (("quaver", library), ("quaver/lab", lab), ("tests", tests)):
         print(f"| lines | `{title}/` |\n|---|---|")
         for folder, count in counted.most_common():
