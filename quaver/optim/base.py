@@ -72,8 +72,10 @@ class Float8Optimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
         """The number of skipped parts by device, which the kernels of a step increment."""
+        self._skipped_on_host: dict[torch.device, Tensor] = {}
+        """Copies of `_skipped` in pinned memory, in which the last steps of a GPU may be missing."""
         self._warned_count = 0
-        """How many skipped parts of a CPU warnings have reported."""
+        """How many skipped parts warnings have reported."""
         self._versions: dict[Tensor, int] = {}
         """The versions of parameters with a master after their last step. Copies of an optimizer begin without."""
         self._names: dict[Tensor, str] = {}
@@ -117,7 +119,7 @@ class Float8Optimizer(Optimizer):
                 _write_to_empty_shard(parameter)
                 if "master" in self.state[parameter]:
                     self._versions[parameter] = get_version(get_local_tensor(parameter))
-        self._warn_of_skipped()
+        self._warn_without_sync()
         return loss
 
     def check_step(self) -> None:
@@ -186,21 +188,37 @@ class Float8Optimizer(Optimizer):
             self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._skipped[device]
 
+    def _list_counters(self) -> list[tuple[torch.device, Tensor]]:
+        """List the counters of skipped parts with their devices, without those that have no values."""
+        return [] if is_fake_mode_on() else [pair for pair in self._skipped.items() if not pair[1].is_meta]
+
     @property
     def _skipped_total(self) -> int:
-        return sum(int(count) for count in self._skipped.values())
+        return sum(int(counter) for _, counter in self._list_counters())
 
-    def _warn_of_skipped(self) -> None:
-        """Warn how many parts this step skipped. On a GPU say nothing, because reading the counter synchronizes."""
-        counter = self._skipped.get(torch.device("cpu"))
-        if counter is None or is_fake_mode_on() or int(counter) == self._warned_count:
-            return
-        count, self._warned_count = int(counter) - self._warned_count, int(counter)
-        warn_user(
-            f"gradients or moments are not finite in {count} {self.skipped_noun}: their parameters and moments are "
-            "unchanged",
-            RuntimeWarning,
-        )
+    def _warn_without_sync(self) -> None:
+        """Warn of the parts that are known to be skipped. A GPU makes its copy later; the next step reads that."""
+        for device, counter in self._list_counters():
+            if device not in self._skipped_on_host:
+                pinned = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
+                self._skipped_on_host[device] = pinned
+            self._skipped_on_host[device].copy_(counter, non_blocking=True)
+        self._warn_of_skipped(sum(map(int, self._skipped_on_host.values())))
+
+    def _warn_of_skipped(self, count: int) -> None:
+        """Warn if more parts have been skipped since the last warning. `count`: all that have ever been skipped."""
+        if count > self._warned_count:
+            new, self._warned_count = count - self._warned_count, count
+            warn_user(
+                f"gradients or moments are not finite in {new} {self.skipped_noun}: their parameters and moments are "
+                "unchanged",
+                RuntimeWarning,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, and warn of all parts that steps have skipped. Synchronizes with a GPU."""
+        self._warn_of_skipped(self._skipped_total)
+        return super().state_dict()
 
     def _log_float32(self, parameter: Tensor) -> None:
         """Log why requested float8 moments are float32, unless float8 would save little."""
@@ -324,8 +342,8 @@ class Float8Optimizer(Optimizer):
             group.update(loaded_options)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_skipped": self._skipped, "_warned_count": self._warned_count, "_versions": {}, "_names": self._names}
-        return {**super().__getstate__(), **own}
+        counts = {"_skipped": self._skipped, "_skipped_on_host": {}, "_warned_count": self._warned_count}
+        return {**super().__getstate__(), **counts, "_versions": {}, "_names": self._names}
 
 
 def _write_to_empty_shard(parameter: Tensor) -> None:

@@ -275,6 +275,11 @@ def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported():
     assert torch.equal(state["exp_avg_fp8"][3, 256:], old_state["exp_avg_fp8"][3, 256:])
     assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], old_state["exp_avg_sq_root_scale"][3, 1])
     assert optimizer.skipped_blocks == 1
+    optimizer._skipped[torch.device("cpu")].add_(2)  # as a GPU does after step() has returned
+    for call, count in ((optimizer.state_dict, 2), (optimizer.step, 1)):
+        with pytest.warns(RuntimeWarning, match=f"not finite in {count} blocks") as warned:
+            call()
+        assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_primary_weights_are_trained():
