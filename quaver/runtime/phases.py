@@ -44,19 +44,16 @@ def named_range(name: str) -> AbstractContextManager[Any]:
 
 
 def phase(name: str) -> Callable[[Function], Function]:
-    """Decorate a function so that its calls are ranges of this name while a profiler or a recorder runs.
-
-    The function takes positional arguments only: forwarding keyword arguments would double the cost.
-    """
+    """Decorate a function so that its calls are ranges of this name while a profiler or a recorder runs."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
-        def in_phase(*args: Any) -> Any:
+        def in_phase(*args: Any, **kwargs: Any) -> Any:
             # This check comes first: it is a constant under Dynamo, which then does not guard on the others.
             if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or watched is not None):
-                return function(*args)
-            with open_phase(name, args):
-                return function(*args)
+                return function(*args, **kwargs)
+            with open_phase(name, (*args, *kwargs.values())):
+                return function(*args, **kwargs)
 
         return typing.cast(Function, in_phase)
 

@@ -15,6 +15,7 @@ def double(tensor):
 def test_compiled_code_has_no_phases():
     compiled, ones = torch.compile(double, backend="eager", fullgraph=True), torch.ones(3)
     assert torch.equal(compiled(ones), ones * 2)
+    assert torch.equal(compiled(tensor=ones), ones * 2)
     with torch._dynamo.config.patch(error_on_recompile=True):
         with torch.profiler.profile():
             compiled(ones)
@@ -35,5 +36,5 @@ def test_a_phase_that_raises_is_closed():
 
     with watch_phases() as open_phases:
         with pytest.raises(ValueError, match="1"):
-            fail(1)
+            fail(tensor=1)
         assert open_phases == []
