@@ -217,20 +217,27 @@ class Float8ScalingState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
 
-        Tensors without an entry start without a history, which is logged. Entries for unknown tensors are ignored. A
-        history of another length keeps its newest entries.
+        Tensors without an entry start without a history. A history of another length keeps its newest entries. The log
+        says how many entries are missing, and which ones the model has no tensor for.
 
         Raises:
             ValueError: an entry is not a tensor, has a wrong number of dims, or is a scale of inf or NaN; nothing is
                 then loaded.
         """
-        missing = load_slots(self._slots, state_dict)
-        if missing:
+        entries = list_entries(self._slots)
+        load_slots(self._slots, state_dict)
+        if missing := entries.keys() - state_dict.keys():
             logger.warning(
                 "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
                 "until the first sync (static scales must be calibrated)",
-                missing,
-                len(list_entries(self._slots)),
+                len(missing),
+                len(entries),
+            )
+        if unexpected := sorted(state_dict.keys() - entries.keys()):
+            logger.warning(
+                "%d entries of the checkpoint belong to no persistent scale of the model, and are not loaded: %s",
+                len(unexpected),
+                join_names(unexpected),
             )
 
     def reset(self) -> None:
@@ -269,7 +276,7 @@ def load_checkpoint_scales(scales: Float8ScalingState, saved: dict[str, Any], so
             "scaled dynamically until the first sync",
             source,
         )
-    elif scales:
+    else:
         scales.load_state_dict(saved)
 
 

@@ -360,13 +360,11 @@ def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_slots(named_slots: Sequence[NamedSlot], loaded: Mapping[str, Any]) -> int:
-    """Copy `loaded` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
+def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> None:
+    """Copy `saved` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
 
     A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
-    Returns:
-        The number of missing entries.
     Raises:
         ValueError: an entry is not a tensor of floating point, has another number of dims, or is not finite in
             float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves them.
@@ -374,9 +372,9 @@ def load_slots(named_slots: Sequence[NamedSlot], loaded: Mapping[str, Any]) -> i
     entries = list_entries(named_slots)
     may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
     sources = {
-        name: _convert_entry(name, loaded[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
+        name: _convert_entry(name, saved[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
         for name, view in entries.items()
-        if name in loaded
+        if name in saved
     }
     for name, view in entries.items():
         source = sources.get(name, view.new_zeros(()))
@@ -385,7 +383,6 @@ def load_slots(named_slots: Sequence[NamedSlot], loaded: Mapping[str, Any]) -> i
         view.copy_(source.clamp(min=0))
     for state in {id(state): state for _, state, _ in named_slots}.values():
         state.refresh_after_load()
-    return sum(name not in loaded for name in entries)
 
 
 def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:
