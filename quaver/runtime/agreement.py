@@ -32,8 +32,8 @@ _T = TypeVar("_T")
 def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, what: str) -> None:
     """Raise on every rank of `groups` unless all have the same `lines`.
 
-    A rank that belongs to several groups, such as one of FSDP2 and one of tensor parallelism, compares the lines in
-    each of them in turn. It passes an error of an earlier group on to the later ones, which raise it, too.
+    A rank compares the lines in its groups in turn, for example first with the ranks of FSDP2, then with those of
+    tensor parallelism. A disagreement in one group is compared in the next ones, too, so that their ranks also raise.
 
     Args:
         lines: a description, one line for each thing that must be the same.
@@ -95,21 +95,44 @@ def check_ranks_agree_once(
 ) -> None:
     """Call `check_ranks_agree` for a module the first time, and again whenever `subjects` change.
 
-    Each rank decides by its own `subjects` whether to enter the collective. So they must change on all ranks between
-    the same two calls, as they do if every rank runs the same program. If they change on some ranks only, those ranks
-    enter alone, and the job hangs or fails at the next collective. To tell the other ranks, every call would have to
-    wait for the device.
+    Each rank decides by its own `subjects` whether to enter the collective. If they change, the ranks first meet in the
+    store of each group: a rank whose subjects changed alone raises there, after half the time limit of the store. Its
+    collective would be matched with another one of the other ranks, which fail when this rank ends.
 
     Args:
         subjects: what the lines describe; must not refer to `module`, which would then stay alive.
         describe: returns the lines.
         find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
+    Raises:
+        RuntimeError: the errors of `check_ranks_agree`; `subjects` changed on some ranks only.
     """
-    if _agreed_subjects.get(module, {}).get(what) == subjects:
+    agreed = _agreed_subjects.get(module, {})
+    if agreed.get(what) == subjects:
         return
     if groups := find_groups():
+        if what in agreed:
+            for group in groups:
+                _meet_ranks(group, what)
         check_ranks_agree(describe(), *groups, what=what)
         _agreed_subjects.setdefault(module, {})[what] = subjects
+
+
+def _meet_ranks(group: ProcessGroup, what: str) -> None:
+    """Wait until every rank of `group` has called this as often, without a collective. Raises RuntimeError."""
+    if dist.get_backend(group) == "fake":  # one process without other ranks, whose store holds nothing
+        return
+    store, ranks = group.get_group_store(), dist.get_world_size(group)
+    calls = store.add(f"quaver: calls about {what}", 1)
+    everyone = f"quaver: all ranks, time {-(-calls // ranks)}, about {what}"
+    if calls % ranks == 0:
+        store.set(everyone, "")
+    try:
+        store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"{what} changed on rank {dist.get_rank()}, but not on every rank: convert, freeze or replace modules on "
+            "all ranks between the same two steps"
+        ) from error
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

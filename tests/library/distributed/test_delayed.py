@@ -17,12 +17,13 @@ from quaver import (
     ScalingType,
     calibrate_float8_static_scales,
     convert_to_float8_training,
+    convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.parallel_models import model_of, part, sharing, spread
-from tests.ranks import on_ranks, refusal
+from tests.ranks import on_ranks, refusal, run
 from tests.steps import assert_same
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -167,6 +168,22 @@ def test_all_ranks_raise_when_they_disagree():
     ):
         message = refusal(_disagree, how, call)
         assert "ranks disagree about the tensors with persistent scales: rank" in message, (how, call, message)
+
+
+def _convert_again(everywhere):
+    """Convert a model again after a sync, `everywhere` or on rank 1 only."""
+    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
+    sync_float8_amax_and_scale_history(model)
+    if everywhere or dist.get_rank() == 1:
+        convert_to_float8_training(convert_to_high_precision(model), config=models.config_of("delayed"))
+    return refusal(sync_float8_amax_and_scale_history, model)
+
+
+def test_a_rank_whose_scales_change_alone_raises_and_enters_no_collective():
+    assert run(2, _convert_again, True) == ["no error"] * 2
+    others, alone = run(2, _convert_again, False, collective_timeout=4)
+    assert "the tensors with persistent scales changed on rank 1, but not on every rank" in alone
+    assert "Timed out" in others
 
 
 @on_ranks(2)
