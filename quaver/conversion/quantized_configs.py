@@ -82,3 +82,4 @@ def patch_transformers_models() -> None:
         if not hasattr(method, _DROPS_QUANTIZATION):  # `wraps` copies the attribute of the method that is there
             setattr(method, _DROPS_QUANTIZATION, True)
             setattr(base, name, method)
+            logger.info("wrapped PreTrainedModel.%s of transformers, to drop a false quantization_config", name)

@@ -1,8 +1,8 @@
 """Integrations of quaver into other trainers. Each file imports its library when it is imported.
 
 `import quaver` and `import quaver.export` change none of these libraries. The following calls change one for the whole
-process. They wrap what other libraries put there before. A second call changes nothing, unless another library replaced
-a wrapper since.
+process, and none undoes it. They log what they replace at INFO (`install()` prints it), and wrap what other libraries
+put there before. A second call changes nothing, unless another library replaced a wrapper since.
 
     a float8 all-gather, a selective checkpoint of quaver, in torch.distributed.fsdp
         hooks of FSDP2, whose ops policies of selective checkpoints then do not see (torch_private/fsdp.py)

@@ -12,6 +12,7 @@ hidden from it and read by quaver. `save_pretrained` writes high precision, and 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.serving import serving_config
 from quaver.runtime.names import join_names
+
+logger = logging.getLogger(__name__)
 
 METHOD = "quaver"
 """The `quant_method` of a QuaverConfig."""
@@ -372,3 +375,4 @@ def install_quantizer() -> None:
 
     setattr(get_quantizer, _ACCEPTS_QUAVER, True)
     modeling.get_hf_quantizer = get_quantizer
+    logger.info("wrapped get_hf_quantizer of transformers, to accept a QuaverConfig for every folder")

@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -118,6 +119,9 @@ def install_partitioner(partitioner: CustomPartitionerFn) -> None:
     installed = inductor_config.custom_partitioner_fn
     if installed is None:
         inductor_config.custom_partitioner_fn = partitioner
+        logging.getLogger(__name__).info(
+            "torch._inductor.config.custom_partitioner_fn is now a %s", type(partitioner).__name__
+        )
     elif type(installed) is not type(partitioner):
         raise RuntimeError(
             f"torch._inductor.config.custom_partitioner_fn is {type(installed).__name__}; it must be None, because "

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -116,3 +117,6 @@ def hide_from_policies() -> None:
         hook = getattr(owner, name)
         if not hasattr(hook, _HIDES_OPS):
             setattr(owner, name, staticmethod(hide(hook)) if name == "_prefetch_unshard" else hide(hook))
+            logging.getLogger(__name__).info(
+                "wrapped %s.%s, to hide its ops from selective checkpoints", owner.__name__, name
+            )

@@ -33,6 +33,7 @@ assert read() == changed
 
 REPLACED = """
 import functools
+import logging
 from transformers import PreTrainedModel, modeling_utils
 from quaver.conversion.quantized_configs import patch_transformers_models
 from quaver.integrations.transformers_quantizer import install_quantizer
@@ -40,7 +41,12 @@ from quaver.torch_private.fsdp import hide_from_policies
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp
 
-calls = []
+calls, log = [], []
+logger, handler = logging.getLogger("quaver"), logging.Handler()
+handler.emit = lambda record: log.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+
 def patch(owner, name, wraps):
     original = getattr(owner, name)
     def replaced(*args, **options):
@@ -58,6 +64,7 @@ patches = [patch(*place, wraps=False) for place in PLACES]  # before quaver, whi
 install()
 installed = [getattr(*place) for place in PLACES]
 assert [new.__wrapped__ for new in installed] == patches
+assert all(any(f".{name}" in line or f"wrapped {name}" in line for line in log) for _, name in PLACES), log
 patches = [patch(*place, wraps=True) for place in PLACES]  # after quaver, and still with its wrapper inside
 install()
 assert [getattr(*place) for place in PLACES] == patches
