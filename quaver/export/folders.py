@@ -80,7 +80,7 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder `path` and its parents, unless it exists. Raises NotADirectoryError if it is a file."""
+    """Make a folder and its parents unless they exist. Raises NotADirectoryError if `path` is a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

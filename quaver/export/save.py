@@ -19,7 +19,7 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_bundle
 from quaver.export.converted_view import Recipe
 from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, copy_files, encode_config, encode_json
-from quaver.export.folders import new_folder
+from quaver.export.folders import check_new, new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import ExportPlan, find_frozen_weights
@@ -88,6 +88,7 @@ def save_float8(
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
         path, plan = Path(folder), tensors.plan
+        check_new(path)  # before the logits are measured
         options = {"config": config, "files": files, "high_precision_model": high_precision_model}
         plan.format.check_target(path, plan.names, **options)
         check_copied_files(files)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quaver.export.folders import NotWrittenError
+from quaver.export.folders import NotWrittenError, make_folder
 from quaver.lab.runs.file_names import CONFIG_FILE, RUN_FILES
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import MAX_NAME_BYTES, replace_file
@@ -77,7 +77,7 @@ def replace_output(path: Path, option: str = "--output") -> Iterator[Path]:
         if _is_device(path):
             yield path
             return
-        _resolve(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(_resolve(path).parent)
         with replace_file(path) as partial:
             yield partial
     except OSError as error:

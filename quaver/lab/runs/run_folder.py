@@ -181,7 +181,7 @@ def _make_folder(config: TrainConfig) -> Path:
         make_folder(dump_folder)
         if not config.job.name:
             return _make_unused_folder(path)
-        path.mkdir(exist_ok=True)
+        make_folder(path)
     except OSError as error:
         raise _make_write_error(path, error) from error
     return path

@@ -194,6 +194,8 @@ def test_files_that_would_replace_others_are_refused_before_the_work(message, tm
             file.write_text("{}")
     with pytest.raises((InputError, FileNotFoundError), match=message):
         saved(tmp_path / "out", files=files, high_precision_model=pytest.fail)
+    with pytest.raises(FileExistsError, match="source' exists already"):
+        saved(source, high_precision_model=pytest.fail)
     assert list(tmp_path.iterdir()) == [source]
 
 
