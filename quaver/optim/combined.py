@@ -41,8 +41,8 @@ class CombinedOptimizer(Optimizer):
             ValueError: two optimizers have the same parameter, or no optimizer is given.
         """
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        held = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
-        if len(set.union(*held)) < sum(map(len, held)):
+        parameters = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        if len(set.union(*parameters)) < sum(map(len, parameters)):
             raise ValueError("expected optimizers of different parameters, got a parameter in two of them")
         self.optimizers = optimizers
         shared = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
@@ -83,16 +83,14 @@ class CombinedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.check_step()
+        _check_steps(self.optimizers[1:])  # the first one checks its own step, before anything changes
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
 
     def check_step(self) -> None:
         """Call `check_step` of the optimizers with float8 states. Changes nothing."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Float8Optimizer | CombinedOptimizer):
-                optimizer.check_step()
+        _check_steps(self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state dict for all the optimizers, with parameters numbered in their order."""
@@ -127,17 +125,23 @@ class CombinedOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for optimizer in self.optimizers:
-            own = fill_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
-            begin += len(own)
-            numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in own)))}
+            part = fill_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
+            begin += len(part)
+            numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in part)))}
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
-            own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
-            optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own})
+            part = [{**group, "params": [numbers[number] for number in group["params"]]} for group in part]
+            optimizer.load_state_dict({**state_dict, "state": state, "param_groups": part})
 
     def __getstate__(self) -> dict[str, Any]:
         fields = super().__getstate__()
         del fields["state"], fields["param_groups"]
         return {**fields, "optimizers": self.optimizers}
+
+
+def _check_steps(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, Float8Optimizer | CombinedOptimizer):
+            optimizer.check_step()
 
 
 @contextmanager
