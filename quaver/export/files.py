@@ -97,13 +97,15 @@ def _replace_special_floats(value: Any) -> Any:
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a Hugging Face folder, or of one file, by name; a tensor is read on access.
 
-    Attributes:
-        path: the folder or the file.
-        metadata: the strings in the header of each file.
     Raises (when made):
         FileNotFoundError: there is no safetensors file, or the index names one that is not in the folder.
         ValueError: a file is damaged, the index and the files differ, or `folder` is one of several files of a model.
     """
+
+    path: Path
+    """The folder or the file."""
+    metadata: list[dict[str, str]]
+    """The strings in the header of each file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -112,7 +114,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._opened = {file: _open_file(file) for file in files}
         stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
         self._file = dict(stored)
-        self.metadata: list[dict[str, str]] = [opened.metadata() or {} for opened in self._opened.values()]
+        self.metadata = [opened.metadata() or {} for opened in self._opened.values()]
         check_names(self._file, folder)
         if index is not None and index != self._file:
             differing = sorted(name for name in {*index, *self._file} if index.get(name) != self._file.get(name))

@@ -90,14 +90,17 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
 class StoredWeights:
     """The float8 weights of a checkpoint that a model can hold with the stored codes and scales.
 
-    Attributes:
-        weights: the float8 weights of linears and experts: the stored parts of each matrix, by name in the model.
-        frozen: the `weights` whose scales fit the model's matrices; the others are dequantized.
-        config: the config of the forward that the checkpoint describes, with the casts of `serving` if it is given.
     Raises (when made):
         NotImplementedError: the scales have several granularities.
         ValueError: as `load_frozen` for `serving`.
     """
+
+    weights: dict[str, list[PartNames]]
+    """The float8 weights of linears and experts: the stored parts of each matrix, by name in the model."""
+    frozen: dict[str, list[PartNames]]
+    """The `weights` whose scales fit the model's matrices; the others are dequantized."""
+    config: Float8LinearConfig
+    """The config of the forward that the checkpoint describes, with the casts of `serving` if it is given."""
 
     def __init__(
         self,

@@ -68,14 +68,16 @@ def load_float8(
 
 
 class Float8Checkpoint(Mapping[str, Tensor]):
-    """The dequantized tensors of a checkpoint by their stored names, and the codes and scales of its float8 weights.
+    """The dequantized tensors of a checkpoint by their stored names, and the codes and scales of its float8 weights."""
 
-    Attributes:
-        dtype: the dtype of the dequantized tensors.
-        format: how the checkpoint stores float8 weights.
-        float8_names: the names of the weights that are stored in float8.
-        kv_scales: the scales of a float8 KV cache, by name in a model: `model.layers.0.self_attn.k_scale`.
-    """
+    dtype: torch.dtype
+    """The dtype of the dequantized tensors."""
+    format: StoredFormat
+    """How the checkpoint stores float8 weights."""
+    float8_names: list[str]
+    """The names of the weights that are stored in float8."""
+    kv_scales: dict[str, float]
+    """The scales of a float8 KV cache, by name in a model: `model.layers.0.self_attn.k_scale`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         if dtype not in HP_DTYPES:
@@ -85,7 +87,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         config_format = read_stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
-        self.format: StoredFormat = MarkedFormat(config_format, self._stored, folder.is_file())
+        self.format = MarkedFormat(config_format, self._stored, folder.is_file())
         self._check()
 
     def _check(self) -> None:
@@ -106,7 +108,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         for name in self._scale_of:
             self.read_scales(name)
         self.float8_names = list(self._scale_of)
-        self.kv_scales: dict[str, float] = {}
+        self.kv_scales = {}
         for name, in_model in tensors.cache_scales.items():
             if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
                 raise InputError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
@@ -214,23 +216,29 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 class ModelTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint under the names of a model. Stacks of experts are assembled on access.
 
-    Attributes:
-        parts: the stored parts of each matrix of a stack, by name in the model; any other tensor is one part.
-        stacks: the stacks that the checkpoint holds as matrices.
-        transposed: the stacks that hold each matrix transposed.
-        tied: the names of tied tensors that the checkpoint stores under another of their names.
-        swapped: the stacks that the checkpoint holds as one tensor, and the model with transposed matrices.
-        kv_scales: as in `Float8Checkpoint`.
     Raises (when made):
         ValueError: the checkpoint lacks some matrices of a stack, or their shapes differ.
     """
+
+    parts: dict[str, list[PartNames]]
+    """The stored parts of each matrix of a stack, by name in the model; any other tensor is one part."""
+    stacks: frozenset[str]
+    """The stacks that the checkpoint holds as matrices."""
+    transposed: set[str]
+    """The stacks that hold each matrix transposed."""
+    tied: set[str]
+    """The names of tied tensors that the checkpoint stores under another of their names."""
+    swapped: set[str]
+    """The stacks that the checkpoint holds as one tensor, and the model with transposed matrices."""
+    kv_scales: dict[str, float]
+    """The scales of the `Float8Checkpoint`."""
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = make_checkpoint_names(model).with_linears(checkpoint), checkpoint
         self.kv_scales, self.transposed = checkpoint.kv_scales, self._names.transposed
         tensors = {strip_wrappers(name): tensor for name, tensor in model.state_dict().items()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-        self.parts: dict[str, list[PartNames]] = {}
+        self.parts = {}
         stacks: dict[str, list[PartNames]] = {}
         stored_by_part = self._names.find_stored_parts(checkpoint)
         outside, in_model = [], self._names.find_model_names(tensors, checkpoint)

@@ -32,24 +32,21 @@ from quaver.runtime.names import join_names
 
 @dataclass(frozen=True)
 class ServingMatch:
-    """The result of `matches_serving`; true if all codes and scales are equal.
-
-    Attributes:
-        serving: the engine.
-        weights: the share of the forward's codes that equal the folder's, or of its scales if that is smaller, by
-            float8 weight.
-        inputs: the same share of a linear's input, against the engine's equations, by linear.
-        engine: the largest difference of a log probability from the model with the engine's equations as linears, in
-            float64, on the codes of the folder. With equal codes only the order of sums differs.
-        transformers: the largest difference of a log probability from the folder, loaded by transformers with its
-            defaults, which may leave activations in high precision; None for a model of another library.
-    """
+    """The result of `matches_serving`; true if all codes and scales are equal."""
 
     serving: str
+    """The name of the engine."""
     weights: Mapping[str, float] = field(repr=False)
+    """The share of the forward's codes that equal the folder's, or of its scales if that is smaller, by float8
+    weight."""
     inputs: Mapping[str, float] = field(repr=False)
+    """The share of the codes of a linear's input that equal those of the engine's equations, by linear."""
     engine: float
+    """The largest difference of a log probability from the model with the engine's equations as linears, in float64, on
+    the codes of the folder. With equal codes only the order of sums differs."""
     transformers: float | None
+    """The largest difference of a log probability from the folder, loaded by transformers with its defaults, which may
+    leave activations in high precision; None for a model of another library."""
 
     def __bool__(self) -> bool:
         return all(share == 1 for share in (*self.weights.values(), *self.inputs.values()))

@@ -140,16 +140,18 @@ def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype 
 
 
 class Float8Weights:
-    """An iterator over (name, tensor); see `iter_float8_weights`.
+    """An iterator over (name, tensor); see `iter_float8_weights`."""
 
-    Attributes:
-        bytes_yielded: the bytes of the tensors yielded so far.
-        bytes_moved: the bytes of the whole tensors that were gathered from shards so far; weights that FSDP2 unshards
-            count in the dtype of the forward. 0 for a model that is not sharded.
-        requantized: the linears and stacks of experts with other codes than in training; a stack has the lowest SQNR of
-            its experts. Empty with a `recipe`, because no layer trained with it.
-        kv_scales: the scales of the model's float8 KV cache, from `calibrate_kv_cache` or a checkpoint, yielded last.
-    """
+    bytes_yielded: int
+    """The bytes of the tensors yielded so far."""
+    bytes_moved: int
+    """The bytes of the whole tensors that were gathered from shards so far; weights that FSDP2 unshards count in the
+    dtype of the forward. 0 for a model that is not sharded."""
+    requantized: dict[str, Requantized]
+    """The linears and stacks of experts with other codes than in training; a stack has the lowest SQNR of its experts.
+    Empty with a `recipe`, because no layer trained with it."""
+    kv_scales: dict[str, float]
+    """The scales of the model's float8 KV cache, from `calibrate_kv_cache` or a checkpoint, yielded last."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Float8Weights:
         if has_recipe:
             _check_recipe(self.plan, format)
         self.bytes_yielded = self.bytes_moved = 0
-        self.requantized: dict[str, Requantized] = {}
+        self.requantized = {}
         self._weights = weights if weights is not None else get_named_tensors(model)
         self._shapes = {} if weights is None else {name: t.shape for name, t in get_named_tensors(model).items()}
         """The shapes of the user's weights; whole stacks may be transposed."""

@@ -104,11 +104,10 @@ class Float8AllGatherWeight(ScaledShard):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
     Ops run on the wrapped tensor. `data_ptr`, `untyped_storage`, `numpy` and `tolist` return the wrapped tensor's.
-
-    Attributes:
-        wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.
     """
 
+    wrapped: Tensor
+    """The plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts."""
     padding: _Padding | None
 
     @staticmethod

@@ -85,11 +85,12 @@ class Float8Tensors(WeightConverter):
         loaded: its tensors under the names of the model.
         stored: the weights that the model holds as codes; None if it holds none.
         operation: the operation on dequantized tensors.
-    Attributes:
-        names: the names of the parameters that this converter makes.
     Raises:
         ValueError: a shape differs from the model's.
     """
+
+    names: set[str]
+    """The names of the parameters that this converter makes."""
 
     def __init__(
         self,

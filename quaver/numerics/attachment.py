@@ -31,19 +31,18 @@ class MonitoredTensor(NamedTuple):
 
 
 class AttachedProbes:
-    """A probe for each weight of a model's float8 linears and experts, until `detach`.
+    """A probe for each weight of a model's float8 linears and experts, until `detach`."""
 
-    Attributes:
-        configs: the configs of the modules by the name of the weight, as of the last `update_tensors`.
-        tensors: the tensors of the record, by these configs.
-    """
+    configs: dict[str, Float8LinearConfig]
+    """The configs of the modules by the name of the weight, as of the last `update_tensors`."""
+    tensors: list[MonitoredTensor]
+    """The tensors of the record, by these configs."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._weights: dict[str, ModuleWeight] = {}
         self._probes: dict[str, Probe] = {}
-        self.configs: dict[str, Float8LinearConfig] = {}
-        self.tensors: list[MonitoredTensor] = []
+        self.configs, self.tensors = {}, []
 
     def attach(self, model: nn.Module, monitor: object) -> None:
         """Attach a probe to each weight of `model`. After an error, also an interrupt, call `detach`.

@@ -81,14 +81,18 @@ _ONE_MATRIX = Groups(0)
 
 
 class Probe:
-    """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill its slots.
+    """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill its slots."""
 
-    Attributes:
-        forward, backward: the slots, in the order of `FORWARD_SITES` and `BACKWARD_SITES`.
-        number: int64 () on the CPU, which identifies the weight (`Sampling.assign_number`).
-        weight: the weight, whose module's config may change between steps (`set_high_precision_matmuls`).
-        monitor: the `Monitor` that attached the probe.
-    """
+    forward: Tensor
+    """The slots of the forward, in the order of `FORWARD_SITES`."""
+    backward: Tensor
+    """The slots of the backward, in the order of `BACKWARD_SITES`."""
+    number: Tensor
+    """int64 () on the CPU, which identifies the weight (`Sampling.assign_number`)."""
+    weight: ModuleWeight
+    """The weight, whose module's config may change between steps (`set_high_precision_matmuls`)."""
+    monitor: Any
+    """The `Monitor` that attached the probe."""
 
     def __init__(self, number: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
         self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD_SITES, BACKWARD_SITES))
