@@ -246,15 +246,15 @@ def check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any])
     for name, (shape, dtype) in expected.items():
         value = state.get(name)
         if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
+            actual = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
             raise ValueError(
-                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {given}; "
-                "the options and the parameters must be those that made it"
+                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got "
+                f"{actual}; load it with the parameters and options of the optimizer that saved it"
             )
     if len(state) > len(expected):  # a master of a parameter that is float32 now would be trained instead of it
         raise ValueError(
-            f"state of a parameter {list(parameter.shape)}: expected only {sorted(expected)}, got {sorted(state)}; the "
-            "options and the parameters must be those that made it"
+            f"state of a parameter {list(parameter.shape)}: expected only {sorted(expected)}, got {sorted(state)}; "
+            "load it with the parameters and options of the optimizer that saved it"
         )
 
 

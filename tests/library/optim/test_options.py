@@ -82,8 +82,10 @@ def make_gradients_sparse(group):
 REFUSED_STEPS = {
     "expected parameters in float32 or bfloat16, got torch.float16": cast(torch.float16),
     "expected parameters in float32 or bfloat16, got torch.float64": cast(torch.float64),
-    r"expected only \[.*, got \[.*'master'.* must be those that made it": cast(torch.float32),
-    "torch.float32 .* must be those that made it": set_options(
+    r"expected only \[.*, got \[.*'master'.* parameters and options of the optimizer that saved it": cast(
+        torch.float32
+    ),
+    "torch.float32 .* parameters and options of the optimizer that saved it": set_options(
         exp_avg="float32", exp_avg_sq="float32", momentum_buffer="float32"
     ),
     f"lr: {RATE} -1": set_options(lr=-1.0),
