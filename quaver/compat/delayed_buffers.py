@@ -38,17 +38,17 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     Raises:
         ValueError: a history is empty or no vector, or its scale is not a tensor of one number.
     """
-    rest = {key: value for key, value in state_dict.items() if not _BUFFER_NAME.fullmatch(key)}
-    if len(rest) == len(state_dict):
+    remaining = {key: value for key, value in state_dict.items() if not _BUFFER_NAME.fullmatch(key)}
+    if len(remaining) == len(state_dict):
         return dict(state_dict)
     entries = _convert_buffers(
-        model, {strip_wrappers(key): value for key, value in state_dict.items() if key not in rest}
+        model, {strip_wrappers(key): value for key, value in state_dict.items() if key not in remaining}
     )
     if entries:
         float8_scaling_state(model).load_state_dict(entries)
     else:
         logger.warning("dropped the fp8_* buffers of a checkpoint of delayed scaling: the model has no scale for them")
-    return rest
+    return remaining
 
 
 def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, Tensor]:

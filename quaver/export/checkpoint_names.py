@@ -85,8 +85,8 @@ class CheckpointNames:
         vLLM and SGLang match `ignore` and `targets` of a config.json with the checkpoint's names, transformers with
         the model's.
         """
-        own = [] if name in self.stacks else [name]
-        return list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in (*own, *self.get_stored_names(name))))
+        unsplit = [] if name in self.stacks else [name]
+        return list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in (*unsplit, *self.get_stored_names(name))))
 
     def split_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return a tensor of the model by its stored name; for a stack, views [N, K] by the names of its parts."""

@@ -103,7 +103,7 @@ def _unwrap_adapters(module: Any, name: str) -> nn.Module:
 
 def _copy_module(
     module: nn.Module,
-    known: dict[int, nn.Module],
+    copies: dict[int, nn.Module],
     dtypes: dict[int, torch.dtype],
     dtype: torch.dtype | None,
     name: str = "the model",
@@ -111,23 +111,23 @@ def _copy_module(
     """Copy `module` and the modules below it. The copies share tensors; their dicts of hooks and attributes are new.
 
     Args:
-        known: the copies so far, by the id of the module; shared modules stay shared.
+        copies: the copies so far, by the id of the module; shared modules stay shared.
         dtypes: filled as `ConvertedView.forward_dtypes`.
         dtype: the `param_dtype` of the FSDP2 module above `module`.
     """
     module = _unwrap_adapters(module, name)
-    if id(module) in known:
-        return known[id(module)]
+    if id(module) in copies:
+        return copies[id(module)]
     cls: type = type(module)
     sharded = find_fsdp_module_class()
     if sharded is not None and isinstance(module, sharded):
         dtype = get_param_dtype(module)
         cls = next(base for base in cls.__mro__ if not issubclass(base, sharded))
     copied: Any = object.__new__(cls)
-    known[id(module)] = copied
-    own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
-    own.pop("forward", None)  # an export runs no forward
-    vars(copied).update(own)
+    copies[id(module)] = copied
+    attributes = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+    attributes.pop("forward", None)  # an export runs no forward
+    vars(copied).update(attributes)
     if is_experts(module) and all(map(is_dtensor, get_expert_weights(module).values())):  # a DTensor has all experts
         copied.num_experts, copied._is_expert_parallel = next(iter(get_expert_weights(module).values())).shape[0], False
     if dtype is not None:
@@ -135,5 +135,5 @@ def _copy_module(
     prefix = "" if name == "the model" else f"{name}."
     for child_name, child in module._modules.items():
         if child is not None:
-            copied._modules[child_name] = _copy_module(child, known, dtypes, dtype, f"{prefix}{child_name}")
+            copied._modules[child_name] = _copy_module(child, copies, dtypes, dtype, f"{prefix}{child_name}")
     return copied

@@ -155,9 +155,9 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
         ValueError: the model has no module for a scale. It is then unchanged.
     """
     modules = {strip_wrappers(name): module for name, module in model.named_modules()}
-    known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in SCALE_LEAVES}
-    in_model = make_checkpoint_names(model).find_model_names(known, scales)
-    unknown = [stored for stored, name in in_model.items() if name not in known]
+    model_names = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in SCALE_LEAVES}
+    in_model = make_checkpoint_names(model).find_model_names(model_names, scales)
+    unknown = [stored for stored, name in in_model.items() if name not in model_names]
     if unknown:
         raise InputError(f"the model has no attention for these scales of a KV cache: {join_names(unknown)}")
     for module in modules.values():

@@ -186,9 +186,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision to the new file `path`. Keeps metadata that is not about float8."""
         with new_folder(path, file=SINGLE_FILE) as partial:
-            writer, own = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_KEY)
+            writer, format_keys = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_KEY)
             for metadata in self._stored.metadata:
-                writer.metadata |= {key: text for key, text in metadata.items() if key not in own}
+                writer.metadata |= {key: text for key, text in metadata.items() if key not in format_keys}
             for name, tensor in self.items():
                 writer.add(name, tensor)
             writer.close()
@@ -275,10 +275,10 @@ class ModelTensors(Mapping[str, Tensor]):
         """Add the missing names of tied tensors that the checkpoint has under another name; returns the added names."""
         tied: dict[str, list[PartNames]] = {}
         for names in find_parameter_names(model).values():
-            own = [strip_wrappers(name) for name in names]
-            first = next((name for name in own if name in self.parts), None)
+            tied_names = [strip_wrappers(name) for name in names]
+            first = next((name for name in tied_names if name in self.parts), None)
             if first is not None:
-                tied |= {name: self.parts[first] for name in own if name not in self.parts}
+                tied |= {name: self.parts[first] for name in tied_names if name not in self.parts}
         self.parts |= tied
         return set(tied)
 

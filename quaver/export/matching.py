@@ -158,10 +158,10 @@ def _iter_expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Ten
     rows_per_block = (format.block_size or (1, 1))[0]
     for name, weight in tensors.plan.float8.items():
         for parts, _, operand in tensors.iter_forward_operands(name):
-            held, count = format.convert_operand(operand, weight.config.casts.weight.row), len(parts)
+            stored_operand, count = format.convert_operand(operand, weight.config.casts.weight.row), len(parts)
             if count > 1 and operand.data.shape[0] // count % rows_per_block:  # gate and up share a block
-                held = None
-            scale = None if held is None else expect(held.dequant_scale)
+                stored_operand = None
+            scale = None if stored_operand is None else expect(stored_operand.dequant_scale)
             scales = scale.chunk(count) if scale is not None and scale.dim() else [scale] * count
             for part, codes, part_scale in zip(parts, operand.data.chunk(count), scales, strict=True):
                 yield name, part, codes, None if part_scale is None else format.convert_scale(part_scale)
@@ -208,8 +208,10 @@ def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args
 
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
-    own = linear.get_persistent_scales(rows.device).input
-    operand = expect(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
+    persistent_scale = linear.get_persistent_scales(rows.device).input
+    operand = expect(
+        Quantizer(linear.config.casts.input, rows.dtype, persistent_scale)(rows, row=True, column=False).row
+    )
     codes, scale = quantize_by_equations(rows, cast, linear)
     return min(_compute_equal_share(operand.data, codes), _compute_equal_share(expect(operand.dequant_scale), scale))
 

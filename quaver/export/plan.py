@@ -37,7 +37,7 @@ class ExportPlan:
     """The float8 linears that stay in high precision, because transformers does not read them in float8."""
     names: list[str]
     """The names of the tensors in the order of the model; tied tensors have one name."""
-    given: dict[str, str]
+    names_in_weights: dict[str, str]
     """The name of a tensor among the user's `weights`, by its name in the model."""
     checkpoint: CheckpointNames
     ignore: list[str]
@@ -86,12 +86,12 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     config, weight_format = _choose_common_format(format, float8)
     names, tied = _list_names(model)
     _check_names(model, names, [name for name in tied if name in float8])
-    given = {} if weights is None else _match_given_names(names, weights, checkpoint, float8)
+    names_in_weights = {} if weights is None else _match_given_names(names, weights, checkpoint, float8)
     untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
-    absent = [name for name in untied if name not in given]
+    absent = [name for name in untied if name not in names_in_weights]
     if weights is not None and absent:
         logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(absent))
-    names = names if weights is None else list(given)
+    names = names if weights is None else list(names_in_weights)
     ignore = _list_ignored_modules(model, names, tied, float8, checkpoint)
     sizes = {name: _compute_matrix_size(name, weight, checkpoint) for name, weight in float8.items()}
     weight_format.check_weights(model, sizes, ignore)
@@ -103,7 +103,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         whole_stacks=whole_stacks + _list_torchtitan_stacks(model),
         high_precision_linears=high_precision_linears,
         names=names,
-        given=given,
+        names_in_weights=names_in_weights,
         checkpoint=checkpoint,
         ignore=ignore,
         format=weight_format,
@@ -163,18 +163,18 @@ def _match_given_names(
     names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
 ) -> dict[str, str]:
     """Return the user's name of each tensor, or of the last matrix of a stack, by its name in the model."""
-    given = {name: stored for stored, name in checkpoint.find_model_names(names, weights).items()}
-    missing = [name for name in float8 if name not in given]
+    names_in_weights = {name: stored for stored, name in checkpoint.find_model_names(names, weights).items()}
+    missing = [name for name in float8 if name not in names_in_weights]
     missing += [
         part
         for name in checkpoint.stacks
-        if name in given and name not in weights
+        if name in names_in_weights and name not in weights
         for part in checkpoint.get_stored_names(name)
         if part not in weights
     ]
     if missing:
         raise InputError(f"weights: expected all float8 weights of the model, got none for {join_names(missing)}")
-    return given
+    return names_in_weights
 
 
 def _list_ignored_modules(

@@ -102,13 +102,14 @@ def save_float8(
         logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model(), measure_tokens)
         return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, files, logits)
 
-    held = itertools.chain(model.parameters(), (weights or {}).values())
-    _write(any(isinstance(tensor, DTensor) for tensor in held), tensors, open_target)
+    read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
+    _write(tensors, open_target, is_sharded=is_sharded)
     return tensors
 
 
 def _write(
-    is_sharded: bool, tensors: Float8Weights, open_target: Callable[[], AbstractContextManager[SafetensorsWriter]]
+    tensors: Float8Weights, open_target: Callable[[], AbstractContextManager[SafetensorsWriter]], *, is_sharded: bool
 ) -> None:
     """Write the tensors, on the first rank if they are sharded. Every rank iterates, because it gathers them.
 

@@ -134,7 +134,7 @@ def iter_float8_weights(
 def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
     dtype: torch.dtype | None = getattr(torch, value, None) if isinstance(value, str) else value
     if value is not None and dtype not in HP_DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in HP_DTYPES)
+        names = ", ".join(str(hp_dtype).removeprefix("torch.") for hp_dtype in HP_DTYPES)
         raise ValueError(f"{argument}: expected one of {names}, got {value!r}")
     return dtype
 
@@ -264,8 +264,8 @@ class Float8Weights:
                     cost = Requantized(
                         _compute_sqnr_db(expect(matrix), operand), _compute_sqnr_db(expect(matrix), *stored)
                     )
-                    known = self.requantized.get(get_linear_name(name), cost)
-                    worst = min(known, cost, key=lambda requantized: requantized.stored_db)
+                    earlier = self.requantized.get(get_linear_name(name), cost)
+                    worst = min(earlier, cost, key=lambda requantized: requantized.stored_db)
                     self.requantized[get_linear_name(name)] = worst
                 for part, stored_operand in zip(parts, stored, strict=True):
                     yield from format.iter_tensors(part, stored_operand)
@@ -366,7 +366,7 @@ class Float8Weights:
         return self._unshard_weight(name) if name in self._fsdp_modules else self._gather_whole(name)
 
     def _get_tensor(self, name: str) -> Tensor:
-        return self._weights[name if name in self._weights else self.plan.given.get(name, name)]
+        return self._weights[name if name in self._weights else self.plan.names_in_weights.get(name, name)]
 
     def _gather_whole(self, name: str) -> Tensor:
         tensor = self._get_tensor(name).detach()
@@ -392,9 +392,9 @@ def _check_recipe(plan: ExportPlan, format: str) -> None:
     """Raise NotImplementedError if the format cannot store the codes of the recipe that the user gave."""
     for weight in plan.float8.values():
         if not plan.format.can_hold(weight.config.casts.weight.row):
-            held, cast = plan.format.weight_strategy, weight.config.casts.weight.row
+            strategy, cast = plan.format.weight_strategy, weight.config.casts.weight.row
             raise NotImplementedError(
-                f"recipe: expected weights with a scale per {held}, which the format {format!r} holds, got "
+                f"recipe: expected weights with a scale per {strategy}, which the format {format!r} holds, got "
                 f"{plan.recipe!r} with weights {cast}; give another recipe or format"
             )
 

@@ -161,8 +161,8 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Write the mean over the ranks into `buffer`, a vector; it is bit-identical on every rank."""
     ranks, elements = group.size(), buffer.numel()
     rows = F.pad(buffer, (0, -elements % ranks)).view(ranks, -1)
-    own = sum_over_ranks(rows, group).div_(ranks)
-    payload = quantize_gradients(own.unsqueeze(0))
+    average = sum_over_ranks(rows, group).div_(ranks)
+    payload = quantize_gradients(average.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
     parts = gathered.split(_MAX_DEQUANTIZED_ROWS)

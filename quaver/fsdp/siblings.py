@@ -129,21 +129,21 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
 
     If they are unknown, one collective computes the scales of every sibling that lacks them.
     """
-    known = _get_scaled_shard(weight).get_scales(weight.parameter)
-    if known is not None:
-        return known
+    scales = _get_scaled_shard(weight).get_scales(weight.parameter)
+    if scales is not None:
+        return scales
     siblings = get_all_gather_state(weight.module).siblings
     unknown = [
         (name, sibling)
         for name, sibling in siblings.named
         if _needs_scales(sibling) and _get_scaled_shard(sibling).get_scales(sibling.parameter) is None
     ]
-    own = get_current_shard(weight)
-    key = _make_collective_key(weight, own)
+    shard = get_current_shard(weight)
+    key = _make_collective_key(weight, shard)
     computed = _group_by_collective(unknown)[key]
     if key not in siblings.agreed:
         lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
-        groups = [own.fsdp_group] if own.tp_group is None else [own.fsdp_group, own.tp_group]
+        groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
         check_ranks_agree(lines, *groups, what=_GATHERED_WEIGHTS)
         siblings.agreed.add(key)
     _compute_and_set_scales(computed)

@@ -113,21 +113,21 @@ def get_accelerate_precision() -> str | None:
 
 def main(arguments: list[str]) -> None:
     """Run a script, or a module after `-m`, with torchao's names replaced. Its arguments follow its name."""
-    by_module, rest = arguments[:1] == ["-m"], arguments[arguments[:1] == ["-m"] :]
-    if not rest or rest[0].startswith("-"):
+    by_module, command = arguments[:1] == ["-m"], arguments[arguments[:1] == ["-m"] :]
+    if not command or command[0].startswith("-"):
         sys.exit(USAGE)
-    if not by_module and not os.path.isfile(rest[0]):
-        sys.exit(f"error: no file {rest[0]}; {USAGE}")
-    sys.argv = rest
+    if not by_module and not os.path.isfile(command[0]):
+        sys.exit(f"error: no file {command[0]}; {USAGE}")
+    sys.argv = command
     try:
         install()
     except RuntimeError as error:
         sys.exit(f"error: {error}")
     if by_module:
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
-        runpy.run_path(rest[0], run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _import_counterpart(path: str) -> ModuleType:

@@ -38,10 +38,10 @@ def _find_heads(root: nn.Module) -> dict[str, str]:
     outermost = ""
     for name, module in root.named_modules():
         embeddings = getattr(module, "get_output_embeddings", None)
-        given = [embeddings()] if callable(embeddings) else []
+        heads = [embeddings()] if callable(embeddings) else []
         children = (getattr(module, head, None) for head in HEAD_NAMES)
-        given += [child for child in children if isinstance(child, nn.Module)]
-        for head in given:
+        heads += [child for child in children if isinstance(child, nn.Module)]
+        for head in heads:
             if id(head) in names:
                 declared |= {name_below: HEAD for name_below, _ in head.named_modules(prefix=names[id(head)])}
         if isinstance(module, PreTrainedModel):

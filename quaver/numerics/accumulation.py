@@ -109,8 +109,8 @@ def _run_chains(a: Tensor, a_exponents: Tensor, b: Tensor, b_exponents: Tensor, 
     for step in range(a.shape[2]):
         products = a[:, None, :, step] * b[:, :, step]
         largest = (a_exponents[:, None, :, step] + b_exponents[:, :, step]).amax(-1)
-        own = _get_exponents(total).masked_fill_(total == 0, _LOWEST_EXPONENT)
-        unit = _raise_2_to(torch.maximum(largest, own).clamp_(min=_LOWEST_EXPONENT) - rule.fraction_bits)
+        total_exponents = _get_exponents(total).masked_fill_(total == 0, _LOWEST_EXPONENT)
+        unit = _raise_2_to(torch.maximum(largest, total_exponents).clamp_(min=_LOWEST_EXPONENT) - rule.fraction_bits)
         terms = products.div_(unit[..., None]).trunc_().sum(-1)  # integers below 2^24, so float32 adds them exactly
         total = _truncate((terms + (total / unit).trunc_()) * unit, rule.fraction_bits)
     return total

@@ -54,7 +54,7 @@ class AttachedProbes:
         weights = {strip_wrappers(name): weight for name, weight in iter_model_weights(model)}
         if not weights:
             raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training")
-        if any(_is_watched(weight) for weight in weights.values()):
+        if any(_has_probe(weight) for weight in weights.values()):
             raise RuntimeError("another monitor watches this model; close it first: quaver.monitor.find(model).close()")
         self._weights = weights
         for name, weight in weights.items():
@@ -65,7 +65,7 @@ class AttachedProbes:
 
     def attach_lost(self) -> None:
         """Attach the probes of modules that were converted to high precision and back, which removes them."""
-        lost = [name for name, weight in self._weights.items() if _is_float8(weight) and not _is_watched(weight)]
+        lost = [name for name, weight in self._weights.items() if _is_float8(weight) and not _has_probe(weight)]
         for name in lost:
             _attach_probe(self._weights[name], self._probes[name])
         if lost:
@@ -149,7 +149,7 @@ def _is_float8(weight: ModuleWeight) -> bool:
     return isinstance(weight.module, Float8Linear | Float8Experts)
 
 
-def _is_watched(weight: ModuleWeight) -> bool:
+def _has_probe(weight: ModuleWeight) -> bool:
     return weight.module.probes is not None
 
 

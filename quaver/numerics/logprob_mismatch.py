@@ -94,21 +94,21 @@ def first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: 
     Raises:
         ValueError: no layer of the two models has the same name.
     """
-    held: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    recorded: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
     differences: dict[str, Difference] = {}
 
-    def hold(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        held[name] = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in outputs]
+    def record(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        recorded[name] = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in outputs]
 
     def compare(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         differences.pop(name, None)
-        if name not in held or _are_equal(held[name][1], outputs):
+        if name not in recorded or _are_equal(recorded[name][1], outputs):
             return
-        pairs = [pair for pair in zip(held[name][1], outputs, strict=False) if pair[0].shape == pair[1].shape]
+        pairs = [pair for pair in zip(recorded[name][1], outputs, strict=False) if pair[0].shape == pair[1].shape]
         worst = min((compute_sqnr_db(*pair) for pair in pairs if pair[0].is_floating_point()), default=float("nan"))
-        differences[name] = Difference(name, worst, _are_equal(held[name][0], inputs))
+        differences[name] = Difference(name, worst, _are_equal(recorded[name][0], inputs))
 
-    _run(model, hold, args, kwargs)
+    _run(model, record, args, kwargs)
     common = _find_layers(model).keys() & _find_layers(other).keys()
     if not common:
         raise ValueError("expected two models with layers of the same names, got none in common")

@@ -63,14 +63,14 @@ def _suggest_high_precision(layer: str, sample: Sample) -> dict[str, Any]:
 def compute_flops_share(layer: str, sample: Sample) -> float | None:
     """Return a layer's share of the FLOPs. A matmul of M x K by K x N has (MK * KN * MN) ** 0.5 products."""
     products = {name: _count_products(operands) for name, operands in sample.by_layer.items()}
-    own, total = products.get(layer), sum(value or 0.0 for value in products.values())
-    return own / total if own and total else None
+    layer_products, total = products.get(layer), sum(value or 0.0 for value in products.values())
+    return layer_products / total if layer_products and total else None
 
 
 def _count_products(operands: Mapping[str, list[TensorStatistics]]) -> float | None:
     sizes = [operands[name][0].numel for name in ("input", "weight", "output") if operands.get(name)]
-    known = [size for size in sizes if size]
-    return math.sqrt(math.prod(known)) if len(known) == 3 else None
+    known_sizes = [size for size in sizes if size]
+    return math.sqrt(math.prod(known_sizes)) if len(known_sizes) == 3 else None
 
 
 def describe_remedies(remedies: tuple[dict[str, Any], ...]) -> str:

@@ -243,23 +243,23 @@ def _measure_growth(tensor: TensorStatistics, sample: Sample) -> TensorMeasureme
 
 def _sum_steady_growth(levels: list[float | None]) -> float:
     """Return the growth, or 0 if the later half grew less than three quarters of the earlier half."""
-    known = [level for level in levels if level is not None]
-    if len(known) < len(levels):
+    observed = [level for level in levels if level is not None]
+    if len(observed) < len(levels):
         return 0.0
-    half = len(known) // 2
-    early, late = known[half] - known[0], known[-1] - known[half]
-    rises = sum(b > a for a, b in zip(known, known[1:], strict=False))
-    return early + late if early > 0 and late >= 0.75 * early and rises >= len(known) - 2 else 0.0
+    half = len(observed) // 2
+    early, late = observed[half] - observed[0], observed[-1] - observed[half]
+    rises = sum(b > a for a, b in zip(observed, observed[1:], strict=False))
+    return early + late if early > 0 and late >= 0.75 * early and rises >= len(observed) - 2 else 0.0
 
 
 def _measure_peers(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
     raise_at, level = PEER_BITS.get(tensor.key.operand), tensor.get_log2("rms")
     levels = [peer.get_log2("rms") for peer in sample.by_peers[tensor.peers] if peer is not tensor]
-    known = [peer_level for peer_level in levels if peer_level is not None]
-    if raise_at is None or level is None or tensor.nonfinite or len(known) < 3:
+    peer_levels = [peer_level for peer_level in levels if peer_level is not None]
+    if raise_at is None or level is None or tensor.nonfinite or len(peer_levels) < 3:
         return None
-    return TensorMeasurement(abs(level - statistics.median(known)), raise_at, raise_at / 2)
+    return TensorMeasurement(abs(level - statistics.median(peer_levels)), raise_at, raise_at / 2)
 
 
 def _measure_result(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:

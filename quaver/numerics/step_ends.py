@@ -78,14 +78,14 @@ class StepEnds:
 
     def _holds(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer has parameters of the model, which FSDP may have replaced."""
-        held = _list_parameter_ids(optimizer)
-        return any(id(parameter) in held for parameter in self._model.parameters())
+        parameter_ids = _list_parameter_ids(optimizer)
+        return any(id(parameter) in parameter_ids for parameter in self._model.parameters())
 
     def _awaits_a_backward(self) -> bool:
         """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""
-        held = set().union(*(_list_parameter_ids(optimizer) for optimizer in self._stepped))
-        rest = [p for p in self._model.parameters() if p.requires_grad and id(p) not in held]
-        return bool(rest) and not self._any_over_ranks(any(p.grad is not None for p in rest))
+        parameter_ids = set().union(*(_list_parameter_ids(optimizer) for optimizer in self._stepped))
+        unstepped = [p for p in self._model.parameters() if p.requires_grad and id(p) not in parameter_ids]
+        return bool(unstepped) and not self._any_over_ranks(any(p.grad is not None for p in unstepped))
 
 
 def _list_parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -149,8 +149,8 @@ class Float8Optimizer(Optimizer):
 
         Groups that are added later get no names, unless they have named parameters.
         """
-        own = {parameter for group in self.param_groups for parameter in group["params"]}
-        self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in own}
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in parameters}
 
     def _count_steps(self) -> list[list[ParameterStep]]:
         """Count a step of each parameter with a gradient, and list them by param group."""
@@ -303,9 +303,9 @@ class Float8Optimizer(Optimizer):
                     moments = read_moments(parameter, self.state[parameter], group)
                     state[number] = {"step": self.state[parameter]["step"].clone(), **moments}
         defaults = self._get_torch_defaults()
-        own = self.defaults.keys() - defaults.keys()
+        own_options = self.defaults.keys() - defaults.keys()
         groups = [
-            {**defaults, **{name: value for name, value in group.items() if name not in own}}
+            {**defaults, **{name: value for name, value in group.items() if name not in own_options}}
             for group in packed["param_groups"]
         ]
         return {"state": state, "param_groups": groups}

@@ -79,12 +79,12 @@ def make_grid(parameter: Tensor) -> BlockGrid:
         local, offset = compute_local_shape_and_offset(parameter)
     leading = count_leading_dims(shape)
     row_blocks = count_blocks(prod(shape[leading:]))
-    rest = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims
+    inner_blocks = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims
     first = offset[0] * row_blocks if leading == 1 else 0
     inner, outer = max(prod(local[:leading]), 1), 0
     if leading > 1:
-        first = (offset[0] * shape[1] + offset[1]) * rest
-        inner, outer = max(prod(local[1:leading]), 1), shape[1] * rest
+        first = (offset[0] * shape[1] + offset[1]) * inner_blocks
+        inner, outer = max(prod(local[1:leading]), 1), shape[1] * inner_blocks
     column = offset[leading] * prod(shape[leading + 1 :]) if shape else 0
     return BlockGrid(
         prod(local[:leading]),
@@ -143,16 +143,16 @@ def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
 
 
 class RowSpan(NamedTuple):
-    """Rows `begin` to `end` of a parameter's grid, and the key of its random bits."""
+    """Rows `start` to `end` of a parameter's grid, and the key of its random bits."""
 
     grid: BlockGrid
-    begin: int
+    start: int
     end: int
     key: int
 
     @property
     def blocks(self) -> int:
-        return (self.end - self.begin) * self.grid.blocks
+        return (self.end - self.start) * self.grid.blocks
 
 
 def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -162,14 +162,14 @@ def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tenso
     """
     starts = [0, *accumulate(span.blocks for span in spans)]
     rows = [
-        (start, span.begin, span.grid.blocks, *span.grid[3:], span.key - (span.key >> 31 << 32))
+        (start, span.start, span.grid.blocks, *span.grid[3:], span.key - (span.key >> 31 << 32))
         for span, start in zip(spans, starts, strict=False)
     ]
     table = torch.tensor(rows, device=device)
     ids = torch.arange(starts[-1], device=device)
-    start, begin, blocks, first, inner, outer, row_blocks, key = table[
+    first_id, first_row, blocks, first, inner, outer, row_blocks, key = table[
         torch.searchsorted(table[:, 0].contiguous(), ids, right=True) - 1
     ].unbind(1)
-    row = begin + (ids - start) // blocks
-    number = first + row // inner * outer + row % inner * row_blocks + (ids - start) % blocks
+    row = first_row + (ids - first_id) // blocks
+    number = first + row // inner * outer + row % inner * row_blocks + (ids - first_id) % blocks
     return key.to(torch.int32), number.to(torch.int32)

@@ -95,7 +95,7 @@ def compile_update() -> Callable[..., Any]:
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
     """Split the rows of a shard into spans of at most `elements` (`MAX_BUCKET_ELEMENTS`) elements, or of one row."""
     rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks * MOMENT_BLOCK_ELEMENTS, 1), 1)
-    return [RowSpan(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
+    return [RowSpan(grid, start, min(start + rows, grid.rows), key) for start in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUpdate, RowSpan]]]:
@@ -165,11 +165,11 @@ def run_cut_updates(
         for span in _split_shard(update):
             old, grad, _ = _gather([(update, span)])
             for local, amax in zip(block_amaxes.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
-                local[span.begin : span.end].copy_(amax.view(-1, span.grid.blocks))
+                local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks))
     for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):
         device = update.grad.device
         for span in _split_shard(update):
-            mean, root = (local[span.begin : span.end].reshape(-1) for local in block_amaxes.local)
+            mean, root = (local[span.start : span.end].reshape(-1) for local in block_amaxes.local)
             update_function = functools.partial(update_blocks, amaxes=(mean, root))
             get_counter(device).add_(_update_bucket([(update, span)], values.to(device), update_function))
         store_scales(block_amaxes, scales, block_amaxes.amaxes.isfinite().all(0))
@@ -185,4 +185,4 @@ def _is_scale(name: str) -> bool:
 
 def select_rows(tensor: Tensor, span: RowSpan) -> Tensor:
     """Select the rows of a span from a shard, [rows, columns], or from its scales, [rows, blocks]."""
-    return tensor.view(span.grid.rows, -1)[span.begin : span.end]
+    return tensor.view(span.grid.rows, -1)[span.start : span.end]

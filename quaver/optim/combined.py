@@ -121,12 +121,12 @@ class CombinedOptimizer(Optimizer):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        groups, begin = state_dict["param_groups"], 0
+        groups, first = state_dict["param_groups"], 0
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for optimizer in self.optimizers:
-            part = fill_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
-            begin += len(part)
+            part = fill_options(groups[first : first + len(optimizer.param_groups)], optimizer.param_groups)
+            first += len(part)
             numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in part)))}
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
             part = [{**group, "params": [numbers[number] for number in group["params"]]} for group in part]

@@ -32,10 +32,11 @@ def make_param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def fill_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fill in the missing options of loaded param groups that have no parameters, from the optimizer's own groups.
+def fill_options(loaded: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fill in the missing options of loaded param groups that have no parameters, from the `current` groups.
 
     torch.distributed.checkpoint.state_dict loses their options unless the group is the last one (torch 2.13).
     """
-    groups = zip(loaded, own, strict=False)
-    return [group if group["params"] else {**own_group, **group} for group, own_group in groups] + loaded[len(own) :]
+    pairs = zip(loaded, current, strict=False)
+    filled = [group if group["params"] else {**current_group, **group} for group, current_group in pairs]
+    return filled + loaded[len(current) :]

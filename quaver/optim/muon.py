@@ -187,7 +187,7 @@ def _compute_amaxes(
 
 
 def _slice_rows(tensor: Tensor | None, span: RowSpan) -> Any:
-    return None if tensor is None else tensor[span.begin : span.end]
+    return None if tensor is None else tensor[span.start : span.end]
 
 
 def _draw_bits(span: RowSpan, device: torch.device) -> Tensor:

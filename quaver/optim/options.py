@@ -51,6 +51,6 @@ def check_same_algorithm(group: Mapping[str, Any]) -> None:
 
 def check_storages(group: dict[str, Any], *moments: str) -> None:
     """Raise ValueError for an unknown storage of these moments or of masters."""
-    for name, known in (*((moment, STORAGES) for moment in moments), ("masters", STORAGES[1:])):
-        if group[name] not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {group[name]!r}")
+    for name, storages in (*((moment, STORAGES) for moment in moments), ("masters", STORAGES[1:])):
+        if group[name] not in storages:
+            raise ValueError(f"{name}: expected one of {', '.join(storages)}, got {group[name]!r}")

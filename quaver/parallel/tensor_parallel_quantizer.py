@@ -83,7 +83,7 @@ class TensorParallelQuantizer(Quantizer):
 
     def _cast_rowwise(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool) -> Operands:
         agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
-        agreed = own = Operands(None, None)
+        agreed = local = Operands(None, None)
         if agrees_on_rows or agrees_on_columns:
             scales = self._compute_agreed_scales(cast, hp, self.sharded_dim)
             quant, dequant, _ = scales
@@ -95,9 +95,9 @@ class TensorParallelQuantizer(Quantizer):
                 Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
             )
         if row != agrees_on_rows or column != agrees_on_columns:
-            own_row, own_column = row and not agrees_on_rows, column and not agrees_on_columns
-            own = super().apply_cast(cast, hp, row=own_row, column=own_column, scales=None)
-        return Operands(agreed.row or own.row, agreed.column or own.column)
+            local_row, local_column = row and not agrees_on_rows, column and not agrees_on_columns
+            local = super().apply_cast(cast, hp, row=local_row, column=local_column, scales=None)
+        return Operands(agreed.row or local.row, agreed.column or local.column)
 
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
@@ -199,10 +199,10 @@ def _cast_with_agreed_scale(
         row, column = True, False
         operand = expect(cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row)
         return operand.data, expect(operand.quant_scale).clone(), expect(operand.dequant_scale), observed
-    own = compute_matrix_amax(hp, None)
-    record_amax(scale, own)
+    local_amax = compute_matrix_amax(hp, None)
+    record_amax(scale, local_amax)
     # Functional collectives also take the name of a group.
-    amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
+    amax = max_over_ranks(local_amax, group_name)  # type: ignore[arg-type]
     scales = compute_scales(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None, "")
     return codes, scales.quant, scales.dequant, observed

@@ -116,10 +116,10 @@ class PeakFlops:
             "float8": self.float8_flops_per_s,
             "float32": self.float32_flops_per_s,
         }
-        known = {precision: rates.get(precision) for precision, count in flops.items() if count}
-        if any(rate is None for rate in known.values()):
+        known_rates = {precision: rates.get(precision) for precision, count in flops.items() if count}
+        if any(rate is None for rate in known_rates.values()):
             return None
-        return sum(flops[precision] / rate for precision, rate in known.items() if rate is not None)
+        return sum(flops[precision] / rate for precision, rate in known_rates.items() if rate is not None)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ class StatesView(MutableMapping[Tensor, Any]):
             if key in optimizer.state:
                 return optimizer.state, key
         for optimizer in self._optimizers:
-            if any(key is held for group in optimizer.param_groups for held in group["params"]):
+            if any(key is candidate for group in optimizer.param_groups for candidate in group["params"]):
                 return optimizer.state, key
         raise KeyError(parameter)
 
@@ -81,8 +81,8 @@ class StatesView(MutableMapping[Tensor, Any]):
         return self[parameter]
 
 
-def replace_states(own: MutableMapping[Tensor, Any], states: Mapping[Tensor, Any]) -> None:
-    """Replace all of `own` by `states`, as `optimizer.state = states` does."""
-    replacement = dict(states)  # `states` may be `own`
-    own.clear()
-    own.update(replacement)
+def replace_states(current: MutableMapping[Tensor, Any], states: Mapping[Tensor, Any]) -> None:
+    """Replace all of `current` by `states`, as `optimizer.state = states` does."""
+    replacement = dict(states)  # `states` may be `current`
+    current.clear()
+    current.update(replacement)

@@ -70,10 +70,10 @@ def _scales_tokens(algorithm: object) -> bool:
 
 def find_format_class(format: str) -> type[WeightFormat]:
     """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
-    known = {**CHECKPOINT_FORMATS, **CONTROL_FORMATS}
-    if format not in known:
-        raise InputError(f"format: expected one of {', '.join(known)}, got {format!r}")
-    return known[format]
+    formats = {**CHECKPOINT_FORMATS, **CONTROL_FORMATS}
+    if format not in formats:
+        raise InputError(f"format: expected one of {', '.join(formats)}, got {format!r}")
+    return formats[format]
 
 
 def make_weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:

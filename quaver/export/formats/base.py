@@ -66,8 +66,8 @@ class WeightFormat:
         if self.is_mx:
             is_e8m0 = weight.scale_calculation_mode is not None
             return is_e8m0 and weight.block_size is not None and weight.block_size[1] == GROUP_SIZE
-        known = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
-        return known.get(self.weight_strategy, weight.block_size == self.block_size)
+        is_by_strategy = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
+        return is_by_strategy.get(self.weight_strategy, weight.block_size == self.block_size)
 
     def convert_operand(self, operand: Operand, weight: CastConfig) -> Operand | None:
         """Return the operand with the format's layout of scales, or None if the format cannot hold its codes.

@@ -105,9 +105,9 @@ class ComfyUI(WeightFormat):
             raise InputError(
                 f"{str(path)!r}: expected a name that ends in {SAFETENSORS}; the format {COMFYUI} is one file"
             )
-        given = [name for name, value in folder_options.items() if value]
-        if given:
-            raise InputError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
+        refused = [name for name, value in folder_options.items() if value]
+        if refused:
+            raise InputError(f"{', '.join(refused)}: expected none for the format {COMFYUI}, which is one file")
         for model, parts in _REPLACED_PREFIXES.items():
             if all(any(name.startswith(part) for name in names) for part in parts):
                 raise NotImplementedError(

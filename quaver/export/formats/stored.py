@@ -118,8 +118,8 @@ class StoredFormat:
             if len(counts) == 2 and counts != (1, 1):
                 sizes = list(_find_exact_blocks(shape, counts))
         if len(sizes) != 1:
-            known = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
-            blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
+            scale_shapes = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
+            blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in scale_shapes]
             blocks = blocks or ["one per block whose rows and columns are powers of two and divide it"]
             raise InputError(
                 f"the scale of {name} {[rows, columns]}: expected [1], {[rows, 1]}, {[1, columns]} or "
@@ -157,8 +157,8 @@ def _find_exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[
     """Yield the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
     lengths = []
     for elements, count in zip(shape, counts, strict=True):
-        length, rest = divmod(elements, max(count, 1))
-        if rest or not (count == 1 or (length and length & (length - 1) == 0)):
+        length, remainder = divmod(elements, max(count, 1))
+        if remainder or not (count == 1 or (length and length & (length - 1) == 0)):
             return
         lengths.append(length)
     rows, columns = lengths
