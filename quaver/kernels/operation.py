@@ -93,7 +93,7 @@ def register_operation(
 
     def dispatch(first: Tensor, *args: Any) -> Any:
         # Inlines `phases.phase`: the host's time limits small casts and matmuls.
-        if phase and not is_dynamo_compiling() and (profiler._is_profiler_enabled or phases.watched is not None):
+        if phase and not is_dynamo_compiling() and (profiler._is_profiler_enabled or phases.tracked_phases is not None):
             with phases.open_phase(phase, (first, *args)):
                 return (registered if runs_as_operation(first, in_graphs) else run_kernel)(first, *args)
         return (registered if runs_as_operation(first, in_graphs) else run_kernel)(first, *args)

@@ -34,7 +34,7 @@ class OpenPhase(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-watched: list[OpenPhase] | None = None
+tracked_phases: list[OpenPhase] | None = None
 """While a recorder runs, the open phases, innermost last."""
 
 
@@ -50,7 +50,7 @@ def phase(name: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def in_phase(*args: Any, **kwargs: Any) -> Any:
             # This check comes first: it is a constant under Dynamo, which then does not guard on the others.
-            if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or watched is not None):
+            if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or tracked_phases is not None):
                 return function(*args, **kwargs)
             with open_phase(name, (*args, *kwargs.values())):
                 return function(*args, **kwargs)
@@ -63,7 +63,7 @@ def phase(name: str) -> Callable[[Function], Function]:
 @contextmanager
 def open_phase(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
     """Open a phase of this name around the call of a function with these arguments."""
-    open_phases = watched
+    open_phases = tracked_phases
     if open_phases is not None:
         open_phases.append(OpenPhase(name, arguments))
     try:
@@ -75,17 +75,17 @@ def open_phase(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def watch_phases() -> Iterator[list[OpenPhase]]:
+def track_phases() -> Iterator[list[OpenPhase]]:
     """Yield a list that holds the open phases, innermost last, inside the block.
 
     Raises:
-        RuntimeError: phases are already being watched.
+        RuntimeError: phases are already being tracked.
     """
-    global watched
-    if watched is not None:
-        raise RuntimeError("phases are watched already; only one recording at a time can do so")
-    watched = []
+    global tracked_phases
+    if tracked_phases is not None:
+        raise RuntimeError("phases are tracked already; only one recording at a time can do so")
+    tracked_phases = []
     try:
-        yield watched
+        yield tracked_phases
     finally:
-        watched = None
+        tracked_phases = None

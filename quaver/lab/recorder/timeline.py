@@ -18,7 +18,7 @@ from quaver.lab.recorder.modules import ModuleTracker, is_compiled, iter_visible
 from quaver.lab.recorder.recorder import Allocation, Recorder
 from quaver.lab.recorder.report import count_added_bytes, make_report
 from quaver.lab.recorder.saved import record_saved_tensors
-from quaver.runtime.phases import watch_phases
+from quaver.runtime.phases import track_phases
 
 COMPILED_NOTE = "compiled code: not attributed"
 
@@ -67,7 +67,7 @@ def record_timeline(
     has_compiled = any(is_compiled(module) for _, module in iter_visible_modules(model))
     is_exact = tracker.follows_compiled_code or not has_compiled
     with ExitStack() as stack:
-        open_phases = stack.enter_context(watch_phases())
+        open_phases = stack.enter_context(track_phases())
         stack.enter_context(tracker)
         recorder = Recorder(tracker, open_phases)
         _categorize_residents(recorder, model, optimizer, persistent_scales)

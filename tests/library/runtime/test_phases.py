@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quaver.runtime.phases import phase, watch_phases
+from quaver.runtime.phases import phase, track_phases
 
 
 @phase("quaver::test")
@@ -19,7 +19,7 @@ def test_compiled_code_has_no_phases():
     with torch._dynamo.config.patch(error_on_recompile=True):
         with torch.profiler.profile():
             compiled(ones)
-        with watch_phases() as open_phases:
+        with track_phases() as open_phases:
             compiled(ones)
     assert open_phases == []
 
@@ -34,7 +34,7 @@ def test_a_phase_that_raises_is_closed():
     def fail(tensor):
         raise ValueError(tensor)
 
-    with watch_phases() as open_phases:
+    with track_phases() as open_phases:
         with pytest.raises(ValueError, match="1"):
             fail(tensor=1)
         assert open_phases == []
