@@ -25,14 +25,14 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class NonFiniteOperand:
-    """`operand` is input, weight, bias or output of `module`, or the gradient of one, such as grad_weight.
-
-    `position` is the number of the check, which is the same on every rank, so the lowest of all ranks came first.
-    """
+    """The first operand of a module that a check of a failed step found non-finite."""
 
     module: str
+    """The name of the module."""
     operand: str
+    """input, weight, bias or output, or the gradient of one, such as grad_weight."""
     position: int = field(default=0, compare=False, repr=False)
+    """The number of the check in the step, the same on every rank: the operand with the lowest one came first."""
     in_float8: "NonFiniteOperand | None" = field(default=None, compare=False, repr=False)
     """The first non-finite operand of a float8 module, which a monitor's alarm names."""
 
