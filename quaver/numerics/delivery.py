@@ -2,7 +2,8 @@
 
 [Note: a sink that fails] A monitor must not end a training. If the header cannot be written, the constructor raises on
 all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. What the callback of an
-`AlarmSink` raises ends the step on all ranks. The ranks agree on this at the end of each sampled step.
+`AlarmSink` raises ends the step on all ranks. At the end of each sampled step the ranks take the largest `Outcome` of
+any rank.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.record import Sink
-from quaver.numerics.watch import AlarmSink
 
 logger = logging.getLogger(__name__)
 
 
 class Outcome(enum.IntEnum):
-    """The end of a sampled step, by [Note: a sink that fails]. The ranks agree on the largest."""
+    """What happens at the end of a sampled step, by [Note: a sink that fails]. A larger one overrides a smaller one."""
 
     WRITTEN = 0
     MONITOR_CLOSES = 1
@@ -64,7 +65,7 @@ class Delivery:
         return set(self._sink.alarms.suspects) if isinstance(self._sink, AlarmSink) else set()
 
     def deliver(self, header: dict[str, Any], make_sample: Callable[[], dict[str, Any] | None]) -> Failure | None:
-        """Make a sample and write it, unless it is None. Returns an error, so that the ranks can agree on it."""
+        """Make a sample and write it, unless it is None. Returns an error, which ends the monitor or the step."""
         is_writing = False
         try:
             sample = make_sample()

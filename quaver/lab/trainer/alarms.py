@@ -21,10 +21,10 @@ from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.float8 import fuse_producers, make_linear_config
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED_RULES
-from quaver.numerics.watch import AlarmSink
 from quaver.runtime.errors import InputError, blame_input
 
 

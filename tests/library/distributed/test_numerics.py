@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import convert_to_float8_training, sync_float8_amax_and_scale_history
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
+from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.ranks import gather_slots
-from quaver.numerics.watch import AlarmSink
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.expert_models import concatenate, convert, parallelize, step, tokens_of
 from tests.library.distributed.models import config_of, part_of, world_mesh

@@ -10,9 +10,9 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training
 from quaver.numerics import Mismatch, first_differences, mismatch
+from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarms, Cleared
 from quaver.numerics.record import Record
-from quaver.numerics.watch import AlarmSink
 from tests.steps import train
 
 TRAIN = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -0.25, -torch.inf]])

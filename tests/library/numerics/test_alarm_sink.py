@@ -2,9 +2,9 @@
 
 import pytest
 
+from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.record import Record
-from quaver.numerics.watch import AlarmSink
 from tests.library.numerics.samples import LAYERS, make_header, make_sample
 
 NAN = {(LAYERS[2], "input"): {"nonfinite": 8}}
