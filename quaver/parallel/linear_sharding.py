@@ -37,7 +37,12 @@ class _Sharding:
     tensor, which is this rank's part; or an all-gathered `Float8Tensor`.
     """
 
-    weight_dim: int
+    weight_dim: int | None = None
+    """The dim of the weight that the ranks shard, or None if each rank has the whole weight."""
+    input_dim: int | None = None
+    """The dim of the input [M, K] that the ranks shard, or None if each rank has the whole input."""
+    grad_output_dim: int | None = None
+    """The dim of grad_output [M, N] that the ranks shard, or None if each rank has the whole grad_output."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -46,7 +51,31 @@ class _Sharding:
     def make_weight_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
-        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, self.weight_dim)
+        return self._make_quantizer(casts, hp_dtype, scale, self.weight_dim)
+
+    def make_input_quantizer(
+        self,
+        input: Tensor,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        linear_id: int | None,
+    ) -> Quantizer:
+        if self.input_dim is None:
+            return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
+        return self._make_quantizer(casts, hp_dtype, scale, self.input_dim)
+
+    def make_grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        return self._make_quantizer(casts, hp_dtype, scale, self.grad_output_dim)
+
+    def _make_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, sharded_dim: int | None
+    ) -> Quantizer:
+        if sharded_dim is None:
+            return Quantizer(casts, hp_dtype, scale)
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, sharded_dim)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
@@ -66,6 +95,7 @@ class ColwiseSharding(_Sharding):
     """weight [N/T, K], input replicated, output and grad_output [.., N/T]."""
 
     weight_dim = 0
+    grad_output_dim = 1
 
     def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None = None) -> None:
         super().__init__(mesh)
@@ -77,21 +107,6 @@ class ColwiseSharding(_Sharding):
 
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_local(weight), None if bias is None else to_local(bias), None
-
-    def make_input_quantizer(
-        self,
-        input: Tensor,
-        casts: OperandCasts,
-        hp_dtype: torch.dtype,
-        scale: PersistentScale | None,
-        linear_id: int | None,
-    ) -> Quantizer:
-        return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
-
-    def make_grad_output_quantizer(
-        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
-    ) -> Quantizer:
-        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor, Shard(-1)."""
@@ -107,6 +122,7 @@ class RowwiseSharding(_Sharding):
     """weight [N, K/T], input [.., K/T], output summed over the ranks: replicated, or scattered along `sequence_dim`."""
 
     weight_dim = 1
+    input_dim = 1
 
     def __init__(self, mesh: DeviceMesh, sequence_dim: int | None = None) -> None:
         super().__init__(mesh)
@@ -119,21 +135,11 @@ class RowwiseSharding(_Sharding):
         partial = None if self.sequence_dim is None else [Partial()]
         return to_local(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
-    def make_input_quantizer(
-        self,
-        input: Tensor,
-        casts: OperandCasts,
-        hp_dtype: torch.dtype,
-        scale: PersistentScale | None,
-        linear_id: int | None,
-    ) -> Quantizer:
-        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
-
     def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
         if self.sequence_dim is None:
-            return Quantizer(casts, hp_dtype, scale)
+            return super().make_grad_output_quantizer(casts, hp_dtype, scale)
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
@@ -177,41 +183,16 @@ class PartialSumSharding(RowwiseSharding):
 class ReplicatedSharding(_Sharding):
     """weight [N, K] on every rank; the input is replicated or sharded by token, and the output has its placement."""
 
-    weight_dim = 0
-
     def __init__(self, mesh: DeviceMesh, layout: Placement) -> None:
         """`layout`: the placement of the input, Replicate() or Shard of a dim before the last."""
         super().__init__(mesh)
         self.layout = layout
+        self.input_dim = self.grad_output_dim = None if layout == Replicate() else 0  # tokens
 
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         placements = [Replicate() if self.layout == Replicate() else Partial()]  # of the gradients
         local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
-
-    def make_weight_quantizer(
-        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
-    ) -> Quantizer:
-        return Quantizer(casts, hp_dtype, scale)
-
-    def make_input_quantizer(
-        self,
-        input: Tensor,
-        casts: OperandCasts,
-        hp_dtype: torch.dtype,
-        scale: PersistentScale | None,
-        linear_id: int | None,
-    ) -> Quantizer:
-        if self.layout == Replicate():
-            return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
-        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
-
-    def make_grad_output_quantizer(
-        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
-    ) -> Quantizer:
-        if self.layout == Replicate():
-            return Quantizer(casts, hp_dtype, scale)
-        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor in `layout`."""
