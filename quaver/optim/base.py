@@ -36,6 +36,7 @@ from quaver.optim.state import (
     update_master,
 )
 from quaver.runtime.devices import is_capturing, is_cpu
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
 from quaver.runtime.process_group import has_process_group
 from quaver.runtime.warnings import warn_user
@@ -149,6 +150,7 @@ class Float8Optimizer(Optimizer):
 
         Groups that are added later get no names, unless they have named parameters.
         """
+        check_is_module(model, argument="model")
         parameters = {parameter for group in self.param_groups for parameter in group["params"]}
         self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in parameters}
 

@@ -39,7 +39,10 @@ class CombinedOptimizer(Optimizer):
 
         Raises:
             ValueError: two optimizers have the same parameter, or no optimizer is given.
+            TypeError: an argument is no optimizer.
         """
+        if foreign := [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, Optimizer)]:
+            raise TypeError(f"expected optimizers, got {', '.join(foreign)}")
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         parameters = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
         if len(set.union(*parameters)) < sum(map(len, parameters)):

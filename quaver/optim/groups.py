@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quaver.runtime.errors import check_is_module
+
 FLOAT32_MOMENTS = {"exp_avg": "float32", "exp_avg_sq": "float32"}
 """The options of a param group with moments in float32."""
 
@@ -23,6 +25,7 @@ def make_param_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     Args:
         options: the options of both groups, such as `weight_decay`.
     """
+    check_is_module(model, argument="model")
     embeddings = find_embedding_weights(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [

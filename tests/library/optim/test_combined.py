@@ -135,6 +135,8 @@ def test_what_does_not_fit_is_refused():
             optimizer.add_param_group(group)
     with pytest.raises(ValueError, match="got a parameter in two of them"):
         CombinedOptimizer(Float8AdamW(parameters), Float8AdamW(parameters[:1]))
+    with pytest.raises(TypeError, match="^expected optimizers, got list$"):
+        CombinedOptimizer(parameters)
     with pytest.raises(ValueError, match="with 2 param groups, got 1"):
         optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
     for state_dict in (7, {}):
