@@ -26,7 +26,7 @@ from quaver.export.plan import ExportPlan, find_frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, check_is_module
 from quaver.runtime.names import join_names
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,12 @@ def save_float8(
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
-        ValueError, NotImplementedError: as `iter_float8_weights`; JSON cannot hold `config` or `about`; ComfyUI would
-            rename tensors and lose their scales; `files` has a name twice, or one that the export writes; the
-            high-precision model does not take tokens alone.
+        TypeError: `model` is no nn.Module, or `config` no mapping.
+        ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
+            hold `config` or `about`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
+            one that the export writes; the high-precision model does not take tokens alone.
     """
+    check_is_module(model, argument="model")
     tensors = iter_float8_weights(
         model,
         recipe=recipe,
@@ -89,6 +91,12 @@ def save_float8(
         """Open the folder or file on the rank that writes, which alone may have the options."""
         path, plan = Path(folder), tensors.plan
         check_new(path)  # before the logits are measured
+        if config is not None and not isinstance(config, Mapping):
+            raise TypeError(f"config: expected the content of config.json, got a {type(config).__name__}")
+        measured = () if high_precision_model is None else (("measure_tokens", measure_tokens),)
+        for name, number in (("max_shard_bytes", max_shard_bytes), *measured):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name}: expected an integer, 1 or more, got {number!r}")
         options = {"config": config, "files": files, "high_precision_model": high_precision_model}
         plan.format.check_target(path, plan.names, **options)
         check_copied_files(files)

@@ -199,6 +199,13 @@ def test_files_that_would_replace_others_are_refused_before_the_work(message, tm
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.parametrize("number", [0, -1, "5GB"])
+@pytest.mark.parametrize("option", ["max_shard_bytes", "measure_tokens"])
+def test_numbers_below_1_are_refused_before_the_work(option, number, tmp_path):
+    with pytest.raises(ValueError, match=f"^{option}: expected an integer, 1 or more, got {number!r}$"):
+        saved(tmp_path / "out", high_precision_model=pytest.fail, **{option: number})
+
+
 def test_the_change_of_the_logits_is_measured(tmp_path):
     folder = saved(tmp_path / "out", high_precision_model=lambda: convert_to_high_precision(tiny()), measure_tokens=32)
     logits = json.loads((folder / "quaver_export.json").read_text())["logits"]
