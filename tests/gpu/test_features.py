@@ -1,5 +1,6 @@
 """Compares experts, optimizers, stored activations, special weights and the monitor on a GPU with a CPU."""
 
+import contextlib
 import copy
 
 import pytest
@@ -71,6 +72,24 @@ def test_optimizers_follow_those_on_a_cpu(name, dtype):
             optimizer.step()
         weights.append([parameter.detach().cpu() for parameter in model.parameters()])
     assert min(sqnr_db(expected, actual) for expected, actual in zip(*weights, strict=True)) > 60
+
+
+@pytest.mark.parametrize("make", [Float8AdamW, Float8Muon])
+def test_skipped_parts_are_warned_of_and_no_step_waits_for_the_device(make):
+    parameter = nn.Parameter(torch.ones(64, 256, device=DEVICE))
+    optimizer = make([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    parameter.grad.fill_(torch.nan)
+
+    def step_and_save():
+        # The step reads its copy of the counter, which the memory of a virtual GPU holds, too.
+        with contextlib.nullcontext() if VIRTUAL else waiting_refused():
+            optimizer.step()
+        optimizer.state_dict()
+
+    with pytest.warns(RuntimeWarning, match="gradients or moments are not finite in"):
+        step_and_save()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
