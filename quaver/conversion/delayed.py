@@ -134,28 +134,34 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
         model, group: as for `sync_float8_amax_and_scale_history`.
     Raises:
         ValueError: the model has no static scale to measure.
-        RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,
-            was all zeros, or was not finite. The scales then stay unchanged.
+        RuntimeError: a block is already open for linears that were converted with `model`'s; on every rank, if ranks
+            have different tensors or configs; at the exit, if a tensor was not cast, was all zeros, or was not finite.
+            The scales then stay unchanged.
     """
     states = _list_states(model.modules())
+    if any(state.calibrating for state in states):
+        raise RuntimeError(
+            "calibrate_float8_static_scales is already open for this model; leave it before you enter it again"
+        )
     group = group or _get_world()
     if group is not None:
         _check_states_agree(model, states, group)
     named = [(name, state, slot) for name, state, slot in list_named_slots(model) if slot in state.calibrated_slots]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
+    slots_of = {state: [slot for _, owner, slot in named if owner is state] for state in states}  # others stay
     before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
     try:
-        for state in states:
-            state.quant_scale[state.calibrated_slots] = 0
+        for state, slots in slots_of.items():
+            state.quant_scale[slots] = 0
             state.refresh_after_load()
             state.calibrating = True
         yield
-        amaxes = [state.reduce_observed(group)[:, 0] for state in states]
-        _check_measured({name: float(amaxes[states.index(state)][slot]) for name, state, slot in named})
-        for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
-            slots = state.calibrated_slots
-            scales[slots] = compute_scale(amax[slots], state.format_max[slots], state.delayed_config, state.power_of_2)
+        amaxes = {state: state.reduce_observed(group)[:, 0] for state in states}
+        _check_measured({name: float(amaxes[state][slot]) for name, state, slot in named})
+        for (scales, _), (state, slots) in zip(before, slots_of.items(), strict=True):
+            amax, format_max = amaxes[state][slots], state.format_max[slots]
+            scales[slots] = compute_scale(amax, format_max, state.delayed_config, state.power_of_2)
     finally:
         for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False

@@ -475,15 +475,36 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
         module(torch.randn(2, 8))
     with pytest.raises(ZeroDivisionError):
         calibrate(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="static_scales is already open for this model; leave it before you enter"):
+        calibrate(lambda: calibrate(lambda: None))
     with pytest.raises(ValueError, match="nothing to calibrate"), calibrate_float8_static_scales(make_linear()):
         pass
 
 
+def test_a_calibration_of_an_inner_module_leaves_its_siblings_unchanged():
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=static_config())
+    with calibrate_float8_static_scales(model):
+        step(model, torch.ones(2, 8), sync=False)
+    before = copy_scales(model)
+    with calibrate_float8_static_scales(model[0]):
+        step(model[0], torch.full((2, 8), 4.0), sync=False)
+    after = copy_scales(model)
+    assert after.pop("0.input.quant_scale") == 448 / 4 < before["0.input.quant_scale"]
+    assert_same([after[name] for name in after if name[0] == "1"], [before[name] for name in before if name[0] == "1"])
+    model(torch.ones(2, 8))
+
+
 def test_calibration_leaves_delayed_scales_unchanged():
+    """Nor does it change what was observed for them since the last sync."""
     config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
+    observed = module.scaling.state.amax_buffer.fill_(2.0).clone()
+    with calibrate_float8_static_scales(module):
+        step(module, torch.randn(4, 64), sync=False)
+    assert torch.equal(module.scaling.state.amax_buffer, observed)
+    module.scaling.state.reset_amax_buffer()
     assert read_scale(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
     assert read_scale(module, "input") == 0
     step(module, torch.full((4, 64), 3.0))
