@@ -227,8 +227,9 @@ class Float8ScalingState:
         says how many entries are missing, and which ones the model has no tensor for.
 
         Raises:
-            ValueError: an entry is not a tensor, has a wrong number of dims, or is a scale of inf or NaN; nothing is
-                then loaded.
+            TypeError: `state_dict` is no mapping.
+            ValueError: an entry is not a tensor, is on the meta device, has a wrong number of dims, or is a scale of
+                inf or NaN. Nothing is loaded after an error.
         """
         entries = list_entries(self._slots)
         load_slots(self._slots, state_dict)

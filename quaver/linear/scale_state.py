@@ -366,9 +366,13 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
     A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
     Raises:
-        ValueError: an entry is not a tensor of floating point, has another number of dims, or is not finite in
-            float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves them.
+        TypeError: `saved` is no mapping.
+        ValueError: an entry is not a tensor of floating point with values, has another number of dims, or is not finite
+            in float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves
+            them.
     """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(saved).__name__}")
     entries = list_entries(named_slots)
     may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
     sources = {
@@ -376,11 +380,14 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
         for name, view in entries.items()
         if name in saved
     }
+    loaded: dict[str, Tensor] = {}
     for name, view in entries.items():
         source = sources.get(name, view.new_zeros(()))
         if view.dim() and source.dim() and len(source) != len(view):
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
-        view.copy_(source.clamp(min=0))
+        loaded[name] = torch.empty_like(view).copy_(source.clamp(min=0))  # may fail, so before the first write
+    for name, view in entries.items():
+        view.copy_(loaded[name])
     for state in {id(state): state for _, state, _ in named_slots}.values():
         state.refresh_after_load()
 
@@ -392,8 +399,10 @@ def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -
         raise ValueError(f"{name}: expected a tensor of {dims} dims, got {got}")
     if not entry.is_floating_point():
         raise ValueError(f"{name}: expected floating point, got {entry.dtype}")
+    has_value = not isinstance(entry, FakeTensor)
+    if has_value and entry.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, got one on the meta device")
     converted = entry.float()
-    has_value = not isinstance(entry, FakeTensor) and not entry.is_meta
     is_bad = converted.isnan() if may_be_infinite else ~converted.isfinite()
     if has_value and bool(is_bad.any()):
         expected = "a finite scale" if dims == 0 else "amaxes but NaN" if may_be_infinite else "finite amaxes"

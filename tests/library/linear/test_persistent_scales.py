@@ -154,6 +154,7 @@ def test_a_history_of_another_length_keeps_its_newest_entries():
         *((bad, "a tensor of 0 dims") for bad in (3.0, torch.zeros(2), "x")),
         *((torch.tensor(bad, dtype=torch.float64), "a finite scale in float32") for bad in (INF, NAN, 1e300)),
         *((torch.ones((), dtype=dtype), "floating point") for dtype in (torch.complex64, torch.bool)),
+        (torch.empty((), device="meta"), "a tensor with values"),
     ],
     ids=str,
 )
@@ -167,6 +168,9 @@ def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
     for amax in (INF, NAN):
         with pytest.raises(ValueError, match="input.amax_history: expected finite amaxes in float32, got"):
             float8_scaling_state(module).load_state_dict(before | {"input.amax_history": torch.tensor([1.0, amax])})
+    for no_state in ([], None):
+        with pytest.raises(TypeError, match="state_dict: expected a mapping from names to tensors, got"):
+            float8_scaling_state(module).load_state_dict(no_state)
     assert_same(before, copy_scales(module))
 
 
