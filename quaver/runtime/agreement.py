@@ -118,17 +118,24 @@ def check_ranks_agree_once(
 
 
 def _meet_ranks(group: ProcessGroup, what: str) -> None:
-    """Wait until every rank of `group` has called this as often, without a collective. Raises RuntimeError."""
+    """Wait until every rank of `group` has called this as often, without a collective.
+
+    Raises:
+        RuntimeError: not every rank called within half the time limit of the store. This call then does not count, so
+            that ranks can still meet later.
+    """
     if dist.get_backend(group) == "fake":  # one process without other ranks, whose store holds nothing
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)
-    calls = store.add(f"quaver: calls about {what}", 1)
+    counter = f"quaver: calls about {what}"
+    calls = store.add(counter, 1)
     everyone = f"quaver: all ranks, time {-(-calls // ranks)}, about {what}"
     if calls % ranks == 0:
         store.set(everyone, "")
     try:
         store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
+        store.add(counter, -1)
         raise RuntimeError(
             f"{what} changed on rank {dist.get_rank()}, but not on every rank: convert, freeze or replace modules on "
             "all ranks between the same two steps"

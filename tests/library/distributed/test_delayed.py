@@ -186,6 +186,26 @@ def test_a_rank_whose_scales_change_alone_raises_and_enters_no_collective():
     assert "Timed out" in others
 
 
+def _convert_again_after_an_error():
+    """Convert a model again on rank 1, which catches the error of its sync; then on both."""
+    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
+    sync_float8_amax_and_scale_history(model)
+    errors = []
+    for everywhere in (False, True):
+        if everywhere or dist.get_rank() == 1:
+            convert_to_float8_training(convert_to_high_precision(model), config=models.config_of("delayed"))
+            errors.append(refusal(sync_float8_amax_and_scale_history, model))
+        dist.barrier()
+    return errors
+
+
+def test_a_rank_that_catches_its_error_can_change_with_the_others_later():
+    others, alone = run(2, _convert_again_after_an_error, collective_timeout=4)
+    assert others == ["no error"]
+    assert "changed on rank 1, but not on every rank" in alone[0]
+    assert alone[1:] == ["no error"]
+
+
 @on_ranks(2)
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
     model = spread(model_of(static_config(shared_inputs=())), models.world_mesh())
