@@ -111,7 +111,10 @@ class Monitor:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
             if self._ranks > 1:
-                options = f"{self.every=}, {self.extras_every=}, {self.completed_steps=}, {hardware=}, {steps_by_hand=}"
+                options = (
+                    f"every={self.every}, extras_every={self.extras_every}, completed_steps={self.completed_steps}, "
+                    f"{hardware=}, {steps_by_hand=}"
+                )
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._attached.tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
             self._plan_next()

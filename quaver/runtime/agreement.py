@@ -11,8 +11,8 @@ learns at once whether it succeeded.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -40,8 +40,8 @@ def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, what: 
         groups: None for the world.
         what: what the lines describe, for the error message.
     Raises:
-        RuntimeError: the lines differ. The message quotes the first differing line of two ranks, with the ranks'
-            numbers in the world.
+        RuntimeError: the lines differ. The message quotes the first line that each of two ranks has alone, with the
+            ranks' numbers in the world.
     """
     disagreement = ""
     for group in groups:
@@ -66,10 +66,19 @@ def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, what: s
     for rank, (theirs, their_earlier) in zip(ranks, gathered, strict=True):
         if their_earlier:
             return their_earlier
-        for first_line, line in itertools.zip_longest(gathered[0][0], theirs, fillvalue="nothing"):
-            if first_line != line:
-                return f"ranks disagree about {what}: rank {ranks[0]} has {first_line!r}, rank {rank} has {line!r}"
+        if theirs != gathered[0][0]:
+            has, other_has = _describe_difference(gathered[0][0], theirs), _describe_difference(theirs, gathered[0][0])
+            return f"ranks disagree about {what}: rank {ranks[0]} has {has}, rank {rank} has {other_has}"
     return f"ranks disagree about {what}"
+
+
+def _describe_difference(lines: Sequence[str], others: Sequence[str]) -> str:
+    """Quote the first of `lines` that `others` lacks, or of equal ones in another order, and count the rest."""
+    missing = list((Counter(lines) - Counter(others)).elements())
+    if not missing and len(lines) == len(others):
+        missing = [line for line, other in zip(lines, others, strict=True) if line != other]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return repr(missing[0]) + more if missing else "nothing"
 
 
 def find_collective_device(group: ProcessGroup | None) -> torch.device:
