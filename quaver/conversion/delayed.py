@@ -330,7 +330,11 @@ def _check_states_agree(model: nn.Module, states: list[ScaleState], group: Proce
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
 
     def describe() -> list[str]:
-        lines = [f"{name} {state.casts[slot]}" for name, state, slot in list_named_slots(model)]
+        lines = [
+            f"{name} {state.casts[slot]}, loaded quant_scale {state.loaded_scales[slot]}"
+            for name, state, slot in list_named_slots(model)
+        ]
         return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
 
-    check_ranks_agree_once(model, states, describe, lambda: [group], what="the tensors with persistent scales")
+    subjects = [(state, state.loads) for state in states]
+    check_ranks_agree_once(model, subjects, describe, lambda: [group], what="the tensors with persistent scales")

@@ -54,6 +54,7 @@ from quaver.fsdp.scaled_shard import ScaledShard, ShardState
 from quaver.fsdp.scales import WholeScales, list_layouts
 from quaver.fsdp.shard import WeightShard
 from quaver.fsdp.siblings import (
+    check_ranks_gather_alike,
     get_all_gather_state,
     get_current_shard,
     get_whole_scales,
@@ -132,6 +133,7 @@ class Float8AllGatherWeight(ScaledShard):
         While `high_precision_matmuls` includes a matmul that reads the weight, one tensor in high precision instead.
         """
         weight = ModuleWeight(module, self.shard_state.name)
+        check_ranks_gather_alike(weight)
         if not weight.config.casts.weight.is_float8:
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)

@@ -1,8 +1,9 @@
 """Computes the dynamic scales of all weights of a model in one collective: the weights are `Siblings`.
 
-Every rank must enter the collective with the same weights. So the ranks compare their lists of weights before the first
-collective (runtime/agreement.py). `precompute_float8_dynamic_scale_for_fsdp` runs it after an optimizer step. An
-all-gather that finds no scales computes the scales of every sibling that lacks them.
+Every rank must enter the collective with the same weights. So the ranks compare their weights, configs and loaded
+scales before the first collective and after a change (runtime/agreement.py). `precompute_float8_dynamic_scale_for_fsdp`
+runs the collective after an optimizer step. An all-gather that finds no scales computes the scales of every sibling
+that lacks them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from quaver.fsdp.scaled_shard import ScaledShard
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_once
+from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.agreement import ADVICE_FOR_MODULES, check_ranks_agree, check_ranks_agree_once, meet_ranks
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
@@ -47,6 +49,8 @@ class PreparedInputs(Protocol):
 
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
+GatheringSubject = tuple[Float8LinearConfig, int]
+"""What decides how a weight is gathered: its config, and how often its persistent scales were loaded."""
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
@@ -57,8 +61,6 @@ class Siblings:
 
     def __init__(self, named: NamedWeights) -> None:
         self.named = named
-        self.agreed: set[CollectiveKey] = set()
-        """The collectives whose ranks agree about the weights."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class AllGatherState:
     """Caches by name a weight and its `WeightShard` with an empty `local`, because DTensor's queries are slow."""
     prepared: dict[str, PreparedInputs] = field(default_factory=dict)
     """Payloads by name, filled while a `cast_weights_once` is open."""
+    agreed: dict[str, GatheringSubject] = field(default_factory=dict)
+    """What the ranks agreed about each weight by name."""
 
 
 def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
@@ -102,11 +106,14 @@ def get_current_shard(weight: ModuleWeight) -> WeightShard:
     return shards[weight.name][1]._replace(local=local.wrapped)
 
 
+def _is_sent_in_float8(weight: ModuleWeight) -> bool:
+    """Return whether FSDP2 holds `weight` sharded and `high_precision_matmuls` does not cover it at this step."""
+    return weight.config.casts.weight.is_float8 and _is_sharded(weight)
+
+
 def _is_sharded(weight: ModuleWeight) -> bool:
-    """Return whether FSDP2 holds `weight` sharded and the next all-gather is in float8."""
+    """Return whether FSDP2 holds `weight` sharded, to all-gather in float8."""
     parameter = weight.parameter
-    if not weight.config.casts.weight.is_float8:  # `high_precision_matmuls` covers it at this step
-        return False
     if not is_dtensor(parameter) or not isinstance(get_local_tensor(parameter), ScaledShard):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None
@@ -115,13 +122,41 @@ def _is_sharded(weight: ModuleWeight) -> bool:
 
 def _needs_scales(weight: ModuleWeight) -> bool:
     """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is known."""
-    if not _is_sharded(weight):
+    if not _is_sent_in_float8(weight):
         return False
     if weight.scaling is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
     scale = weight.scaling.get_scales(device).weight
     return scale is None or not scale.is_known
+
+
+def check_ranks_gather_alike(weight: ModuleWeight) -> None:
+    """Check, at the first all-gather of `weight` and after a change, that the ranks gather it and its siblings alike.
+
+    A change is another config or a load of persistent scales. Both decide what a rank sends, and whether it first
+    computes scales with the other ranks.
+
+    Raises:
+        RuntimeError: on every rank, if the siblings differ between ranks; on this rank, if only this one changed.
+    """
+    state = get_all_gather_state(weight.module)
+    if state.agreed.get(weight.name) == _get_gathering_subject(weight):
+        return
+    shard = get_current_shard(weight)
+    sharded = [(name, sibling) for name, sibling in state.siblings.named if _is_sharded(sibling)]
+    named = [(name, sibling) for name, sibling in sharded if get_current_shard(sibling).ranks == shard.ranks]
+    groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
+    if weight.name in state.agreed:
+        for group in groups:
+            meet_ranks(group, _GATHERED_WEIGHTS, advice=ADVICE_FOR_MODULES)
+    check_ranks_agree(_describe_weights(named), *groups, what=_GATHERED_WEIGHTS)
+    for _, sibling in named:
+        get_all_gather_state(sibling.module).agreed[sibling.name] = _get_gathering_subject(sibling)
+
+
+def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
+    return weight.config, 0 if weight.scaling is None else weight.scaling.state.loads
 
 
 def get_whole_scales(weight: ModuleWeight) -> WholeScales:
@@ -139,14 +174,7 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
         if _needs_scales(sibling) and _get_scaled_shard(sibling).get_scales(sibling.parameter) is None
     ]
     shard = get_current_shard(weight)
-    key = _make_collective_key(weight, shard)
-    computed = _group_by_collective(unknown)[key]
-    if key not in siblings.agreed:
-        lines = _describe_weights([(name, sibling) for name, sibling, _ in computed])
-        groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
-        check_ranks_agree(lines, *groups, what=_GATHERED_WEIGHTS)
-        siblings.agreed.add(key)
-    _compute_and_set_scales(computed)
+    _compute_and_set_scales(_group_by_collective(unknown)[_make_collective_key(weight, shard)])
     return typing.cast(WholeScales, _get_scaled_shard(weight).get_scales(weight.parameter))
 
 
@@ -175,7 +203,11 @@ def _compute_and_set_scales(named: NamedShards) -> None:
 
 
 def _describe_weights(named: NamedWeights) -> list[str]:
-    return [f"{name} {list(weight.parameter.shape)}: {weight.config}" for name, weight in named]
+    lines = []
+    for name, weight in named:
+        loaded = "" if weight.scaling is None else f", {weight.scaling.describe_loaded_weight_scale()}"
+        lines.append(f"{name} {list(weight.parameter.shape)}: {weight.config}{loaded}")
+    return lines
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
@@ -210,7 +242,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 def precompute_scales(module: nn.Module) -> None:
     """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
-    named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sharded(weight)]
+    named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sent_in_float8(weight)]
     _check_siblings_agree(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
@@ -219,7 +251,7 @@ def precompute_scales(module: nn.Module) -> None:
 
 def _check_siblings_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
-    weights = [(weakref.ref(weight.module), weight.name) for _, weight in named]
+    weights = [(weakref.ref(weight.module), weight.name, *_get_gathering_subject(weight)) for _, weight in named]
     check_ranks_agree_once(
         module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
     )

@@ -77,6 +77,8 @@ class ScaleState:
         is_known_to_compiler: whether each of the T scales is known; see [Note: known scales].
         syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
         has_unknown_static: whether a static scale has not been measured.
+        loads: how often slots were loaded or reset.
+        loaded_scales: quant_scale after the last load, 0 where unknown; with `loads` it shows ranks that load alone.
         calibrating: whether static scales are being measured.
         host_decides: whether ranks read is_known to decide which amaxes they exchange, so each sync updates it.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
@@ -108,6 +110,7 @@ class ScaleState:
         self.is_known_to_compiler = [False] * slots
         self.syncs_with_unknown = 0
         self._reset_views()
+        self.loads, self.loaded_scales = 0, [0.0] * slots
         self.calibrating = False
         self.host_decides = False
         self.forwards_since_sync = 0
@@ -232,6 +235,13 @@ class ScaleState:
                 RuntimeWarning,
             )
 
+    def record_load(self) -> None:
+        """Bring the host up to date after slots were loaded."""
+        self.refresh_after_load()
+        self.loads += 1
+        if not isinstance(self.quant_scale, FakeTensor):
+            self.loaded_scales = self.quant_scale.tolist()
+
     def refresh_after_load(self) -> None:
         """Bring the host's flags up to date after slots were written."""
         missing = self.quant_scale[self.calibrated_slots] <= 0
@@ -316,6 +326,11 @@ class LinearScaleSlots:
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
 
+    def describe_loaded_weight_scale(self) -> str:
+        """Describe the last load for the ranks to compare."""
+        slot = self.slots[OPERANDS.index("weight")]
+        return "no persistent scale" if slot is None else f"loaded quant_scale {self.state.loaded_scales[slot]}"
+
     def let_host_decide(self) -> None:
         """Set `ScaleState.host_decides`."""
         self.state.host_decides = True
@@ -389,7 +404,7 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
     for name, view in entries.items():
         view.copy_(loaded[name])
     for state in {id(state): state for _, state, _ in named_slots}.values():
-        state.refresh_after_load()
+        state.record_load()
 
 
 def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:

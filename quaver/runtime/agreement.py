@@ -121,14 +121,21 @@ def check_ranks_agree_once(
     if groups := find_groups():
         if what in agreed:
             for group in groups:
-                _meet_ranks(group, what)
+                meet_ranks(group, what, advice=ADVICE_FOR_MODULES)
         check_ranks_agree(describe(), *groups, what=what)
         _agreed_subjects.setdefault(module, {})[what] = subjects
 
 
-def _meet_ranks(group: ProcessGroup, what: str) -> None:
+ADVICE_FOR_MODULES = "change modules, configs and loaded scales on all ranks between the same two steps"
+"""The `advice` of `meet_ranks` about what follows from a model's modules."""
+
+
+def meet_ranks(group: ProcessGroup, what: str, *, advice: str) -> None:
     """Wait until every rank of `group` has called this as often, without a collective.
 
+    Args:
+        what: the name of what changed, by which the store counts the calls.
+        advice: how to change it, for the error message.
     Raises:
         RuntimeError: not every rank called within half the time limit of the store. This call then does not count, so
             that ranks can still meet later.
@@ -145,10 +152,7 @@ def _meet_ranks(group: ProcessGroup, what: str) -> None:
         store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
         store.add(counter, -1)
-        raise RuntimeError(
-            f"{what} changed on rank {dist.get_rank()}, but not on every rank: convert, freeze or replace modules on "
-            "all ranks between the same two steps"
-        ) from error
+        raise RuntimeError(f"{what} changed on rank {dist.get_rank()}, but not on every rank: {advice}") from error
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from quaver import cast_weights_once, convert_to_float8_training, sync_float8_amax_and_scale_history
+from quaver import (
+    cast_weights_once,
+    convert_to_float8_training,
+    float8_scaling_state,
+    set_high_precision_matmuls,
+    sync_float8_amax_and_scale_history,
+)
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.delayed_training import (
@@ -22,7 +28,7 @@ from tests.library.distributed.delayed_training import (
     train,
 )
 from tests.library.distributed.fsdp_models import model_by
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, refusal, run
 from tests.reference import PERSISTENT_RECIPES
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
@@ -204,3 +210,27 @@ def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case, backend)
     (eager, compiled), rtol = results, 1e-6 if backend == "aot_eager" else 1e-5
     assert compiled[0] == pytest.approx(eager[0], rel=rtol)
     models.assert_same_snapshots(compiled[1], eager[1], lambda step: rtol, "compiled")
+
+
+def _change_alone(change, trained):
+    """Run a step, and another one after rank 0 alone has made a change, at the start or after a step of both."""
+    model = models.shard_model(models.config_of("delayed", enable_fsdp_float8_all_gather=True))
+    batch = models.part_of(models.batches(1, 2)[0])
+    if trained:
+        models.loss_of(model(batch)).backward()
+        sync_float8_amax_and_scale_history(model)
+    if dist.get_rank() == 0:
+        if change == "load":
+            entries = float8_scaling_state(model).state_dict()
+            float8_scaling_state(model).load_state_dict({name: torch.ones_like(entries[name]) for name in entries})
+        else:
+            set_high_precision_matmuls(model, ["output"])
+    return refusal(model, batch)
+
+
+def test_a_rank_that_loads_or_changes_configs_alone_raises():
+    for change in ("load", "high precision"):
+        for message in run(2, _change_alone, change, False, collective_timeout=10):
+            assert "ranks disagree about the weights to all-gather in float8: rank 0 has" in message
+        alone, _ = run(2, _change_alone, change, True, collective_timeout=6)
+        assert "the weights to all-gather in float8 changed on rank 0, but not on every rank" in alone
