@@ -33,6 +33,8 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
+from quaver.runtime.agreement import meet_ranks
+from quaver.runtime.errors import check_is_module
 from quaver.torch_private.fsdp import find_fsdp_module_class, list_reductions
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     Raises:
         ValueError: the model uses neither, a rank has fewer than `MIN_GRADIENTS` of a group's gradients, or gradients
             are reduced in another dtype than float32, bfloat16 or float16.
+        RuntimeError: other ranks that share gradients did not call it within half the time limit of their store.
     """
+    check_is_module(model, argument="model")
     fsdp_class = find_fsdp_module_class()
     sharded: list[Any] = []
     if fsdp_class is not None:
@@ -91,12 +95,23 @@ def _check_reduction(elements: int, ranks: int, dtype: torch.dtype, owner: str) 
 
 def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -> None:
     names = {module: name for name, module in model.named_modules()}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for module in sharded:
-        for elements, ranks, dtype in list_reductions(module):
-            _check_reduction(elements, ranks, dtype, f"the FSDP2 group of {names[module] or type(module).__name__}")
+        for elements, group, dtype in list_reductions(module):
+            owner = f"the FSDP2 group of {names[module] or type(module).__name__}"
+            _check_reduction(elements, 1 if group is None else group.size(), dtype, owner)
+            if group is not None:
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    for group in groups.values():
+        _meet_ranks(group)
     reduce_scatter: Any = Float8ReduceScatter()  # without FSDP2's base class, which is private
     for module in sharded:
         module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def _meet_ranks(group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError if another rank of `group` does not call: its collective in the backward would be another."""
+    meet_ranks(group, "the reduction of gradients", advice="call reduce_gradients_in_float8 on all ranks")
 
 
 class Float8ReduceScatter:
@@ -131,6 +146,7 @@ def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     elements = sum(parameter.numel() for parameter in trained) // group.size()
     for dtype in {parameter.dtype for parameter in trained}:
         _check_reduction(elements, group.size(), dtype, "the model")
+    _meet_ranks(group)
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
     model.register_comm_hook(group, lambda group, bucket: _average_bucket(group, bucket))
 

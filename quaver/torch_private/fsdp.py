@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from quaver.torch_private.policies import without_policies
 
@@ -52,17 +53,17 @@ def get_param_dtype(module: FSDPModule) -> torch.dtype | None:
     return module._get_fsdp_state()._mp_policy.param_dtype
 
 
-def list_reductions(module: FSDPModule) -> Iterator[tuple[int, int, torch.dtype]]:
-    """Yield the trained elements per rank, with padding, the number of shards and the dtype of each reduction."""
+def list_reductions(module: FSDPModule) -> Iterator[tuple[int, ProcessGroup | None, torch.dtype]]:
+    """Yield the trained elements per rank, with padding, the ranks that have shards and the dtype of each reduction."""
     state: Any = module._get_fsdp_state()
     dtype = state._mp_policy.reduce_dtype or state._mp_policy.param_dtype
     groups = getattr(state, "_fsdp_param_groups", None)
     for group in [state._fsdp_param_group] if groups is None else groups:
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad] if group else []
         if trained:
-            ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+            shard_group = getattr(group.mesh_info, "shard_process_group", None)
             elements = sum(param.padded_sharded_param_size.numel() for param in trained)
-            yield elements, ranks, dtype or trained[0].sharded_param.dtype
+            yield elements, shard_group, dtype or trained[0].sharded_param.dtype
 
 
 def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:

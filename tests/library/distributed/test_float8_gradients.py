@@ -19,7 +19,7 @@ from quaver.fsdp.gradients import (
     sum_over_ranks,
 )
 from quaver.recipes.sqnr import compute_sqnr_db
-from tests.ranks import mesh_of, on_ranks, refusal
+from tests.ranks import mesh_of, on_ranks, refusal, run
 from tests.steps import draw, full
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -133,6 +133,23 @@ def test_models_that_cannot_reduce_in_float8_are_refused():
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
     assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
+
+
+def _reduce_alone(make):
+    model = make(in_float8=False)
+    message = refusal(reduce_gradients_in_float8, model) if dist.get_rank() == 1 else ""
+    dist.barrier()
+    compute_gradients(model)  # the model is unchanged
+    return message
+
+
+@pytest.mark.parametrize("make", [shard, replicate])
+def test_a_rank_that_calls_alone_raises(make):
+    _, message = run(2, _reduce_alone, make, collective_timeout=4)
+    assert message == (
+        "RuntimeError: the reduction of gradients changed on rank 1, but not on every rank: call "
+        "reduce_gradients_in_float8 on all ranks"
+    )
 
 
 @on_ranks(2)
