@@ -113,7 +113,7 @@ def sync_float8_amax_and_scale_history(
             "sync_float8_amax_and_scale_history would discard the amaxes of calibrate_float8_static_scales: call it "
             "after that block"
         )
-    group = group or _get_world()
+    group = _find_group(group)
     if group is not None and not torch.compiler.is_compiling():
         _check_states_agree(model, states, group)
     with torch.no_grad():
@@ -138,12 +138,13 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             have different tensors or configs; at the exit, if a tensor was not cast, was all zeros, or was not finite.
             The scales then stay unchanged.
     """
+    check_is_module(model, argument="model")
     states = _list_states(model.modules())
     if any(state.calibrating for state in states):
         raise RuntimeError(
             "calibrate_float8_static_scales is already open for this model; leave it before you enter it again"
         )
-    group = group or _get_world()
+    group = _find_group(group)
     if group is not None:
         _check_states_agree(model, states, group)
     named = [(name, state, slot) for name, state, slot in list_named_slots(model) if slot in state.calibrated_slots]
@@ -205,6 +206,7 @@ class Float8ScalingState:
     """The persistent scales of a model by name; a `Stateful` of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
+        check_is_module(model, argument="model")
         self._slots = list_named_slots(model)
         self._states = _list_states(model.modules())
 
@@ -321,9 +323,13 @@ def _list_states(modules: Iterable[nn.Module]) -> list[ScaleState]:
     return list(states.values())
 
 
-def _get_world() -> ProcessGroup | None:
-    has_ranks = has_process_group() and dist.get_world_size() > 1
-    return dist.group.WORLD if has_ranks else None
+def _find_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return `group`, by default the group of all ranks; None for one rank."""
+    if group is None:
+        return dist.group.WORLD if has_process_group() and dist.get_world_size() > 1 else None
+    if not torch.compiler.is_compiling() and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup with this rank, got {type(group).__name__}")
+    return group
 
 
 def _check_states_agree(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:

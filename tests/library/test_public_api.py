@@ -47,13 +47,16 @@ def test_another_name_is_an_error():
 
 TAKES_A_MODEL = {
     "assert_float8_training": lambda: quaver.assert_float8_training(None),
+    "calibrate_float8_static_scales": lambda: quaver.calibrate_float8_static_scales(None).__enter__(),
     "cast_weights_once": lambda: quaver.cast_weights_once(None).__enter__(),
     "conversion_report": lambda: quaver.conversion_report(None),
     "convert_to_float8_training": lambda: quaver.convert_to_float8_training(None),
     "convert_to_high_precision": lambda: quaver.convert_to_high_precision(None),
+    "float8_scaling_state": lambda: quaver.float8_scaling_state(None),
     "freeze_to_float8": lambda: quaver.freeze_to_float8(None),
     "monitor": lambda: quaver.monitor(None),
     "precompute_float8_dynamic_scale_for_fsdp": lambda: quaver.precompute_float8_dynamic_scale_for_fsdp(None),
+    "reduce_gradients_in_float8": lambda: quaver.reduce_gradients_in_float8(None),
     "set_high_precision_matmuls": lambda: quaver.set_high_precision_matmuls(None, ["output"]),
     "sync_float8_amax_and_scale_history": lambda: quaver.sync_float8_amax_and_scale_history(None),
     "use_float8_primary_weights": lambda: quaver.use_float8_primary_weights(None, None),

@@ -422,5 +422,7 @@ def test_a_model_without_persistent_scales_is_left_alone():
     sync_float8_amax_and_scale_history(model)
     with pytest.raises(ValueError, match="fp8_layers: expected Float8Linears, got Linear"):
         sync_float8_amax_and_scale_history(model, fp8_layers=[nn.Linear(8, 8)])
+    with pytest.raises(TypeError, match="group: expected a ProcessGroup with this rank, got str"):
+        sync_float8_amax_and_scale_history(model, group="x")
     assert len(float8_scaling_state(model)) == 0
     assert float8_scaling_state(model).state_dict() == {}
