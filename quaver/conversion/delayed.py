@@ -229,6 +229,7 @@ class Float8ScalingState:
         says how many entries are missing, and which ones the model has no tensor for.
 
         Raises:
+            RuntimeError: inside `calibrate_float8_static_scales`, whose exit would discard the scales.
             TypeError: `state_dict` is no mapping.
             ValueError: an entry is not a tensor, is on the meta device, has a wrong number of dims, or is a scale of
                 inf or NaN. Nothing is loaded after an error.

@@ -381,6 +381,7 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
     A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
     Raises:
+        RuntimeError: static scales are being calibrated.
         TypeError: `saved` is no mapping.
         ValueError: an entry is not a tensor of floating point with values, has another number of dims, or is not finite
             in float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves
@@ -388,6 +389,8 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(saved).__name__}")
+    if any(state.calibrating for _, state, _ in named_slots):
+        raise RuntimeError("calibrate_float8_static_scales would discard the loaded scales: load them after that block")
     entries = list_entries(named_slots)
     may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
     sources = {

@@ -475,6 +475,8 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
         calibrate(lambda: module(torch.full((2, 8), torch.inf)).sum().backward())
     with pytest.raises(RuntimeError, match=r"would discard the amaxes .*: call it after that block"):
         calibrate(lambda: sync_float8_amax_and_scale_history(module))
+    with pytest.raises(RuntimeError, match="would discard the loaded scales: load them after that block"):
+        calibrate(float8_scaling_state(module).reset)
     with pytest.raises(RuntimeError, match="never measured"):
         module(torch.randn(2, 8))
     with pytest.raises(ZeroDivisionError):
