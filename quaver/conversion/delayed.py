@@ -341,7 +341,10 @@ def _check_states_agree(model: nn.Module, states: list[ScaleState], group: Proce
             f"{name} {state.casts[slot]}, loaded quant_scale {state.loaded_scales[slot]}"
             for name, state, slot in list_named_slots(model)
         ]
-        return lines + [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
+        return lines + [
+            f"{state.delayed_config}, powers of two: {state.power_of_2}, {len(state.casts)} tensors converted together"
+            for state in states
+        ]
 
     subjects = [(state, state.loads) for state in states]
     check_ranks_agree_once(model, subjects, describe, lambda: [group], what="the tensors with persistent scales")

@@ -152,9 +152,12 @@ def _disagree(how, call):
     if how == "config" and other:
         changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
         config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
-    elif how != "layer" and other:
+    elif how not in ("layer", "outer layer") and other:
         config = models.config_of(how)
-    model = convert_to_float8_training(models.make_model(1 if how == "layer" and other else 2), config=config)
+    layers = 1 if how in ("layer", "outer layer") and other else 2
+    model = convert_to_float8_training(models.make_model(layers), config=config)
+    if how == "outer layer":  # outside the synced module, but in its state
+        sync_float8_amax_and_scale_history(model[0])
     with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
         models.loss_of(model(models.batches(1, 1)[0])).backward()
     sync_float8_amax_and_scale_history(model)
@@ -163,7 +166,7 @@ def _disagree(how, call):
 @on_ranks(2)
 def test_all_ranks_raise_when_they_disagree():
     for how, call in (
-        *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "tensorwise")),
+        *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "outer layer", "tensorwise")),
         *((how, "calibrate") for how in ("config", "layer", "tensorwise")),
     ):
         message = refusal(_disagree, how, call)
