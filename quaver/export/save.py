@@ -25,7 +25,7 @@ from quaver.export.load import load_float8
 from quaver.export.plan import ExportPlan, find_frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
-from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
+from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
 from quaver.runtime.names import join_names
 
@@ -54,7 +54,7 @@ def save_float8(
 
     Args:
         model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
-            `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes, its errors are raised on all.
+            `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes. All raise the error of one.
             Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
         folder: a new path. comfyui writes one file NAME.safetensors, with the record in its header, from memory.
         config: config.json without quantization_config; None for the model's, with its generation config, and for
@@ -71,21 +71,28 @@ def save_float8(
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
         TypeError: `model` is no nn.Module, or `config` no mapping.
+        RuntimeError: the ranks export other tensors, or with another format or recipe.
         ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
             hold `config` or `about`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
             one that the export writes; the high-precision model does not take tokens alone.
     """
     check_is_module(model, argument="model")
-    tensors = iter_float8_weights(
-        model,
-        recipe=recipe,
-        format=format,
-        weights=weights,
-        dtype=dtype,
-        rounded_from=rounded_from,
-        share_fused_scales=share_fused_scales,
-        module_filter_fn=module_filter_fn,
-    )
+
+    def plan() -> Float8Weights:
+        return iter_float8_weights(
+            model,
+            recipe=recipe,
+            format=format,
+            weights=weights,
+            dtype=dtype,
+            rounded_from=rounded_from,
+            share_fused_scales=share_fused_scales,
+            module_filter_fn=module_filter_fn,
+        )
+
+    read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
+    tensors = _plan_on_every_rank(plan, format) if is_sharded else plan()
 
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
@@ -110,9 +117,17 @@ def save_float8(
         logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model(), measure_tokens)
         return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, files, logits)
 
-    read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
-    is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
     _write(tensors, open_target, is_sharded=is_sharded)
+    return tensors
+
+
+def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float8Weights:
+    """Plan an export that every rank iterates. All ranks raise the error of one, or if their plans differ."""
+    planned: list[Float8Weights] = []
+    run_on_every_rank(lambda: planned.append(plan()))
+    tensors = planned[0]
+    lines = [f"the format {format}", f"the recipe {tensors.plan.recipe}", *tensors.plan.names]
+    check_ranks_agree(lines, None, what="the export")
     return tensors
 
 

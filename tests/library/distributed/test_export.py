@@ -266,6 +266,17 @@ def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("format", "message"), [("zip", "format: expected one of .* got 'zip'"), ("fp8", "ranks disagree about the export")]
+)
+@on_ranks(2)
+def test_another_format_on_one_rank_is_an_error_on_all(format, message, tmp_path):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        save_float8(fully_shard(tiny()), tmp_path / "out", config={}, **({"format": format} if dist.get_rank() else {}))
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
 @on_ranks(2)
 def test_all_ranks_raise_what_a_format_refuses_on_rank_0(tmp_path):
     config = {"vocab_size": 32} if dist.get_rank() == 0 else None
