@@ -91,7 +91,8 @@ class RecordWriter:
     """Appends lines to a record, each in one flushed write, so that a killed run leaves complete lines.
 
     Writing a header removes the lines at and after its step and an incomplete last line, because a run resumes or
-    repeats from that step. The number of removed lines is logged, as a warning if no sample stays.
+    repeats from that step. The number of removed lines is logged, as a warning if no sample stays. A file that was
+    moved away or truncated during the run gets the last header again, which is logged.
 
     Raises:
         OSError: the file cannot be written.
@@ -101,6 +102,7 @@ class RecordWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._header: dict[str, Any] | None = None
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line, whose floats may be NaN or infinite."""
@@ -108,6 +110,13 @@ class RecordWriter:
             if _open_writers.setdefault(os.path.realpath(self.path), self) is not self:
                 raise InputError(f"another monitor of this process writes to {str(self.path)!r}; give another path")
             _rewind(self.path, line["step"])
+            self._header = line
+        elif self._header is not None and not (self.path.is_file() and self.path.stat().st_size):
+            logger.warning("%r was moved or truncated: a new record begins at step %s", str(self.path), line["step"])
+            self._append({**self._header, "step": line["step"]})
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_encode(line), allow_nan=False, separators=(",", ":")) + "\n")
 
@@ -258,6 +267,8 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _make_error(path: Path, number: int, why: str) -> InputError:
+    if number == 1:
+        return InputError(f"line 1 of {str(path)!r}: {why}; the file is not a record of numerics")
     return InputError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
 
 

@@ -79,6 +79,19 @@ def test_a_resumed_run_removes_what_it_repeats(tmp_path, caplog):
     assert "removed 4 lines from step 1 on" in caplog.text
 
 
+@pytest.mark.parametrize("rotate", [lambda path: path.rename(path.with_suffix(".1")), lambda path: path.write_text("")])
+def test_a_record_that_is_moved_or_truncated_during_the_run_begins_anew_with_its_header(tmp_path, caplog, rotate):
+    path = tmp_path / "n.jsonl"
+    writer = RecordWriter(path)
+    for line in (make_header(1, "a"), make_sample(10, [1])):
+        writer.write(line)
+    rotate(path)
+    for step in (20, 30):
+        writer.write(make_sample(step, [step]))
+    assert Record.read(path).statistics["amax"].ravel().tolist() == [20, 30]
+    assert caplog.text.count("moved or truncated: a new record begins at step 20") == 1
+
+
 def test_a_second_writer_of_a_record_is_refused_until_the_first_is_closed(tmp_path):
     path, header = tmp_path / "n.jsonl", make_header(1, "a")
     first, second = RecordWriter(path), RecordWriter(tmp_path / "." / "n.jsonl")
@@ -109,6 +122,7 @@ GOOD = json.dumps(make_header(1, "a")), json.dumps(make_sample(1, [1]))
         ([GOOD[1]], "header"),
         ([GOOD[0]], "no samples"),
         ([json.dumps(make_header(1, schema=2)), GOOD[1]], "schema 1 .* got 2; read it with quaver 9.9"),
+        (["# Log"], "line 1 .* the file is not a record of numerics"),
         ([GOOD[0], "{"], "line 2 .* remove the line"),
         ([GOOD[0], "[]"], "line 2 .* remove the line"),
         ([GOOD[0], '{"kind": "sample", "step": 1}'], "line 2 .*'amax'.* remove the line"),
