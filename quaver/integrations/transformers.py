@@ -10,8 +10,10 @@ model's parameters.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -68,18 +70,20 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Logs gain `float8_flops`, the share of the linears' FLOPs in float8. With persistent scales they also gain
     `float8_saturated`, the most elements that a cast clipped in the last step, and `float8_scale_fit`. This is the
-    largest ratio of a scale to its ideal; above 1 it clips. With a monitor they gain `float8_sqnr_min_db`, the lowest
-    SQNR of a cast or a result in its last sample.
+    largest ratio of a scale to its ideal: above 1 it clips, and NaN means that a tensor held one. With a monitor they
+    gain `float8_sqnr_min_db`, the lowest SQNR of a cast or a result in its last sample.
 
     Args:
         monitor: the number of steps between samples of `quaver.monitor`, which writes numerics.jsonl in the output
             folder; or the arguments of `quaver.monitor` by name; None for no monitor.
         convert_reference: convert a high-precision reference model of TRL's trainers like the model.
+    Raises:
+        TypeError: `monitor` is none of these, or has an argument that `quaver.monitor` does not take.
     """
 
     def __init__(self, *, monitor: int | Mapping[str, Any] | None = None, convert_reference: bool = True) -> None:
         self._convert_reference = convert_reference
-        self._options = {"every": monitor} if isinstance(monitor, int) else monitor
+        self._options = _parse_monitor(monitor)
         self._monitor: Monitor | None = None
         self._scope = ExitStack()
         self._scales: Float8ScalingState | None = None
@@ -142,16 +146,19 @@ class Float8Callback(TrainerCallback, ExportableState):
             return
         added = {"float8_flops": conversion_report(trainer_state["model"]).float8_flops_fraction}
         if self._scales:
-            fits = [fit for fit in self._scales.report() if fit.amax >= 0]
+            fits = [fit for fit in self._scales.report() if not fit.amax < 0]  # also a NaN
+            has_nan = any(math.isnan(fit.amax) for fit in fits)
+            ratios = [math.nan] if has_nan else [fit.used_over_ideal for fit in fits]
             added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
-            added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
+            added["float8_scale_fit"] = max(ratios, default=1.0)
         if self._monitor is not None and self._monitor.samples:
             casts = [value for value in self._monitor.samples[-1]["sqnr_db"] if value is not None]
             if casts:  # zeros and non-finite tensors have no SQNR
                 added["float8_sqnr_min_db"] = min(casts)
         logs.update(added)
-        if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
-            state.log_history[-1].update(added)
+        entry = state.log_history[-1] if state.log_history else {}
+        if "loss" in entry and entry.get("step") == state.global_step:
+            entry.update(added)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()  # a callback may stop training within a step; the Trainer then loads the best weights
@@ -181,6 +188,20 @@ _SCALES_KEY = "scales"
 
 _running_callbacks: WeakSet[Float8Callback] = WeakSet()
 """The callbacks whose run has begun and not ended."""
+
+
+def _parse_monitor(monitor: object) -> Mapping[str, Any] | None:
+    """Return the arguments of a monitor, or None. Raises TypeError if the callback cannot pass them."""
+    options: object = {"every": monitor} if type(monitor) is int else monitor
+    if options is None:
+        return None
+    if not isinstance(options, Mapping):
+        raise TypeError(f"monitor: expected a number of steps, a mapping of arguments or None, got {monitor!r}")
+    try:
+        inspect.signature(Monitor).bind(None, completed_steps=0, steps_by_hand=True, **options)
+    except TypeError as error:
+        raise TypeError(f"monitor: {error}") from error
+    return options
 
 
 def _close_interrupted(model: nn.Module) -> None:

@@ -142,6 +142,19 @@ def test_a_sample_of_zeros_has_no_sqnr_to_log(tmp_path):
     assert "float8_sqnr_min_db" not in run.state.log_history[0]
 
 
+def test_the_log_of_a_step_with_nan_says_so(tmp_path):
+    model = prepared("delayed", layers=1)
+    torch.nn.init.constant_(model.model.layers[0].self_attn.v_proj.weight, torch.nan)
+    run = trained(tmp_path, model, max_steps=1, logging_nan_inf_filter=False)
+    assert np.isnan([run.state.log_history[0][name] for name in ("loss", "float8_scale_fit")]).all()
+
+
+@pytest.mark.parametrize("monitor", ["10", 2.5, True, {"evry": 10}, {"steps_by_hand": True}])
+def test_a_callback_refuses_what_no_monitor_takes(monitor):
+    with pytest.raises(TypeError, match="^monitor: "):
+        Float8Callback(monitor=monitor)
+
+
 def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
     model = prepared(layers=1)
     plain = trained(tmp_path / "plain", prepared(layers=1))
