@@ -36,7 +36,7 @@ from quaver.conversion.delayed import (
 from quaver.conversion.report import conversion_report
 from quaver.fsdp.siblings import precompute_scales
 from quaver.integrations.transformers_convert import prepare_model_for_float8
-from quaver.integrations.transformers_reference import convert_reference
+from quaver.integrations.transformers_reference import convert_reference, find_calling_trainer
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
 from quaver.weights.cast_once import cast_weights_once
@@ -110,7 +110,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         if state.is_world_process_zero:
             logger.warning("float8: %s", conversion_report(model).summary())
         if self._convert_reference:
-            convert_reference(model)
+            convert_reference(find_calling_trainer(), model)
         if self._options is not None:
             options = {"sink": Path(args.output_dir) / NUMERICS_FILE, **self._options}
             self._monitor = Monitor(model, completed_steps=state.global_step, steps_by_hand=True, **options)

@@ -27,12 +27,11 @@ from quaver.runtime.names import strip_wrappers
 logger = logging.getLogger(__name__)
 
 
-def convert_reference(model: nn.Module) -> None:
-    """Convert the calling Trainer's reference model, if it is in high precision, like `model`; logs the conversion.
+def convert_reference(trainer: Any, model: nn.Module) -> None:
+    """Convert the reference model of `trainer`, if it is in high precision, like `model`; logs the conversion.
 
     Layers with the same config share the model's delayed and static scales.
     """
-    trainer = _find_calling_trainer()
     reference = getattr(trainer, "ref_model", None)
     if not isinstance(reference, nn.Module):
         if getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False) and trainer.is_fsdp_enabled:
@@ -89,11 +88,15 @@ def _get_configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     }
 
 
-def _find_calling_trainer() -> Any:
-    """Return the Trainer whose method is running, or None. It does not pass itself to callbacks."""
+def find_calling_trainer() -> Trainer | None:
+    """Return the Trainer whose method is running, or None.
+
+    A Trainer calls its callbacks without itself, and is made after them (`TrainerCallback`, transformers 5.23). So this
+    searches the stack for a method of a Trainer.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), Trainer):
-            return frame.f_locals["self"]
+        if isinstance(caller := frame.f_locals.get("self"), Trainer):
+            return caller
         frame = frame.f_back
     return None
