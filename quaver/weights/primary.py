@@ -29,7 +29,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,10 +36,10 @@ from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.weight_form import is_parameter
+from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
-from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 from quaver.weights.primary_weight import Float8PrimaryWeight
 
@@ -204,14 +203,6 @@ class Float8PrimaryOptimizer(Optimizer):
             primary.master.data = round_stochastically(primary.master.data, generator)
 
 
-def _draw_first_rounding() -> int:
-    """Draw the first count of steps. Every rank draws, so that all generators advance, and gets rank 0's number."""
-    start = [int(torch.randint(2**62, (), device="cpu"))]
-    if has_process_group() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(start, src=0)
-    return start[0]
-
-
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Copy the hyperparameters of param groups."""
     for group, options in zip(target, source, strict=True):
@@ -240,7 +231,7 @@ def use_float8_primary_weights(
         master_dtype: float32, or bfloat16 with stochastic rounding: the dtype of the parameters and their gradients.
             The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's default generator,
             which seeds all roundings. With a process group that is a collective: every rank must call this function,
-            and gets rank 0's number.
+            gets rank 0's number, and raises if one raises.
     Returns:
         The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
     Raises:
@@ -249,9 +240,39 @@ def use_float8_primary_weights(
             or DDP that was made before; another master_dtype.
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
+    rounds = master_dtype is torch.bfloat16
+    named: dict[str, ModuleWeight] = {}
+    options = {}
+
+    def prepare() -> int:
+        named.update(_find_weights_to_convert(model, optimizer, master_dtype))
+        return int(torch.randint(2**62, (), device="cpu"))
+
+    if rounds:  # all ranks draw, so that their generators advance alike, and take rank 0's number
+        options[_ROUNDINGS_KEY] = run_on_every_rank(prepare)[0]
+    else:
+        named = _find_weights_to_convert(model, optimizer, master_dtype)
+    with ExitStack() as undo:
+        undo.callback(vars(optimizer).update, dict(vars(optimizer)))
+        undo.callback(optimizer.param_groups[0].pop, _ROUNDINGS_KEY, None)
+        optimizer.param_groups[0].update(options)
+        primaries = [_make_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
+        primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds=rounds)
+        undo.pop_all()
+    for module in {weight.module: None for weight in named.values()}:
+        module.register_state_dict_post_hook(_put_masters_in_state_dict)
+    return primary_optimizer
+
+
+def _find_weights_to_convert(
+    model: nn.Module, optimizer: Optimizer, master_dtype: torch.dtype
+) -> dict[str, ModuleWeight]:
+    """Return the weights that become primary weights, by name. Raises as `use_float8_primary_weights`."""
     check_is_module(model, argument="model")
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer of ordinary parameters, got {type(optimizer)}")
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer of ordinary parameters, got {type(optimizer).__name__}"
+        )
     if master_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"master_dtype: expected torch.float32 or torch.bfloat16, got {master_dtype}")
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -275,18 +296,7 @@ def use_float8_primary_weights(
         obstacle = _find_primary_obstacle(weight, owners)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
-    rounds = master_dtype is torch.bfloat16
-    options = {_ROUNDINGS_KEY: _draw_first_rounding()} if rounds else {}  # a collective, so before anything changes
-    with ExitStack() as undo:
-        undo.callback(vars(optimizer).update, dict(vars(optimizer)))
-        undo.callback(optimizer.param_groups[0].pop, _ROUNDINGS_KEY, None)
-        optimizer.param_groups[0].update(options)
-        primaries = [_make_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
-        primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds=rounds)
-        undo.pop_all()
-    for module in {weight.module: None for weight in named.values()}:
-        module.register_state_dict_post_hook(_put_masters_in_state_dict)
-    return primary_optimizer
+    return named
 
 
 def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:

@@ -141,6 +141,15 @@ def test_wrapped_models_are_refused():
 
 
 @on_ranks(2)
+def test_all_ranks_raise_what_one_refuses_with_bfloat16_masters():
+    model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
+    optimizer = None if dist.get_rank() else torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="^optimizer: expected .*, got NoneType"):
+        use_float8_primary_weights(model, optimizer, master_dtype=torch.bfloat16)
+    dist.barrier()
+
+
+@on_ranks(2)
 def test_weights_that_fully_shard_replaced_are_an_error():
     model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
     optimizer = use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
