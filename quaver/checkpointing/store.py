@@ -30,6 +30,7 @@ from quaver.kernels.operation import library
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
+from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import iter_enclosing_modules
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
@@ -62,6 +63,7 @@ def store_activations_in_float8(
             modules; a module that stores already, or whose forward was replaced on the instance.
         RuntimeError: torch._inductor.config.custom_partitioner_fn is another partitioner. The model is then unchanged.
     """
+    check_is_module(model, argument="model")
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
         raise ValueError(f"block_size: expected one of {', '.join(map(str, lengths))}, got {block_size!r}")
@@ -123,10 +125,10 @@ def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _match_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"modules: expected patterns of names, got {patterns}; None chooses the default modules")
-    for pattern in patterns:
+    listed = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
+    if not listed or not all(isinstance(pattern, str) for pattern in listed):
+        raise ValueError(f"modules: expected patterns of names, got {patterns!r}; None chooses the default modules")
+    for pattern in listed:
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])

@@ -46,6 +46,7 @@ def assert_float8_training(
         require_native: whether all float8 linears and experts must have multiplied on float8 units in their last
             forward, eager or compiled. A CPU has no float8 units and multiplies exactly.
     Raises:
+        TypeError: `model` is no nn.Module, or `optimizer` no optimizer.
         RuntimeError: the model does not train as it was converted. The message has a line for each of these problems:
 
             - No linear is in float8, or torchao converted some.
@@ -62,6 +63,8 @@ def assert_float8_training(
     compiled code only the backends are checked.
     """
     check_is_module(model, argument="model")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     problems = [*_find_model_problems(model, allow_frozen)]
     if require_native:
         problems += _find_backend_problems(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +46,7 @@ def save_float8(
     module_filter_fn: ModuleFilter | None = None,
     max_shard_bytes: int = 5 * 1000**3,
     about: Mapping[str, Any] | None = None,
-    files: Sequence[Path] = (),
+    files: Sequence[Path | str] = (),
     high_precision_model: Callable[[], nn.Module] | None = None,
     measure_tokens: int = 128,
 ) -> Float8Weights:
@@ -70,13 +70,16 @@ def save_float8(
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
-        TypeError: `model` is no nn.Module, or `config` no mapping.
+        TypeError: `model` is no nn.Module, `config`, `about` or `weights` no mapping, `files` no list of paths, or
+            `high_precision_model` no function that returns a model.
         RuntimeError: the ranks export other tensors, or with another format or recipe.
         ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
             hold `config` or `about`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
             one that the export writes; the high-precision model does not take tokens alone.
     """
     check_is_module(model, argument="model")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(f"weights: expected tensors by name, got a {type(weights).__name__}")
 
     def plan() -> Float8Weights:
         return iter_float8_weights(
@@ -96,17 +99,16 @@ def save_float8(
 
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
-        path, plan = Path(folder), tensors.plan
+        path, plan, copied = Path(folder), tensors.plan, _parse_files(files)
         check_new(path)  # before the logits are measured
-        if config is not None and not isinstance(config, Mapping):
-            raise TypeError(f"config: expected the content of config.json, got a {type(config).__name__}")
+        _check_types(config, about, high_precision_model)
         measured = () if high_precision_model is None else (("measure_tokens", measure_tokens),)
         for name, number in (("max_shard_bytes", max_shard_bytes), *measured):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name}: expected an integer, 1 or more, got {number!r}")
-        options = {"config": config, "files": files, "high_precision_model": high_precision_model}
+        options = {"config": config, "files": copied, "high_precision_model": high_precision_model}
         plan.format.check_target(path, plan.names, **options)
-        check_copied_files(files)
+        check_copied_files(copied)
         record = {"format": format, "recipe": plan.recipe, **(about or {})}
         encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
         if plan.format.is_file:
@@ -115,10 +117,29 @@ def save_float8(
         config_json = _encode_quantized_config(full_config, model, tensors, dtype)
         # A model whose logits cannot be measured is refused before anything is written.
         logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model(), measure_tokens)
-        return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, files, logits)
+        return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
 
     _write(tensors, open_target, is_sharded=is_sharded)
     return tensors
+
+
+def _check_types(config: object, about: object, high_precision_model: object) -> None:
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config: expected the content of config.json, got a {type(config).__name__}")
+    if about is not None and not isinstance(about, Mapping):
+        raise TypeError(f"about: expected a mapping, got a {type(about).__name__}")
+    is_function = callable(high_precision_model) and not isinstance(high_precision_model, nn.Module)
+    if high_precision_model is not None and not is_function:
+        got = type(high_precision_model).__name__
+        raise TypeError(f"high_precision_model: expected a function that returns the model, got a {got}")
+
+
+def _parse_files(files: Any) -> list[Path]:
+    """Return `files` as paths. Raises TypeError."""
+    is_list = isinstance(files, Iterable) and not isinstance(files, str | Path)
+    if not is_list or not all(isinstance(file, str | Path) for file in files):
+        raise TypeError(f"files: expected a list of paths, got {files!r}")
+    return [Path(file) for file in files]
 
 
 def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float8Weights:
@@ -262,6 +283,7 @@ class _LogitsMeasurement:
         Raises:
             InputError: the model does not take tokens alone.
         """
+        check_is_module(model, argument="the result of high_precision_model")
         self._model = model.eval()
         vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
         self._tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))

@@ -393,6 +393,8 @@ def apply_linear(
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if weight.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a weight of {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}")
     if input.layout is not torch.strided:
         raise ValueError(f"expected a strided input, got {input.layout}")
     if bias is not None and bias.dtype not in HP_DTYPES:

@@ -65,6 +65,8 @@ class Float8AdamW(Float8Optimizer):
             ValueError: an option is out of range, or a parameter has another dtype.
         """
         options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "masters": masters, "seed": seed}
+        if not isinstance(compile, bool):
+            raise ValueError(f"compile: expected True or False, got {compile!r}")
         self.compile = compile
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options})
 

@@ -42,7 +42,7 @@ from quaver.runtime.process_group import has_process_group
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.dispatch import is_fake_mode_on
 from quaver.torch_private.dtensor import get_local_tensor, wait_for_local_tensor
-from quaver.torch_private.optimizer import load_with_hooks
+from quaver.torch_private.optimizer import check_state_dict, load_with_hooks
 from quaver.torch_private.versions import get_version
 
 logger = logging.getLogger(__name__)
@@ -323,6 +323,7 @@ class Float8Optimizer(Optimizer):
             ValueError: the algorithm or the param groups differ, an option is missing or invalid, a moment is missing
                 or not finite, or its shape differs from its parameter's. Nothing changes.
         """
+        check_state_dict(state_dict, optimizer=self)
         self._check_counts(state_dict["param_groups"])
         shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
         if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):

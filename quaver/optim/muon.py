@@ -11,6 +11,7 @@ therefore bit-identical on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ class Float8Muon(Float8Optimizer):
                 f"adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
             )
         coefficients, steps = group["ns_coefficients"], group["ns_steps"]
-        has_three = isinstance(coefficients, Sequence) and len(coefficients) == 3
-        if not has_three or type(steps) is not int or not 0 < steps < 100:
+        are_numbers = isinstance(coefficients, Sequence) and all(isinstance(number, Real) for number in coefficients)
+        if not are_numbers or len(coefficients) != 3 or type(steps) is not int or not 0 < steps < 100:
             raise ValueError(f"expected three ns_coefficients and 1 to 99 ns_steps, got {coefficients} and {steps}")
         for parameter in group["params"]:
             if parameter.dim() != 2:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from numbers import Real
 
 import torch
 from torch import nn
@@ -37,11 +38,16 @@ def auto_filter_for_recipe(
         skip: parts of names of layers to leave in high precision.
         min_speedup: the smallest predicted speedup for which a linear is converted.
     Raises:
-        ValueError: an unknown recipe or device, or a device that does not multiply float8 with the recipe's scales.
+        ValueError: an unknown recipe or device, a device that does not multiply float8 with the recipe's scales, or
+            another argument of a wrong type or range.
     """
     recipe = canonicalize_recipe(recipe)
     if isinstance(skip, str):
         raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
+    if not isinstance(skip, Collection) or not all(isinstance(part, str) for part in skip):
+        raise ValueError(f"skip: expected a tuple of names, got {skip!r}")
+    if not isinstance(min_speedup, Real) or not min_speedup >= 0:
+        raise ValueError(f"min_speedup: expected a number, 0 or more, got {min_speedup!r}")
     spec = _choose_spec(device)
     if spec.float8_tflops is None:
         raise ValueError(f"device: expected one that multiplies float8, got {spec.name}, where no layer gains")
@@ -72,4 +78,6 @@ def _choose_spec(device: str | torch.device | None) -> DeviceSpec:
         return require_device_spec(device, "device")
     if device is None:
         return get_machine_spec() or require_device_spec("H100", "device")
+    if not isinstance(device, torch.device):
+        raise ValueError(f"device: expected a name or a torch.device, got {device!r}")
     return get_device_spec(device) or require_device_spec(str(device), "device")

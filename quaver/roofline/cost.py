@@ -37,6 +37,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
@@ -130,8 +131,8 @@ def predict_linear_cost(
     numbers = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     numbers |= {"microbatches": 1 if microbatches is None else microbatches, "input_readers": input_readers}
     for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected 1 or more, got {number}")
+        if not isinstance(number, Real) or number < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {number!r}")
     casts = count_recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
     kinds = find_scale_kinds(recipe)
     shares = {name: get_scales_share(kind, spec) for name, kind in kinds.items()} if shares is None else shares

@@ -2,19 +2,20 @@
 
 - `load_with_hooks(optimizer, state_dict)`: Optimizer._optimizer_load_state_dict_pre_hooks and
   _optimizer_load_state_dict_post_hooks, which Optimizer.load_state_dict runs. No replacement.
+- `check_state_dict`: the form of what Optimizer.state_dict returns, which Optimizer.load_state_dict does not check.
 - `save_with_hooks(optimizer, save)`: Optimizer._optimizer_state_dict_pre_hooks and _optimizer_state_dict_post_hooks,
   which Optimizer.state_dict runs. No replacement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["load_with_hooks", "save_with_hooks"]
+__all__ = ["check_state_dict", "load_with_hooks", "save_with_hooks"]
 
 
 @contextmanager
@@ -22,18 +23,33 @@ def load_with_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterato
     """Run the pre-hooks, yield the state dict to load, and run the post-hooks at the end of the block.
 
     Raises:
-        ValueError: `state_dict` is no dict, or what the pre-hooks return lacks "state" or "param_groups".
+        ValueError: the errors of `check_state_dict`, for what the pre-hooks return.
     """
     state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        name, got = type(optimizer).__name__, list(state_dict) if isinstance(state_dict, dict) else state_dict
-        raise ValueError(f"expected a state dict of {name} with 'state' and 'param_groups', got {got!r:.200}")
+    check_state_dict(state_dict, optimizer=optimizer)
     yield state_dict
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def check_state_dict(state_dict: object, *, optimizer: Optimizer) -> None:
+    """Raise ValueError unless `state_dict` has the form of an optimizer's: dicts of states and of param groups."""
+    name = type(optimizer).__name__
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        got = list(state_dict) if isinstance(state_dict, dict) else state_dict
+        raise ValueError(f"expected a state dict of {name} with 'state' and 'param_groups', got {got!r:.200}")
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, Sequence) or not all(map(_is_param_group, groups)):
+        raise ValueError(f"expected param_groups of {name}, each a dict with a list of 'params', got {groups!r:.200}")
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise ValueError(f"expected a 'state' of {name} with a dict for each parameter, got {states!r:.200}")
+
+
+def _is_param_group(group: object) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
 
 
 def save_with_hooks(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
