@@ -187,7 +187,8 @@ class Float8Tensor(TensorForm):
 def _check_operand(operand: Operand) -> None:
     codes, scale, layout, _, outer_scale = operand
     if scale is None or not (codes.dtype in FLOAT8_FORMATS or codes.dtype is E2M1.dtype):
-        raise ValueError(f"expected float8 data with a scale, got {codes.dtype}")
+        lack = " without a scale" if scale is None else ""
+        raise ValueError(f"expected float8 data with a scale, got {codes.dtype}{lack}")
     dtype = torch.float32 if outer_scale is None else E4M3.dtype
     shape = layout.get_scale_shape(*operand.size) if codes.dim() == 2 else scale.shape
     if scale.dtype is not dtype or scale.device != codes.device or scale.shape != shape:

@@ -166,7 +166,7 @@ def test_operations_that_codes_lack_are_refused():
 def test_operands_that_do_not_fit_are_refused():
     _, whole = cast_matrix()
     codes, scale, *_ = whole.get_operands().row
-    with pytest.raises(ValueError, match="float8 data with a scale"):
+    with pytest.raises(ValueError, match="float8 data with a scale, got torch.float8_e4m3fn without a scale"):
         Float8Tensor.from_operands(Operand(codes), None, torch.float32)
     for data in (codes.float(), codes.view(torch.int8)):
         with pytest.raises(ValueError, match=f"float8 data with a scale, got {data.dtype}"):
