@@ -24,7 +24,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import join_names
+from quaver.runtime.names import format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         )
         return
     report = conversion_report(model)
-    off = [name or "the module" for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
+    off = [name for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
     if not report.converted and not off:
         if any(layer.reason == NOT_CONVERTED for layer in report.layers):
             yield (
@@ -107,7 +107,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
     for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))
         for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
-            yield f"{name}: {obstacle}"
+            yield f"{format_module_name(name)}: {obstacle}"
     scalings = [getattr(module, "scaling", None) for _, module in iter_float8_modules(model)]
     if any(isinstance(scaling, LinearScaleSlots) and scaling.state.is_sync_forgotten for scaling in scalings):
         yield (
@@ -129,11 +129,11 @@ def _find_run_problems(model: nn.Module) -> Iterator[str]:
         yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
     for name, module in iter_float8_modules(model):
         if deleted := find_missing_weight(module):
-            yield f"{name}: {deleted}"
+            yield f"{format_module_name(name)}: {deleted}"
         elif (replaced := find_replaced_forward(module)) and module._last_run.device is not None:
-            yield f"{name}: {replaced}"
+            yield f"{format_module_name(name)}: {replaced}"
         elif replaced and name not in idle:
-            logger.warning("%s: %s", name, replaced)
+            logger.warning("%s: %s", format_module_name(name), replaced)
 
 
 def _find_backend_problems(model: nn.Module) -> Iterator[str]:

@@ -35,7 +35,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, check_is_module
-from quaver.runtime.names import find_weight_modules, join_names
+from quaver.runtime.names import find_weight_modules, format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
@@ -204,7 +204,7 @@ def _choose_layers(
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
-            obstacles.setdefault(obstacle, []).append(name or "the module")
+            obstacles.setdefault(obstacle, []).append(name)
         elif decision:
             tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
             tied += [] if is_linear else _find_other_owners(module, child, name)
@@ -238,7 +238,7 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         if isinstance(module, nn.Linear):
             raise
         raise TypeError(
-            f"module_filter_fn was written for linears, and {name or 'the module'} is a {type(module).__name__}, "
+            f"module_filter_fn was written for linears, and {format_module_name(name)} is a {type(module).__name__}, "
             f"experts with 3-D weights: {error}; return False for modules other than nn.Linear, or handle experts"
         ) from error
     if isinstance(decision, FilterDecision):
@@ -294,9 +294,10 @@ def _find_other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[s
 
 def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
     if isinstance(module, Float8Module) and module.float8_config != config:
+        difference = _describe_difference(module.float8_config, config)
         raise ValueError(
-            f"{name or 'the module'} is already converted with {_describe_difference(module.float8_config, config)}; "
-            "filter it out, or call convert_to_high_precision first"
+            f"{format_module_name(name)} is already converted with {difference}; filter it out, or "
+            "call convert_to_high_precision first"
         )
     weights = {"weight": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
     transposed = not isinstance(module, nn.Linear) and is_transposed(module)
@@ -304,11 +305,11 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
         if not isinstance(weight, Float8Tensor):
             continue
         if mismatch := weight.find_cast_mismatch(config.casts.weight, transposed=transposed):
-            raise ValueError(f"{name or 'the module'}: {mismatch}")
+            raise ValueError(f"{format_module_name(name)}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise InputError(
-            f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "
-            "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
+            f"the weight of {format_module_name(name)} is tied to {', '.join(tied)}, so it cannot be gathered in "
+            "float8; untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
         )
 
 
@@ -353,7 +354,7 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     is_whole = weight.local is weight.parameter
     if is_cast_once(weight):
         raise RuntimeError(
-            f"{name or 'the module'} cannot be converted back inside cast_weights_once; leave the scope before that"
+            f"{format_module_name(name)} cannot be converted back inside cast_weights_once; leave the scope before that"
         )
     if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
         obstacle = "fully_shard shards its frozen float8 weight"
@@ -363,11 +364,11 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
         obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
     else:
         return
-    raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
+    raise RuntimeError(f"{format_module_name(name)} cannot be converted back: {obstacle}; convert back before that")
 
 
 def _check_can_restore_class(module: Float8Module, name: str) -> None:
-    name = name or "the module"
+    name = format_module_name(name)
     if parametrize.is_parametrized(module):
         raise RuntimeError(f"{name} cannot be converted back: it is parametrized; remove the parametrizations first")
     if issubclass(original := get_class_parts(module).original, Float8Module):

@@ -28,7 +28,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import find_weight_modules, join_names
+from quaver.runtime.names import find_weight_modules, format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -84,7 +84,7 @@ class LayerReport:
         kind = "float8" if self.converted else "skipped"
         number = f"config {self.config}  " if names_config and self.config else ""
         note = f"{matrices}{number}{self.reason}"
-        return f"{self.name:<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {note}".rstrip()
+        return f"{format_module_name(self.name):<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {note}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ConversionReport:
         """Return why nothing was converted, in one line."""
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
-        reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
+        reasons = [f"{format_module_name(layer.name)}: {layer.reason}" for layer in self.layers]
         return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({join_names(reasons, '; ')})"
 
     def summary(self) -> str:
@@ -136,7 +136,7 @@ class ConversionReport:
         return {**asdict(self), "float8_flops_fraction": self.float8_flops_fraction}
 
     def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=4)
+        width = max((len(format_module_name(layer.name)) for layer in self.layers), default=4)
         configs = self.config.splitlines()
         lines = [layer.format_line(width, names_config=len(configs) > 1) for layer in self.layers]
         if len(configs) > 1:

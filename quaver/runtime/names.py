@@ -71,7 +71,12 @@ def suggest(name: object, choices: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
+def format_module_name(name: str) -> str:
+    """Return the name of a module for a message; the root, whose name is empty, is "the module"."""
+    return name or "the module"
+
+
 def join_names(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first three of `names` and the number of remaining names, for a message."""
+    """Return the first three of `names` and the number of remaining names, for a message; see `format_module_name`."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return separator.join(names[:3]) + more
+    return separator.join(map(format_module_name, names[:3])) + more

@@ -290,7 +290,7 @@ def _find_weights_to_convert(
             "expected an optimizer that holds weights of float8 linears or experts of this model, got none; convert "
             "the model, then make the optimizer with model.parameters()"
         )
-    named = {f"{name}.weight" if weight.name == "weight" else name: weight for name, weight in trained}
+    named = {f"{name}.weight".lstrip(".") if weight.name == "weight" else name: weight for name, weight in trained}
     owners = find_parameter_names(model)
     for name, weight in named.items():
         obstacle = _find_primary_obstacle(weight, owners)

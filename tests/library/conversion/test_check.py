@@ -308,8 +308,10 @@ def test_a_forgotten_sync_of_delayed_scales(syncs):
 
 
 def test_a_model_that_was_not_converted():
+    frozen = convert_to_float8_training(nn.Linear(16, 16)).requires_grad_(False)
+    assert_refused(frozen, "weights that require no gradient: the module\n")
     assert_refused(nn.Linear(16, 16), "no linear is in float8: call convert_to_float8_training")
     filtered = nn.Linear(16, 16)
     with pytest.warns(UserWarning, match="nothing to convert"):
         convert_to_float8_training(filtered, module_filter_fn=lambda module, name: False)
-    assert_refused(filtered, r"no linear is in float8 \(nothing to convert: .*: filter")
+    assert_refused(filtered, r"no linear is in float8 \(nothing to convert: .*\(the module: filter\)")

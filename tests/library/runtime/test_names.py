@@ -39,5 +39,5 @@ def test_tied_parameters_and_shared_modules_have_every_name():
 
 
 def test_a_joined_list_has_three_names():
-    assert join_names(["a", "b", "c"]) == "a, b, c"
+    assert join_names(["a", "", "c"]) == "a, the module, c"
     assert join_names(["a", "b", "c", "d", "e"], "; ") == "a; b; c and 2 more"
