@@ -39,7 +39,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import find_parameter_names
+from quaver.runtime.names import find_parameter_names, format_module_name
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 
 
@@ -93,7 +93,7 @@ def freeze_to_float8(
         for name, child in modules.items()
         if decisions[name] and not _is_left_alone(child, config, include_subclasses)
     }
-    problem = next(_find_problems(chosen, find_parameter_names(module)), None)
+    problem = next(_find_problems(chosen, find_parameter_names(module), config), None)
     if problem is not None:
         raise ValueError(problem)
     high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
@@ -220,25 +220,33 @@ def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | 
     return replace(config, enable_fsdp_float8_all_gather=False)
 
 
-def _find_problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
-    """Yield the reasons why weights cannot be frozen."""
+def _find_problems(
+    chosen: dict[str, nn.Module], owners: dict[int, list[str]], config: Float8LinearConfig
+) -> Iterator[str]:
+    """Yield the reasons why weights cannot be frozen with `config`."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():
+        if isinstance(module, Float8Module) and not isinstance(module, FrozenModule) and module.float8_config != config:
+            yield (
+                f"freeze_to_float8 expects a model in high precision: {format_module_name(name)} is already converted; "
+                "call convert_to_high_precision first, or filter it out (module_filter_fn)"
+            )
         module_weights = {"": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
         weights |= {f"{name}.{leaf}".strip("."): weight for leaf, weight in module_weights.items()}
     training = [name for name, weight in weights.items() if weight.requires_grad]
     if 0 < len(training) < len(weights):
         yield (
-            f"{training[0]} requires a gradient and other weights do not: call freeze_to_float8 before adapters are "
-            "added, or filter out what trains (module_filter_fn)"
+            f"{format_module_name(training[0])} requires a gradient and other weights do not: call freeze_to_float8 "
+            "before adapters are added, or filter out what trains (module_filter_fn)"
         )
     for name, weight in weights.items():
+        layer = format_module_name(name)
         if problem := find_storing_obstacle(name, weight, owners):
             yield problem
         elif weight.is_meta:
-            yield f"the weight of {name} is on the meta device; load it first"
+            yield f"the weight of {layer} is on the meta device; load it first"
         elif not bool(compute_amax(weight.detach()).isfinite()):
-            yield f"the weight of {name} holds NaN or inf"
+            yield f"the weight of {layer} holds NaN or inf"
 
 
 def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
@@ -248,6 +256,7 @@ def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]
     """
     names = [f".{owner}".removesuffix(".weight").lstrip(".") for owner in owners.get(id(weight), [])]
     tied = [owner for owner in names if owner != name]
+    name = format_module_name(name)
     if isinstance(weight, FrozenFloat8Weight):
         return f"the weight of {name} is frozen already, with another config: call convert_to_high_precision first"
     if type(weight) is not nn.Parameter:

@@ -212,10 +212,11 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
                 "those of other rows, too; write the whole weight"
             )
         if hp.dtype not in HP_DTYPES:
-            raise ValueError(
-                f"a write into a frozen float8 weight: expected {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}; "
-                "exclude its module from layerwise casting (skip_modules_classes=(FrozenFloat8Linear,) in diffusers)"
-            )
+            hint = "call convert_to_high_precision before you change the dtype"
+            if hp.dtype.itemsize == 1:  # as in diffusers
+                hint = "exclude its module from layerwise casting (skip_modules_classes=(FrozenFloat8Linear,))"
+            expected = ", ".join(map(str, HP_DTYPES))
+            raise ValueError(f"a write into a frozen float8 weight: expected {expected}, got {hp.dtype}; {hint}")
         before = self.dequantize_codes()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")

@@ -516,6 +516,12 @@ def freeze_partly():
         (freeze_partly, None, "2 requires a gradient and other weights do not: call freeze_to_float8 before adapters"),
         (lambda: build_model().to("meta"), None, "the weight of 0 is on the meta device; load it first"),
         (lambda: build_model().double(), None, "the weight of 0: expected torch.float32.*got torch.float64"),
+        (lambda: nn.Linear(32, 32, device="meta"), None, "the weight of the module is on the meta device"),
+        (
+            lambda: convert_to_float8_training(build_model(), config="tensorwise"),
+            None,
+            "freeze_to_float8 expects a model in high precision: 0 is already converted; call convert_to_high_prec",
+        ),
         (build_model, "delayed", "freeze_to_float8 scales dynamically"),
         (build_model, "rowwise_with_gw_hp", "stores a weight once: expected one float8 cast for both of its matmuls"),
         (build_model, MXFP8_FLOOR, "expected the scales of RCEIL, got dynamic blockwise 32 x 32 E8M0 floor e4m3"),
@@ -619,6 +625,8 @@ def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
     for linear in (net[0], net[2]):
         with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; exclude its module from layerwise casting"):
             linear.to(E4M3)
+        with pytest.raises(ValueError, match=r"got torch.float64; call convert_to_high_precision before"):
+            linear.double()
     assert_same(get_codes(net), before)
 
 
