@@ -135,13 +135,13 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     """Convert all float8 linears and experts (also torchtitan's) of `module` back to their original classes, in place.
 
     An error leaves `module` unchanged. `module` may be, or contain, a wrapper such as DistributedDataParallel,
-    torch.compile's or PEFT's. Weights that were prepared for a float8 all-gather become new parameters: make the
-    optimizer after this call. Returns `module`.
+    torch.compile's or PEFT's. Weights that are all-gathered in float8 become new parameters: make the optimizer after
+    this call. Returns `module`.
 
     Raises:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
-            DistributedDataParallel holds a weight that was prepared for that, it is parametrized, or its class derives
-            from a float8 class without `replaces`.
+            DistributedDataParallel holds a `Float8AllGatherWeight`, it is parametrized, or its class derives from a
+            float8 class without `replaces`.
     """
     check_is_module(module, argument="module")
     modules = list(module.modules())
@@ -361,7 +361,7 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     elif is_all_gather_weight(weight) and not isinstance(weight.parameter, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
     elif is_all_gather_weight(weight) and has_ddp:
-        obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
+        obstacle = "DistributedDataParallel holds its weight, which is a Float8AllGatherWeight"
     else:
         return
     raise RuntimeError(f"{format_module_name(name)} cannot be converted back: {obstacle}; convert back before that")

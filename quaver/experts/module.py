@@ -175,8 +175,8 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             operands = get_quantized_operands(weight, transposed)
         else:
             weight = (weight.get_plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
-        prepared = self.get_prepared_operands(name)
-        operands = operands if prepared is None else prepared
+        cast_once = self.get_cast_once_operands(name)
+        operands = operands if cast_once is None else cast_once
         note_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.get_probe(name)
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)

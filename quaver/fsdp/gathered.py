@@ -138,10 +138,10 @@ class Float8AllGatherWeight(ScaledShard):
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
             return (_pad_to_chunk(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
-        prepared = get_all_gather_state(module).prepared.get(weight.name)
-        if prepared is None:
+        cast_once = get_all_gather_state(module).cast_once_shards.get(weight.name)
+        if cast_once is None:
             return self._make_inputs(mesh, weight)
-        return prepared.get_all_gather_inputs(lambda: self._make_inputs(mesh, weight))
+        return cast_once.get_all_gather_inputs(lambda: self._make_inputs(mesh, weight))
 
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
         """Quantize the shard: with the persistent scale of the weight if it is known, else with dynamic scales.
@@ -280,7 +280,7 @@ def hide_fsdp_hooks() -> None:
 
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:
-    """Return whether `weight` was prepared for a float8 all-gather: sharded, unsharded or not wrapped by FSDP2 yet."""
+    """Return whether `weight` is all-gathered in float8: sharded, unsharded or not wrapped by FSDP2 yet."""
     local = weight.local
     return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
+from quaver.fsdp.cast_once_shard import CastOnceShard
 from quaver.fsdp.scaled_shard import ScaledShard
 from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
@@ -33,19 +34,6 @@ from quaver.runtime.once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 logger = logging.getLogger(__name__)
-
-
-class PreparedInputs(Protocol):
-    """The inputs of a shard's all-gathers while a `cast_weights_once` is open: quantized once, sent each time."""
-
-    holder: str
-    """The caller that opened the scope; "" for a `with` statement of the user."""
-
-    def get_all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
-        """Return the result of the first call's `quantize`."""
-
-    def check(self) -> None:
-        """Raise RuntimeError if the shard was changed since it was quantized."""
 
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
@@ -71,10 +59,10 @@ class AllGatherState:
     hooks: tuple[RemovableHandle, ...] = ()
     shards: dict[str, tuple[Tensor, WeightShard]] = field(default_factory=dict)
     """Caches by name a weight and its `WeightShard` with an empty `local`, because DTensor's queries are slow."""
-    prepared: dict[str, PreparedInputs] = field(default_factory=dict)
-    """Payloads by name, filled while a `cast_weights_once` is open."""
     agreed: dict[str, GatheringSubject] = field(default_factory=dict)
     """What the ranks agreed about each weight by name."""
+    cast_once_shards: dict[str, CastOnceShard] = field(default_factory=dict)
+    """Shards by name, filled while a `cast_weights_once` is open."""
 
 
 def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:

@@ -58,7 +58,7 @@ class Float8TitanLinear(Float8Linear, Linear):
             enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         )
         self._init_float8(float8)
-        convert_to_float8_training(self, config=float8)  # prepares the weight for a float8 all-gather
+        convert_to_float8_training(self, config=float8)  # makes the weight a Float8AllGatherWeight
 
 
 class Float8LinearConverter(QuantizationConverter):

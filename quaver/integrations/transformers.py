@@ -39,7 +39,7 @@ from quaver.integrations.transformers_convert import prepare_model_for_float8
 from quaver.integrations.transformers_reference import convert_reference, find_calling_trainer
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
-from quaver.weights.cast_once import cast_weights_once
+from quaver.weights.cast_once import open_scope
 
 __all__ = ["Float8Callback", "prepare_model_for_float8"]
 
@@ -124,8 +124,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_step_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()
         if args.gradient_accumulation_steps > 1:
-            holder = "a Trainer's Float8Callback, whose close() leaves it"
-            self._scope.enter_context(cast_weights_once(trainer_state["model"], holder=holder))
+            opened_by = "a Trainer's Float8Callback, whose close() leaves it"
+            self._scope.enter_context(open_scope(trainer_state["model"], opened_by=opened_by))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from quaver.kernels.operands import Operands
+from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun, describe_last_backends, find_traces
-from quaver.linear.protocols import NO_PROBE, MatmulProbe, PreparedOperands
-from quaver.linear.saved_tensors import resolve_prepared
+from quaver.linear.protocols import NO_PROBE, MatmulProbe
+from quaver.linear.saved_tensors import choose_cast_once_weight
 from quaver.recipes.config import Float8LinearConfig
 
 
@@ -26,7 +27,7 @@ class Float8Module(nn.Module):
     _own_attributes: ClassVar[tuple[str, ...]] = (
         "float8_config",
         "gathering",
-        "prepared_weights",
+        "cast_once_weights",
         "probes",
         "_last_run",
     )
@@ -37,8 +38,8 @@ class Float8Module(nn.Module):
     """The config; `config`, its name in torchao, is a property of a Float8Linear."""
     gathering: object | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
-    prepared_weights: dict[str, PreparedOperands]
-    """Operands by the name of the weight, while a `cast_weights_once` is open."""
+    cast_once_weights: dict[str, CastOnceWeight]
+    """Quantized weights by name, while a `cast_weights_once` is open."""
     probes: Mapping[str, MatmulProbe] | None = None
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
     _last_run: LastRun
@@ -47,19 +48,19 @@ class Float8Module(nn.Module):
         """Initialize `_own_attributes`, in the constructor of the float8 class or after `change_to_float8`."""
         self.float8_config = config
         self.gathering = None
-        self.prepared_weights = {}
+        self.cast_once_weights = {}
         self._last_run = LastRun(self._name_kind())
 
     def _name_kind(self) -> str:
         """Return `LastRun.kind` of this module."""
         return "experts"
 
-    def get_prepared_operands(self, name: str) -> Operands | None:
+    def get_cast_once_operands(self, name: str) -> Operands | None:
         """Return the operands that a forward multiplies by instead of quantizing the weight `name`, or None."""
-        prepared = self.prepared_weights.get(name)
+        cast_once = self.cast_once_weights.get(name)
         if not torch.compiler.is_compiling():
-            prepared = resolve_prepared(prepared, self, name)
-        return None if prepared is None else prepared.operands
+            cast_once = choose_cast_once_weight(cast_once, self, name)
+        return None if cast_once is None else cast_once.operands
 
     def get_probe(self, name: str) -> MatmulProbe:
         """Return the probe of the weight `name` for a forward."""
@@ -83,7 +84,7 @@ class Float8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to an open scope, to a model and to this module; probes belong to a monitor.
-        state = {**self.__dict__, "prepared_weights": {}, "gathering": None, "_last_run": LastRun(self._last_run.kind)}
+        state = {**self.__dict__, "cast_once_weights": {}, "gathering": None, "_last_run": LastRun(self._last_run.kind)}
         state.pop("probes", None)
         return state
 

@@ -118,7 +118,7 @@ class Float8Linear(Float8Module, nn.Linear):
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.float8_config.has_persistent_scales:
             scales = self.begin_forward(input.device)
-        operands = self.get_prepared_operands("weight")
+        operands = self.get_cast_once_operands("weight")
         return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:

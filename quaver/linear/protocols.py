@@ -1,4 +1,4 @@
-"""The interfaces through which tensor parallelism, `cast_weights_once` and monitors take part in a linear's matmuls.
+"""The interfaces through which tensor parallelism and monitors take part in a linear's matmuls.
 
 `Float8Linear` and experts call these objects. The layers above implement them.
 """
@@ -16,18 +16,6 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
 from quaver.torch_private.dtensor import is_dtensor
-
-
-class PreparedOperands(Protocol):
-    """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
-
-    operands: Operands
-    """The operands that the module multiplies by."""
-    holder: str
-    """The name of the code that opened the scope; "" for a user's `with` statement."""
-
-    def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
 
 
 class LinearSharding(Protocol):

@@ -11,7 +11,7 @@ So under a checkpoint's hooks, `save` calls them itself. Otherwise it calls `ctx
 
 A recomputation must dispatch and save the same as its forward, even if a `cast_weights_once` was opened or closed
 between the two. So a forward inside the scope stores its operands with the checkpoint's frame. The recomputation
-multiplies by the stored operands (`resolve_prepared`).
+multiplies by the stored operands (`choose_cast_once_weight`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from quaver.kernels.operands import Operand
-from quaver.linear.protocols import PreparedOperands
+from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.torch_private.autograd import backward_keeps_graph, find_checkpoint_frame, top_saved_tensors_hooks
 from quaver.torch_private.versions import get_version
 
@@ -43,14 +43,14 @@ def is_checkpoint_hook(hooks: Any) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-_prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = WeakKeyDictionary()
-"""Operands of a checkpoint's forward, by its frame, then by the id of their module and the weight's name."""
+_cast_once_by_frame: WeakKeyDictionary[Any, dict[tuple[int, str], CastOnceWeight]] = WeakKeyDictionary()
+"""Weights of a checkpoint's forward, by its frame, then by the id of their module and their name."""
 
 
-def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
+def choose_cast_once_weight(cast_once: CastOnceWeight | None, module: Module, name: str) -> CastOnceWeight | None:
     """Return the operands that an eager forward uses instead of the weight `name` of `module`, or None.
 
-    A recomputation uses the operands of its forward. Other forwards use `prepared`, from the open `cast_weights_once`,
+    A recomputation uses the operands of its forward. Other forwards use `cast_once`, of an open `cast_weights_once`,
     after a check that the weight did not change. Under a checkpoint they store it for the recomputation.
     """
     hooks: Any = top_saved_tensors_hooks(True)
@@ -58,12 +58,12 @@ def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: st
     if checkpoint is not None:
         frame, is_recomputed = checkpoint
         if is_recomputed:
-            return _prepared_in.get(frame, {}).get((id(module), name))
-        if prepared is not None:
-            _prepared_in.setdefault(frame, {})[id(module), name] = prepared
-    if prepared is not None:
-        prepared.check(getattr(module, name))
-    return prepared
+            return _cast_once_by_frame.get(frame, {}).get((id(module), name))
+        if cast_once is not None:
+            _cast_once_by_frame.setdefault(frame, {})[id(module), name] = cast_once
+    if cast_once is not None:
+        cast_once.check(getattr(module, name))
+    return cast_once
 
 
 def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:

@@ -317,7 +317,7 @@ class User:
         assert (get_class_parts(self.model.q).float8 is not None) == (self.recipe is not None)
         for linear in self.find_linears().values():
             assert linear.probes is None
-            assert not linear.prepared_weights
+            assert not linear.cast_once_weights
 
 
 @pytest.mark.parametrize("seeds", [range(12), *at_night([(range(12, 80),)])], ids=str)

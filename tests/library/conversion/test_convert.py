@@ -232,7 +232,7 @@ def test_what_cannot_be_converted_is_skipped_and_named(change, reason, caplog):
     model["odd"](torch.randn(2, 16)).sum().backward()
 
 
-def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
+def test_a_linear_made_by_hand_is_all_gathered_in_float8():
     model = nn.Sequential(Float8Linear(16, 16, config=GATHERING), nn.Linear(16, 16))
     assert "gathered in high precision until" in conversion_report(model).layers[0].reason
     convert_to_float8_training(model, config=GATHERING)
@@ -338,7 +338,7 @@ def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message)
     assert not any(isinstance(module, Float8Linear) for module in model.modules())
 
 
-def test_experts_are_prepared_for_a_float8_all_gather_and_back():
+def test_experts_become_all_gather_weights_and_back():
     model = make_mixture(layers=1)
     expected, input = copy.deepcopy(model.state_dict()), torch.randn(8, 40)
     address = model[0].experts.down_proj.data_ptr()

@@ -132,9 +132,9 @@ def test_cast_weights_once_leaves_nothing_behind():
         assert model(part_of(batch)).equal(expected)
         with pytest.raises(RuntimeError, match="already open"), cast_weights_once(model):
             pass
-        assert all(state.prepared for state in states)
+        assert all(state.cast_once_shards for state in states)
         loss = loss_of(model(part_of(batch)))
-    assert not any(state.prepared for state in states)
+    assert not any(state.cast_once_shards for state in states)
     loss.backward()  # its weights are still gathered, or gathered anew
     for module in (*model, model):
         module.reshard()
@@ -146,7 +146,7 @@ def test_cast_weights_once_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
         raise ZeroDivisionError
     assert len(states) == LINEARS
-    assert not any(state.prepared for state in states)
+    assert not any(state.cast_once_shards for state in states)
 
 
 @on_ranks(2)

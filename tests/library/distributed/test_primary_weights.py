@@ -217,10 +217,10 @@ def count_bytes(linear):
     if isinstance(weight, Float8PrimaryWeight):
         return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
     codes = 0
-    if prepared := linear.prepared_weights.get("weight"):
-        codes = prepared.operands.row.data.nbytes
-    elif linear.gathering is not None and get_all_gather_state(linear).prepared:
-        payloads = get_all_gather_state(linear).prepared["weight"]._inputs[0]  # type: ignore[attr-defined]
+    if cast_once := linear.cast_once_weights.get("weight"):
+        codes = cast_once.operands.row.data.nbytes
+    elif linear.gathering is not None and get_all_gather_state(linear).cast_once_shards:
+        payloads = get_all_gather_state(linear).cast_once_shards["weight"]._inputs[0]  # type: ignore[attr-defined]
         codes = sum(payload.nbytes for payload in payloads)
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
 

@@ -170,7 +170,7 @@ def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(make, chang
         pytest.fail("the use went through")
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
         change(model, 2)
-    assert all(weight.prepared is None for _, weight in iter_model_weights(model))
+    assert all(weight.cast_once is None for _, weight in iter_model_weights(model))
 
 
 def test_compiled_code_finds_a_change_at_the_exit():
@@ -187,13 +187,13 @@ def test_cast_weights_once_leaves_nothing_behind(make):
     weights = [weight for _, weight in iter_model_weights(model)]
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):
         raise ZeroDivisionError
-    assert all(weight.prepared is None for weight in weights)
+    assert all(weight.cast_once is None for weight in weights)
     with cast_weights_once(model):
         twin = copy.deepcopy(model)
         with pytest.raises(RuntimeError, match="already open"), cast_weights_once(weights[0].module):
             pass
-        assert all(weight.prepared is not None for weight in weights)
-    assert all(weight.prepared is None for _, weight in iter_model_weights(twin))
+        assert all(weight.cast_once is not None for weight in weights)
+    assert all(weight.cast_once is None for _, weight in iter_model_weights(twin))
     assert twin(torch.ones(1, DIM)).equal(model(torch.ones(1, DIM)))
 
 
