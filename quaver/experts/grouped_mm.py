@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from quaver.experts.cast import cast_groups
-from quaver.experts.dispatch import Dispatch
 from quaver.experts.grouped_gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
+from quaver.experts.token_exchange import Dispatch
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import (

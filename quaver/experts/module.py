@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
-from quaver.experts.dispatch import Dispatch, Dispatcher, send_back
 from quaver.experts.grouped_mm import (
     find_config_obstacle,
     get_frozen_operands,
     get_quantized_operands,
     multiply_by_weight,
 )
+from quaver.experts.token_exchange import Dispatch, Dispatcher, send_back
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import note_run
 from quaver.linear.tensor import Float8Tensor

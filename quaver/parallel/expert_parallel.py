@@ -55,7 +55,7 @@ from quaver.runtime.warnings import warn_user
 
 
 class TokenDispatch:
-    """The exchange of one routing; implements `Dispatch` (experts/dispatch.py)."""
+    """The exchange of one routing; implements `Dispatch` (experts/token_exchange.py)."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ def travels_as_codes(casts: OperandCasts, *, row: bool, column: bool, grad_weigh
 
 
 class ExpertDispatcher:
-    """Sends tokens to the ranks of their experts; implements `Dispatcher` (experts/dispatch.py).
+    """Sends tokens to the ranks of their experts; implements `Dispatcher` (experts/token_exchange.py).
 
     Args:
         mesh: one axis; its ranks hold equal numbers of experts, in order.

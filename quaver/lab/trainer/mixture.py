@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.dispatch import Dispatch, send_back, send_to_experts
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
+from quaver.experts.token_exchange import Dispatch, send_back, send_to_experts
 from quaver.lab.settings import Model
 from quaver.lab.trainer.functional import swiglu
 from quaver.lab.trainer.plain_tensors import list_plain_tensors

@@ -57,13 +57,13 @@ class Dispatcher(Protocol):
 
 
 def send_to_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """Run `dispatch.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
+    """Run `Dispatch.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
     sent: Tensor = _ExchangeRows.apply(rows, dispatch, True)
     return sent
 
 
 def send_back(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """Run `dispatch.combine` on rows in high precision, differentiably. A collective, in the backward too."""
+    """Run `Dispatch.combine` on rows in high precision, differentiably. A collective, in the backward too."""
     sent: Tensor = _ExchangeRows.apply(rows, dispatch, False)
     return sent
 
