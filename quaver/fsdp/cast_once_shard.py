@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.scaled_shard import ScaledShard, ShardState
+from quaver.fsdp.scaled_shard import ScaledShard, ScaledShardState
 from quaver.linear.cast_once_weight import check_same_config, make_scope_error
 from quaver.torch_private.versions import get_version
 
@@ -26,7 +26,7 @@ class CastOnceShard:
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version at that time."""
-        self._shard_state: ShardState | None = None
+        self._shard_state: ScaledShardState | None = None
         self._writes = self._version = 0
         self.check()
 

@@ -50,9 +50,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.scaled_shard import ScaledShard, ShardState
-from quaver.fsdp.scales import WholeScales, list_layouts
-from quaver.fsdp.shard import WeightShard
+from quaver.fsdp.scaled_shard import ScaledShard, ScaledShardState
+from quaver.fsdp.scales import list_layouts
+from quaver.fsdp.shard import LocatedShard
 from quaver.fsdp.siblings import (
     check_ranks_gather_alike,
     get_all_gather_state,
@@ -91,7 +91,7 @@ class _Padding:
 class _Metadata(NamedTuple):
     """Passed by `fsdp_pre_all_gather` to `fsdp_post_all_gather`; without scales for a payload in high precision."""
 
-    scales: WholeScales
+    scales: Sequence[CastScales]
     layouts: list[ScaleLayout]
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -115,9 +115,11 @@ class Float8AllGatherWeight(ScaledShard):
     def __new__(cls, wrapped: Tensor, *_: object) -> Float8AllGatherWeight:
         return cls.wrap(wrapped)
 
-    def __init__(self, wrapped: Tensor, shard_state: ShardState | None = None, padding: _Padding | None = None) -> None:
+    def __init__(
+        self, wrapped: Tensor, shard_state: ScaledShardState | None = None, padding: _Padding | None = None
+    ) -> None:
         self.wrapped = wrapped
-        self.shard_state = shard_state or ShardState("weight")
+        self.shard_state = shard_state or ScaledShardState("weight")
         self.padding = padding
 
     def fsdp_pre_all_gather(
@@ -155,7 +157,7 @@ class Float8AllGatherWeight(ScaledShard):
             scale = weight.scaling.observe_weight(shard.device, self.shard_state.observed)
             self.shard_state.observed = weight.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
-        scales: WholeScales
+        scales: Sequence[CastScales]
         if scale is not None and scale.is_known:
             row, column, power_of_2 = True, False, config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
@@ -239,7 +241,7 @@ class Float8AllGatherWeight(ScaledShard):
     @classmethod
     def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
         hide_fsdp_hooks()
-        return cls(wrapped, ShardState(name))
+        return cls(wrapped, ScaledShardState(name))
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["wrapped"], self.shard_state.name
@@ -248,7 +250,7 @@ class Float8AllGatherWeight(ScaledShard):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: str, outer_size: object, outer_stride: object
     ) -> Float8AllGatherWeight:
-        return Float8AllGatherWeight(inner["wrapped"], ShardState(meta))
+        return Float8AllGatherWeight(inner["wrapped"], ScaledShardState(meta))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8AllGatherWeight({self.wrapped})"
@@ -267,7 +269,7 @@ class Float8AllGatherWeight(ScaledShard):
         return Float8AllGatherWeight(view, self.shard_state, self.padding)
 
     def wrap_copy(self, func: OpOverload, copied: Tensor) -> Tensor:
-        return Float8AllGatherWeight(copied, ShardState(self.shard_state.name))
+        return Float8AllGatherWeight(copied, ScaledShardState(self.shard_state.name))
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
@@ -299,7 +301,7 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
+def _pad_to_chunk(shard: LocatedShard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
     """Pad a row-major payload to the length that every rank sends.
 
     Args:
@@ -311,8 +313,8 @@ def _pad_to_chunk(shard: WeightShard, payload: Tensor, layout: ScaleLayout | Non
     return pad_rows(payload.contiguous(), rows)
 
 
-def _quantize_shard(shard: WeightShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
-    """Quantize a shard with the `quant_scale` of the whole weight (`WholeScales`)."""
+def _quantize_shard(shard: LocatedShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
+    """Quantize a shard with the `quant_scale` of the whole weight."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)

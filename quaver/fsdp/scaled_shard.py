@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from quaver.fsdp.scales import WholeScales
 from quaver.linear.weight_form import WrapperWeight
+from quaver.recipes.scaling import CastScales
 from quaver.torch_private.versions import get_version
 
 
-class ShardState:
+class ScaledShardState:
     """The scales of one shard, shared by all views of it."""
 
     __slots__ = ("computed_from", "name", "observed", "scales", "writes")
@@ -17,7 +19,7 @@ class ShardState:
     def __init__(self, name: str) -> None:
         self.name = name
         """The name of the module's parameter."""
-        self.scales: WholeScales | None = None
+        self.scales: Sequence[CastScales] | None = None
         self.computed_from: tuple[Tensor, int, int] | None = None
         """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
         self.observed: Tensor | None = None
@@ -32,14 +34,14 @@ class ShardState:
 class ScaledShard(WrapperWeight):
     """Base class of `Float8AllGatherWeight` (gathered.py): its wrapped shard and the scales of the whole weight."""
 
-    shard_state: ShardState
+    shard_state: ScaledShardState
 
-    def set_scales(self, scales: WholeScales, parameter: Tensor) -> None:
+    def set_scales(self, scales: Sequence[CastScales], parameter: Tensor) -> None:
         """Store the scales of the whole weight `parameter` until the shard is written to."""
         self.shard_state.scales = scales
         self.shard_state.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
 
-    def get_scales(self, parameter: Tensor) -> WholeScales | None:
+    def get_scales(self, parameter: Tensor) -> Sequence[CastScales] | None:
         """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
 
         Raises:

@@ -29,7 +29,7 @@ from quaver.experts.grouped_mm import get_parameter_layouts
 from quaver.experts.groups import count_scale_rows, get_scale_shape
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.shard import WeightShard
+from quaver.fsdp.shard import LocatedShard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
@@ -37,9 +37,6 @@ from quaver.recipes.parts import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import CastScales, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks
-
-WholeScales = Sequence[CastScales]
-"""The scales of one weight, one for each cast in the order of `list_layouts`; for experts see experts/groups.py."""
 
 WeightCast = tuple[int, ScaleLayout]
 """A cast of one of several weights: the weight's index, and the layout of the scales."""
@@ -68,8 +65,10 @@ def list_linear_layouts(casts: OperandCasts) -> list[ScaleLayout]:
     return [row] if row == column else [row, column]
 
 
-def compute_whole_scales(shards: Sequence[WeightShard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
-    """Compute the scales of every weight. A collective: all ranks that hold the shards must call it.
+def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[ModuleWeight]) -> list[list[CastScales]]:
+    """Compute the scales of every weight, one for each cast in the order of `list_layouts`.
+
+    A collective: all ranks that hold the shards must call it. experts/groups.py describes the scales of experts.
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
@@ -101,7 +100,7 @@ def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, st
     return weight.row.float8_dtype, weight.power_of_2, weight.row.rule, weight.row.is_blockwise
 
 
-def _compute_local_amaxes(shards: Sequence[WeightShard], casts: Sequence[WeightCast]) -> Tensor:
+def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[WeightCast]) -> Tensor:
     """Compute this rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
     tensorwise = [(i, layout) for i, layout in casts if layout.is_tensorwise and len(shards[i].size) == 2]
     amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
@@ -113,7 +112,7 @@ def _compute_local_amaxes(shards: Sequence[WeightShard], casts: Sequence[WeightC
     return torch.cat(vectors).float()
 
 
-def _compute_local_vector(shard: WeightShard, layout: ScaleLayout) -> Tensor:
+def _compute_local_vector(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
     if len(shard.size) == 3:
         return _compute_scale_row_amaxes(shard, layout).flatten()
@@ -128,7 +127,7 @@ def _compute_local_vector(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _compute_block_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
+def _compute_block_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
     amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
@@ -138,14 +137,14 @@ def _compute_block_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _compute_scale_row_amaxes(shard: WeightShard, layout: ScaleLayout) -> Tensor:
+def _compute_scale_row_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
     rows, scale_rows = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
     return compute_scale_row_amax(rows, scale_rows, count, layout.columns)[:count]
 
 
-def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: WeightShard) -> Tensor:
+def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: LocatedShard) -> Tensor:
     """Take the maximum over FSDP2's ranks; from index `tp_start` on also over the ranks of tensor parallelism."""
     if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""`WeightShard`: one rank's shard, and its place in the weight that FSDP2 all-gathers.
+"""`LocatedShard`: one rank's shard, and its place in the weight that FSDP2 all-gathers.
 
 [Note: shapes] FSDP2 shards a weight [N, K] along dim 0 or 1. If tensor parallelism sharded it first, [N, K] is the
 shape of the tensor-parallel shard, which FSDP2 all-gathers. Weights of experts [E, R, C] are sharded by whole experts
@@ -33,7 +33,7 @@ RankNumbers = tuple[int, ...]
 """The global ranks of a process group, in its order; () for none."""
 
 
-class WeightShard(NamedTuple):
+class LocatedShard(NamedTuple):
     """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
     local: Tensor
@@ -71,7 +71,7 @@ class WeightShard(NamedTuple):
         return scale_rows.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
-def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
+def locate_shard(weight: Tensor, local: Tensor) -> LocatedShard:
     """Locate `local`, this rank's shard of a DTensor that FSDP2 holds sharded.
 
     FSDP2 shards over one mesh axis, and tensor parallelism over the axis after it.
@@ -103,7 +103,7 @@ def locate_shard(weight: Tensor, local: Tensor) -> WeightShard:
     device = find_mesh_device(mesh)
     fsdp_group = mesh.get_group(axes[0])
     ranks = _list_ranks(fsdp_group), _list_ranks(tp_group)
-    return WeightShard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
+    return LocatedShard(local, tuple(size), dims[0], offset, fsdp_group, tp_group, tp_dim, device, ranks)
 
 
 def list_shard_axes(weight: DTensor) -> list[int]:

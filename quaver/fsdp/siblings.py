@@ -24,10 +24,11 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.cast_once_shard import CastOnceShard
 from quaver.fsdp.scaled_shard import ScaledShard
-from quaver.fsdp.scales import WholeScales, compute_whole_scales, get_rounding_rule
-from quaver.fsdp.shard import WeightShard, find_mesh_device, list_shard_axes, locate_shard
+from quaver.fsdp.scales import compute_whole_scales, get_rounding_rule
+from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import CastScales
 from quaver.runtime.agreement import ADVICE_FOR_MODULES, check_ranks_agree, check_ranks_agree_once, meet_ranks
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
@@ -57,8 +58,8 @@ class AllGatherState:
 
     siblings: Siblings
     hooks: tuple[RemovableHandle, ...] = ()
-    shards: dict[str, tuple[Tensor, WeightShard]] = field(default_factory=dict)
-    """Caches by name a weight and its `WeightShard` with an empty `local`, because DTensor's queries are slow."""
+    shards: dict[str, tuple[Tensor, LocatedShard]] = field(default_factory=dict)
+    """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
     agreed: dict[str, GatheringSubject] = field(default_factory=dict)
     """What the ranks agreed about each weight by name."""
     cast_once_shards: dict[str, CastOnceShard] = field(default_factory=dict)
@@ -82,8 +83,8 @@ def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState
     return typing.cast(AllGatherState, module.gathering)
 
 
-def get_current_shard(weight: ModuleWeight) -> WeightShard:
-    """Return this rank's `WeightShard` of `weight`.
+def get_current_shard(weight: ModuleWeight) -> LocatedShard:
+    """Return this rank's `LocatedShard` of `weight`.
 
     All but `local` is cached until the module has another parameter.
     """
@@ -147,8 +148,8 @@ def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
     return weight.config, 0 if weight.scaling is None else weight.scaling.state.loads
 
 
-def get_whole_scales(weight: ModuleWeight) -> WholeScales:
-    """Return the dynamic scales of `weight`.
+def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
+    """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
     If they are unknown, one collective computes the scales of every sibling that lacks them.
     """
@@ -163,15 +164,15 @@ def get_whole_scales(weight: ModuleWeight) -> WholeScales:
     ]
     shard = get_current_shard(weight)
     _compute_and_set_scales(_group_by_collective(unknown)[_make_collective_key(weight, shard)])
-    return typing.cast(WholeScales, _get_scaled_shard(weight).get_scales(weight.parameter))
+    return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
 
 
-def _make_collective_key(weight: ModuleWeight, shard: WeightShard) -> CollectiveKey:
+def _make_collective_key(weight: ModuleWeight, shard: LocatedShard) -> CollectiveKey:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
     return *shard.ranks, *get_rounding_rule(weight.config)
 
 
-NamedShards = list[tuple[str, ModuleWeight, WeightShard]]
+NamedShards = list[tuple[str, ModuleWeight, LocatedShard]]
 
 
 def _group_by_collective(named: NamedWeights) -> dict[CollectiveKey, NamedShards]:

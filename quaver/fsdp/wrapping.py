@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight, hide_fsdp_hooks
-from quaver.fsdp.scaled_shard import ShardState
+from quaver.fsdp.scaled_shard import ScaledShardState
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -64,7 +64,7 @@ def _wrap(weight: ModuleWeight) -> None:
     parameter, local = weight.parameter, weight.local
     if isinstance(local, Float8AllGatherWeight):
         return
-    wrapped = Float8AllGatherWeight(local.detach(), ShardState(weight.name))
+    wrapped = Float8AllGatherWeight(local.detach(), ScaledShardState(weight.name))
     if is_dtensor(parameter):
         set_local_tensor(parameter, wrapped)
     else:
