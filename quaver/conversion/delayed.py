@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import (
     OPERANDS,
+    ConversionScaleSlots,
     LinearScaleSlots,
     NamedSlot,
-    ScaleState,
     compute_scale,
     list_entries,
     load_slots,
@@ -56,7 +56,7 @@ def add_persistent_scales(
                 casts.append(cast)
         slots_of.append([slot_of.get(key) for key in keys])
     device = named_linears[0][1].weight.device
-    state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
+    state = ConversionScaleSlots(casts, config, torch.device("cpu") if device.type == "meta" else device)
     for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
         linear.scaling = LinearScaleSlots(state, (input, weight, grad_output))
 
@@ -316,7 +316,7 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
     return list(slots.values())
 
 
-def _list_states(modules: Iterable[nn.Module]) -> list[ScaleState]:
+def _list_states(modules: Iterable[nn.Module]) -> list[ConversionScaleSlots]:
     states = {}
     for module in modules:
         if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScaleSlots):
@@ -333,7 +333,7 @@ def _find_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group
 
 
-def _check_states_agree(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
+def _check_states_agree(model: nn.Module, states: list[ConversionScaleSlots], group: ProcessGroup) -> None:
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
 
     def describe() -> list[str]:

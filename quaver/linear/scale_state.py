@@ -1,6 +1,7 @@
 """The persistent scales of a model: the state of delayed and static scaling, and the rule that updates it.
 
-One `ScaleState` holds T slots for the linears of one conversion. A slot is one operand (input, weight, grad_output).
+`ConversionScaleSlots` holds T slots for the linears of one conversion. A slot is one operand (input, weight, or
+grad_output).
 
     quant_scale [T]      the factor of the casts; 0 while it is unknown, and each cast computes one from its own amax
     amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
@@ -64,10 +65,10 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
 _UNCOPIED_ATTRIBUTES = ("linear_scales", "_persistent", "weight_versions")
-"""Attributes of a `ScaleState` that copies do not get."""
+"""Attributes of a `ConversionScaleSlots` that copies do not get."""
 
 
-class ScaleState:
+class ConversionScaleSlots:
     """The persistent scales of the linears of one conversion; the top of the file describes its tensors.
 
     Attributes:
@@ -254,7 +255,7 @@ class ScaleState:
 class LinearScaleSlots:
     """The slots of one linear, as its persistent scales."""
 
-    def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
+    def __init__(self, state: ConversionScaleSlots, slots: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.slots = state, slots
         self.weight_observed: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
@@ -332,7 +333,7 @@ class LinearScaleSlots:
         return "no persistent scale" if slot is None else f"loaded quant_scale {self.state.loaded_scales[slot]}"
 
     def let_host_decide(self) -> None:
-        """Set `ScaleState.host_decides`."""
+        """Set `ConversionScaleSlots.host_decides`."""
         self.state.host_decides = True
 
     def follow(self, device: torch.device) -> None:
@@ -359,7 +360,7 @@ def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig
     return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
 
 
-NamedSlot = tuple[str, ScaleState, int]
+NamedSlot = tuple[str, ConversionScaleSlots, int]
 
 
 def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from quaver import (
 )
 from quaver.kernels import cpu
 from quaver.linear import scale_state
-from quaver.linear.scale_state import ScaleState
+from quaver.linear.scale_state import ConversionScaleSlots
 from tests.counting import CollectiveCounter, saved_bytes
 from tests.library.conversion.delayed import (
     INF,
@@ -85,7 +85,7 @@ SEQUENCES = {
 def run_rule(amaxes, config, *, cast=None, power_of_2=False):
     linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
     linear_config = replace(linear_config, round_scales_to_power_of_2=power_of_2)
-    state = ScaleState([cast or linear_config.casts.input.row], linear_config, torch.device("cpu"))
+    state = ConversionScaleSlots([cast or linear_config.casts.input.row], linear_config, torch.device("cpu"))
     scales = []
     for amax in amaxes:
         state.amax_buffer[0] = torch.tensor([amax, 0.0])

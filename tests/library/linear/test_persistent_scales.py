@@ -25,7 +25,7 @@ from quaver import (
 )
 from quaver.compat.delayed_buffers import load_delayed_buffers
 from quaver.fsdp.shard import find_mesh_device
-from quaver.linear.scale_state import ScaleState
+from quaver.linear.scale_state import ConversionScaleSlots
 from quaver.runtime.devices import simulate_gpu
 from tests.library.conversion.delayed import (
     INF,
@@ -237,8 +237,8 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
 
 def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
     model = convert_to_float8_training(Net(), config=config_of())
-    read = mock.Mock(side_effect=ScaleState.refresh_known)
-    monkeypatch.setattr(ScaleState, "refresh_known", lambda state: read(state))
+    read = mock.Mock(side_effect=ConversionScaleSlots.refresh_known)
+    monkeypatch.setattr(ConversionScaleSlots, "refresh_known", lambda state: read(state))
     counts = []
     for _ in range(10):
         step(model.layers[0], torch.randn(8, 64), sync=False)
@@ -372,8 +372,8 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
     mesh_device = find_mesh_device(SimpleNamespace(device_type="cuda"))
     assert mesh_device == torch.device("cuda", current)
     moved = []
-    monkeypatch.setattr(ScaleState, "device", torch.device("cuda", 0))
-    monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
+    monkeypatch.setattr(ConversionScaleSlots, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     module = make_linear()
     for device in (torch.device("cuda"), mesh_device):
         module.scaling.get_scales(device)
@@ -384,7 +384,7 @@ def test_training_on_two_devices_is_refused(monkeypatch):
     """A backward on the first device would record into a buffer that the state has left."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config_of())
     state, cuda, moved = model[1].scaling.state, torch.device("cuda", 0), []
-    monkeypatch.setattr(ScaleState, "to", lambda self, device: moved.append(device))
+    monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
     model[1].scaling.get_scales(cuda)
     assert moved == [cuda]
