@@ -7,11 +7,8 @@ torch.distributed.tensor ([Note: import time] in torch_private/dtensor.py).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from quaver.fsdp.gradients import reduce_gradients_in_float8
 from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear.protocols import LinearSharding, register_sharding_rule
 
 if TYPE_CHECKING:
     from quaver.parallel.expert_parallel import Float8ExpertParallel
@@ -36,12 +33,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     file = "expert_parallel" if name == "Float8ExpertParallel" else "tensor_parallel"
     return getattr(importlib.import_module(f"quaver.parallel.{file}"), name)
-
-
-def _derive_sharding(linear: Any, input: Tensor) -> LinearSharding:
-    from quaver.parallel.linear_sharding import derive_sharding
-
-    return derive_sharding(linear, input)
-
-
-register_sharding_rule(_derive_sharding)

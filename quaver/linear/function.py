@@ -32,7 +32,7 @@ reduces the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, multiply_operands
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.protocols import NO_PROBE, LinearSharding, MatmulProbe
+from quaver.linear.protocols import NO_PROBE, MatmulProbe
 from quaver.linear.quantize import Quantizer, StoredQuantizer
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
@@ -58,6 +58,9 @@ from quaver.runtime.warnings import warn_user
 from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
 from quaver.torch_private.dispatch import is_batched, list_transforms
 from quaver.torch_private.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from quaver.linear.sharding import LinearSharding
 
 
 class LinearArgs(NamedTuple):

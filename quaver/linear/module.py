@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,17 @@ from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.nested import apply_to_rows
-from quaver.linear.protocols import LinearSharding, find_sharding
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
+from quaver.torch_private.dtensor import is_dtensor
 from quaver.torch_private.tracing import FakeTensor
+
+if TYPE_CHECKING:
+    from quaver.linear.sharding import LinearSharding
 
 
 class Float8Linear(Float8Module, nn.Linear):
@@ -113,13 +116,21 @@ class Float8Linear(Float8Module, nn.Linear):
                         "convert_to_high_precision(model) before quantize_"
                     )
                 return F.linear(input, weight, self.bias)
-            sharding = self.sharding or find_sharding(self, input)
+            sharding = self.sharding or self._find_sharding(input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.float8_config.has_persistent_scales:
             scales = self.begin_forward(input.device)
         operands = self.get_cast_once_operands("weight")
         return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
+
+    def _find_sharding(self, input: Tensor) -> LinearSharding | None:
+        """Return the sharding of a linear whose weight other code made a DTensor, or None for other weights."""
+        if not is_dtensor(self.weight):
+            return None
+        from quaver.linear.sharding import derive_sharding  # [Note: import time] in torch_private/dtensor.py
+
+        return derive_sharding(self, input)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""

@@ -1,74 +1,12 @@
-"""The interfaces through which tensor parallelism and monitors take part in a linear's matmuls.
-
-`Float8Linear` and experts call these objects. The layers above implement them.
-"""
+"""The interface through which monitors observe the matmuls of linears and experts. The layers above implement it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands
-from quaver.linear.quantize import Quantizer
-from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import PersistentScale
-from quaver.torch_private.dtensor import is_dtensor
-
-
-class LinearSharding(Protocol):
-    """The quantizers of a linear that tensor parallelism shards; parallel/linear_sharding.py implements it."""
-
-    mesh: Any
-    """The DeviceMesh of tensor parallelism, one axis."""
-
-    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
-
-    def make_input_quantizer(
-        self,
-        input: Tensor,
-        casts: OperandCasts,
-        hp_dtype: torch.dtype,
-        scale: PersistentScale | None,
-        linear_id: int | None,
-    ) -> Quantizer:
-        """Return the quantizer of this rank's part of the input; `linear_id` as in `choose_quantizer`."""
-
-    def make_weight_quantizer(
-        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
-    ) -> Quantizer:
-        """Return the quantizer of this rank's part of the weight."""
-
-    def make_grad_output_quantizer(
-        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
-    ) -> Quantizer:
-        """Return the quantizer of this rank's part of grad_output."""
-
-    def forward(self, linear: Any, input: Tensor) -> Tensor:
-        """Run the forward of a sharded Float8Linear, by its `forward_local` on local tensors."""
-
-    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
-        """Reduce the ranks' `output` [M, N] of an input [*leading, K], to [M, N] or a sharded [*leading, N]."""
-
-
-ShardingRule = Callable[[Any, Tensor], LinearSharding]
-"""Derives the sharding of a linear whose weight is a DTensor, for an input."""
-
-_sharding_rule: ShardingRule
-
-
-def register_sharding_rule(rule: ShardingRule) -> None:
-    """Have `find_sharding` call `rule`. quaver.distributed, which `import quaver` imports, registers one."""
-    global _sharding_rule
-    _sharding_rule = rule
-
-
-def find_sharding(linear: Any, input: Tensor) -> LinearSharding | None:
-    """Return the sharding of a linear without a Float8 style, or None if its weight is no DTensor."""
-    return _sharding_rule(linear, input) if is_dtensor(linear.weight) else None
 
 
 class Groups(NamedTuple):

@@ -43,8 +43,8 @@ from quaver.experts.groups import find_groups
 from quaver.experts.module import RoutedExperts, get_expert_weights
 from quaver.kernels.cast import cast_with_scale
 from quaver.kernels.operands import Operand, Operands, expect
+from quaver.linear.sharding import to_local
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import to_local
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts

@@ -8,34 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.function import get_output_dtype
 from quaver.linear.module import Float8Linear
+from quaver.linear.sharding import resolve_sequence_dim, to_local
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer
+from quaver.linear.tensor_parallel_quantizer import GatheringQuantizer
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.float8_collectives import reduce_scatter
-
-
-def to_local(parameter: Tensor) -> Tensor:
-    """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def resolve_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
-    """Return `dim` counted from the first one. Raises ValueError if the ranks cannot share it evenly."""
-    dim %= tensor.dim()
-    if tensor.shape[dim] % group.size():
-        raise ValueError(
-            f"sequence parallel: expected dim {dim} of {list(tensor.shape)} to be a multiple of the {group.size()} "
-            "ranks of tensor parallelism; pad the sequence"
-        )
-    return dim
 
 
 class _AllGatherFloat8(torch.autograd.Function):

@@ -32,10 +32,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
-from quaver.linear.protocols import LinearSharding
+from quaver.linear.sharding import ColwiseSharding, LinearSharding, RowwiseSharding, check_can_be_sharded, to_local
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import AllGatherInput, to_local
-from quaver.parallel.linear_sharding import ColwiseSharding, RowwiseSharding, check_can_be_sharded
+from quaver.parallel.gathered_input import AllGatherInput
 
 
 def _require_linear(style: object, module: nn.Module) -> Float8Linear:
@@ -68,6 +67,18 @@ def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
         linear.scaling.let_host_decide()
 
 
+class _GatheringColwiseSharding(ColwiseSharding):
+    """A `ColwiseSharding` whose style all-gathers the input."""
+
+    def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None) -> None:
+        super().__init__(mesh)
+        self.all_gather_input = all_gather_input
+
+    def follow_config(self) -> None:
+        if self.all_gather_input is not None:
+            self.all_gather_input.follow_config()
+
+
 class Float8ColwiseParallel(ColwiseParallel):
     """torch's `ColwiseParallel` for a Float8Linear: a sequence-sharded input is quantized, then all-gathered.
 
@@ -88,7 +99,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         all_gather_input = None
         if self.input_layouts[0] != Replicate():
             all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
-        _set_sharding(linear, ColwiseSharding(mesh, all_gather_input))
+        _set_sharding(linear, _GatheringColwiseSharding(mesh, all_gather_input))
         return linear
 
     @staticmethod

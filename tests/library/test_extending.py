@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from quaver import conversion_report, convert_to_float8_training, float8_grouped_mm, freeze_to_float8
 from quaver import use_float8_primary_weights
-from quaver.parallel.linear_sharding import check_can_be_sharded
+from quaver.linear.sharding import check_can_be_sharded
 from quaver.experts.module import Float8Experts
 from quaver.export.formats import make_weight_format
 from quaver.linear.backends import find_cast_kind

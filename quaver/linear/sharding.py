@@ -5,33 +5,51 @@
     PartialSumSharding   weight [N, K/T]    input [.., K/T]               output Partial()
     ReplicatedSharding   weight [N, K]      input replicated or by token  output as the input
 
-They implement `LinearSharding` (linear/protocols.py): a linear calls them on plain tensors, inside its one autograd
-function. Only an input that several linears share is all-gathered outside (gathered_input.py).
+A linear calls them on plain tensors, inside its one autograd function. Only an input that several linears share is
+all-gathered outside (parallel/gathered_input.py).
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.shared_input import choose_quantizer
-from quaver.parallel.gathered_input import AllGatherInput, resolve_sequence_dim, to_local
-from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
+from quaver.linear.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
 
+if TYPE_CHECKING:
+    from quaver.linear.module import Float8Linear
 
-class _Sharding:
-    """Base class of the shardings; see `LinearSharding` in linear/protocols.py.
+
+def to_local(parameter: Tensor) -> Tensor:
+    """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def resolve_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
+    """Return `dim` counted from the first one. Raises ValueError if the ranks cannot share it evenly."""
+    dim %= tensor.dim()
+    if tensor.shape[dim] % group.size():
+        raise ValueError(
+            f"sequence parallel: expected dim {dim} of {list(tensor.shape)} to be a multiple of the {group.size()} "
+            "ranks of tensor parallelism; pad the sequence"
+        )
+    return dim
+
+
+class LinearSharding:
+    """How tensor parallelism shards a linear: its quantizers, its local parameters and the reduction of its output.
 
     The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a plain
     tensor, which is this rank's part; or an all-gathered `Float8Tensor`.
@@ -48,9 +66,18 @@ class _Sharding:
         self.mesh = mesh
         self.group = mesh.get_group()
 
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """Run the forward of a sharded linear, by its `forward_local` on local tensors."""
+        raise NotImplementedError
+
+    def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
+        raise NotImplementedError
+
     def make_weight_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
+        """Return the quantizer of this rank's part of the weight."""
         return self._make_quantizer(casts, hp_dtype, scale, self.weight_dim)
 
     def make_input_quantizer(
@@ -61,6 +88,7 @@ class _Sharding:
         scale: PersistentScale | None,
         linear_id: int | None,
     ) -> Quantizer:
+        """Return the quantizer of this rank's part of the input; `linear_id` as in `choose_quantizer`."""
         if self.input_dim is None:
             return choose_quantizer(input, casts, hp_dtype, scale, linear_id)
         return self._make_quantizer(casts, hp_dtype, scale, self.input_dim)
@@ -68,6 +96,7 @@ class _Sharding:
     def make_grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
+        """Return the quantizer of this rank's part of grad_output."""
         return self._make_quantizer(casts, hp_dtype, scale, self.grad_output_dim)
 
     def _make_quantizer(
@@ -78,6 +107,7 @@ class _Sharding:
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, sharded_dim)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        """Reduce the ranks' `output` [M, N] of an input [*leading, K], to [M, N] or a sharded [*leading, N]."""
         return output
 
     def _wrap_output(self, output: Tensor, shape: Sequence[int], placement: Placement) -> DTensor:
@@ -87,29 +117,21 @@ class _Sharding:
             output, self.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def __deepcopy__(self, memo: object) -> _Sharding:
+    def __deepcopy__(self, memo: object) -> LinearSharding:
         return self  # groups cannot be copied
 
 
-class ColwiseSharding(_Sharding):
+class ColwiseSharding(LinearSharding):
     """weight [N/T, K], input replicated, output and grad_output [.., N/T]."""
 
     weight_dim = 0
     grad_output_dim = 1
 
-    def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None = None) -> None:
-        super().__init__(mesh)
-        self.all_gather_input = all_gather_input
-
-    def follow_config(self) -> None:
-        if self.all_gather_input is not None:
-            self.all_gather_input.follow_config()
-
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_local(weight), None if bias is None else to_local(bias), None
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
-        """See `_Sharding`. Returns a DTensor, Shard(-1)."""
+        """See `LinearSharding`. Returns a DTensor, Shard(-1)."""
         if isinstance(input, DTensor):
             # redistribute() on a replicated input would reduce the gradient once for each linear that reads the input.
             replicated = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
@@ -118,7 +140,7 @@ class ColwiseSharding(_Sharding):
         return self._wrap_output(output, [*output.shape[:-1], linear.out_features], Shard(output.dim() - 1))
 
 
-class RowwiseSharding(_Sharding):
+class RowwiseSharding(LinearSharding):
     """weight [N, K/T], input [.., K/T], output summed over the ranks: replicated, or scattered along `sequence_dim`."""
 
     weight_dim = 1
@@ -143,7 +165,7 @@ class RowwiseSharding(_Sharding):
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
-        """See `_Sharding`. Returns a DTensor, Replicate() or Shard(sequence_dim)."""
+        """See `LinearSharding`. Returns a DTensor, Replicate() or Shard(sequence_dim)."""
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         output = linear.forward_local(input, self)
@@ -172,7 +194,7 @@ class PartialSumSharding(RowwiseSharding):
         return weight, None, local_bias
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
-        """See `_Sharding`. Returns a DTensor, Partial()."""
+        """See `LinearSharding`. Returns a DTensor, Partial()."""
         input = typing.cast(DTensor, input).redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         return DTensor.from_local(linear.forward_local(input, self), self.mesh, [Partial()], run_check=False)
 
@@ -180,7 +202,7 @@ class PartialSumSharding(RowwiseSharding):
         return output
 
 
-class ReplicatedSharding(_Sharding):
+class ReplicatedSharding(LinearSharding):
     """weight [N, K] on every rank; the input is replicated or sharded by token, and the output has its placement."""
 
     def __init__(self, mesh: DeviceMesh, layout: Placement) -> None:
@@ -195,7 +217,7 @@ class ReplicatedSharding(_Sharding):
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
-        """See `_Sharding`. Returns a DTensor in `layout`."""
+        """See `LinearSharding`. Returns a DTensor in `layout`."""
         local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
         output = linear.forward_local(local, self)
         return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
@@ -220,7 +242,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
         )
 
 
-def derive_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
+def derive_sharding(linear: Float8Linear, input: Tensor) -> LinearSharding:
     """Derive the sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
 
     The output has the placement that nn.Linear gives it: Shard(-1), Partial(), or the input's for a replicated weight.
