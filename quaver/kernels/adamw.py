@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from quaver.kernels.cpu import AVAILABLE, HP_KIND, THREADS_PAY_FROM, check_memory, extension, is_plain
+from quaver.kernels.cpu import AVAILABLE, HP_KIND, MIN_THREADED_ELEMENTS, check_memory, extension, is_plain
 from quaver.kernels.operation import library
 from quaver.runtime.devices import is_cpu
 
@@ -64,7 +64,7 @@ def _adamw(
         HP_KIND[grad.dtype],
         _MOMENT_KIND[exp_avg.dtype],
         _MOMENT_KIND[exp_avg_sq.dtype],
-        1 if param.numel() < THREADS_PAY_FROM else torch.get_num_threads(),
+        1 if param.numel() < MIN_THREADED_ELEMENTS else torch.get_num_threads(),
     )
     if not param.is_inference():
         torch.autograd.graph.increment_version(param)  # so that a backward that saved it raises

@@ -67,8 +67,8 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
     (float8, wide) for float8 in FLOAT8_KIND for wide in _WIDE_DTYPES
 }
 # Below, starting threads takes longer than they save.
-THREADS_PAY_FROM = 1 << 17  # elements of a cast
-MM_THREADS_PAY_FROM = 1 << 21  # multiplications
+MIN_THREADED_ELEMENTS = 1 << 17  # elements of a cast
+MIN_THREADED_MM_PRODUCTS = 1 << 21  # multiplications
 _MAX_THREADS = 64  # the limit in cpu.c
 
 with without_dispatch_modes():
@@ -179,7 +179,7 @@ def _call(
         FLOAT8_KIND.get(codes.dtype, 0),
         dim,
         power_of_2,
-        1 if rows * columns < THREADS_PAY_FROM else torch.get_num_threads(),
+        1 if rows * columns < MIN_THREADED_ELEMENTS else torch.get_num_threads(),
         *block_size,
     )
 
@@ -381,7 +381,7 @@ def mm(
         *(a.data_ptr(), FLOAT8_KIND[a.dtype], *a.stride(), a_dequant_scale.data_ptr(), a_dequant_scale.dim() > 0),
         *(b.data_ptr(), FLOAT8_KIND[b.dtype], *b.stride()[::-1], b_dequant_scale.data_ptr(), b_dequant_scale.dim() > 0),
         *(m, k, n, HP_KIND[out.dtype], 0 if bias is None else bias.data_ptr()),
-        1 if m * k * n < MM_THREADS_PAY_FROM else torch.get_num_threads(),
+        1 if m * k * n < MIN_THREADED_MM_PRODUCTS else torch.get_num_threads(),
     )
     return out if out.dtype is out_dtype else out.to(out_dtype)
 
@@ -405,7 +405,7 @@ def observe(
     if codes is not None and not (is_plain(codes) and codes.dtype in FLOAT8_KIND and codes.shape == hp.shape):
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
-    threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MAX_THREADS)
+    threads = 1 if hp.numel() < MIN_THREADED_ELEMENTS else min(torch.get_num_threads(), _MAX_THREADS)
     block_size, blocks = layout.get_block_shape(hp.shape), layout.get_scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         is_dense = is_plain(scale) and scale.is_contiguous()

@@ -44,10 +44,10 @@ from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import get_compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
-BFLOAT16_UNITS_PAY_FROM = 8192
+MIN_BFLOAT16_MM_ELEMENTS = 8192
 """A CPU's bfloat16 units beat float32 if the largest matrix has this many elements: they take microseconds to start."""
 
-CALLS_WEIGH_BELOW = 4096
+MIN_PANEL_MM_ELEMENTS = 4096
 """Elements of the largest matrix below which the calls of a matmul on a CPU take longer than its arithmetic."""
 
 PANEL_LENGTH = 1024
@@ -117,7 +117,7 @@ def _multiply_wide(
     """Multiply two operands, and write the product to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
     varies = a_operand.varies_along(1), b_operand.varies_along(0)
-    if is_cpu(a) and _count_largest(a, b) < CALLS_WEIGH_BELOW:
+    if is_cpu(a) and _count_largest(a, b) < MIN_PANEL_MM_ELEMENTS:
         folded = [
             must_fold or (scales_are_powers_of_2 and not layout.is_tensorwise)
             for must_fold, layout in zip(varies, layouts, strict=True)
@@ -152,7 +152,7 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Return whether bfloat16 operands give a result in `out_dtype`, and do so faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
-    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= BFLOAT16_UNITS_PAY_FROM)
+    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= MIN_BFLOAT16_MM_ELEMENTS)
 
 
 def unpack_codes(operand: Operand) -> Operand:

@@ -13,7 +13,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Set torch's number of threads, and let quaver's matmul use them for matrices of any size."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu, "MM_THREADS_PAY_FROM", 1)
+    monkeypatch.setattr(cpu, "MIN_THREADED_MM_PRODUCTS", 1)
     yield
     torch.set_num_threads(before)
 
