@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from quaver.kernels.cpu import AVAILABLE, HP_KIND, MIN_THREADED_ELEMENTS, check_memory, extension, is_plain
+from quaver.kernels.cpu import HAS_EXTENSION, HP_KIND, MIN_THREADED_ELEMENTS, check_memory, extension, is_plain
 from quaver.kernels.operation import library
 from quaver.runtime.devices import is_cpu
 
@@ -90,7 +90,7 @@ torch.library.register_fake("quaver::adamw_", lambda *arguments: None, lib=libra
 
 def supports(param: Tensor, grad: Tensor) -> bool:
     """Return whether `adamw_` supports these contiguous tensors in this process and outside of compiled code."""
-    return AVAILABLE and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
+    return HAS_EXTENSION and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
 
 
 adamw_ = torch.ops.quaver.adamw_

@@ -53,8 +53,8 @@ def _load() -> tuple[Any, str | None]:
 
 extension, UNAVAILABLE_BECAUSE = _load()
 """UNAVAILABLE_BECAUSE: the reason why the C extension is unavailable, or None."""
-AVAILABLE = UNAVAILABLE_BECAUSE is None
-HAS_MM = AVAILABLE and bool(extension.has_mm())
+HAS_EXTENSION = UNAVAILABLE_BECAUSE is None
+HAS_MM = HAS_EXTENSION and bool(extension.has_mm())
 """Whether this CPU has bfloat16 dot products in AVX-512 and no AMX; with AMX, oneDNN is faster than `mm`."""
 
 # The numbers that cpu.c uses.
@@ -146,7 +146,7 @@ def supports(matrix: Tensor, dtype: torch.dtype) -> bool:
     """
     if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
         return False
-    if not AVAILABLE:
+    if not HAS_EXTENSION:
         report_missing_extension()
         return False
     if matrix.dim() != 2 or matrix.is_contiguous():

@@ -78,7 +78,7 @@ DEFAULTS = pytest.mark.parametrize("defaults", ["float64", "bfloat16", "meta"])
 @DEFAULTS
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "delayed"])
 def test_a_step_ignores_torch_defaults(recipe, defaults, monkeypatch):
-    monkeypatch.setattr(cpu, "AVAILABLE", False)  # casts by PyTorch
+    monkeypatch.setattr(cpu, "HAS_EXTENSION", False)  # casts by PyTorch
     model = convert_to_float8_training(nn.Linear(128, 128), config=recipe)
     input = torch.randn(128, 128)
 

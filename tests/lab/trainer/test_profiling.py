@@ -133,7 +133,7 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 @pytest.mark.parametrize(("recipe", "casts", "amaxes"), [("tensorwise", 4, 3), ("rowwise", 5, 6)])
 def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
-        monkeypatch.setattr(cpu, "AVAILABLE", False)
+        monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
     with profile_first_step(model := build_model(recipe), tmp_path, recipe=recipe):
         train_step(model)
     with gzip.open(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz") as opened:
@@ -141,7 +141,7 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
     # The C extension reads the amax in the cast. The weight's second tensorwise cast has the scale of the first. The
     # row-wise casts of an input for two matmuls are one, with two amaxes.
     expected = {"quaver::cast": casts, "quaver::gemm": 3}
-    if pure or not cpu.AVAILABLE:
+    if pure or not cpu.HAS_EXTENSION:
         expected["quaver::amax"] = amaxes
     assert {name: count for name, count in counts.items() if name in PHASES} == expected
 

@@ -67,7 +67,7 @@ def train(net: nn.Module, *, dtype=torch.float32, autocast=True, offload=False) 
 def casts(request, monkeypatch):
     """Run casts in C, which no policy sees, or in PyTorch, where a policy sees each operation."""
     if request.param == "pytorch":
-        monkeypatch.setattr(cpu, "AVAILABLE", False)
+        monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
 
 
 class Readers(nn.Module):

@@ -267,7 +267,7 @@ def count_reads(module, steps=1, **options):
     return cpu.count_elements_read() - before
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+@pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="counted by the C extension")
 @pytest.mark.parametrize(
     ("options", "weight_reads"),
     [
@@ -282,7 +282,7 @@ def test_each_cast_reads_its_tensor_once_its_scale_is_known(options, weight_read
     assert count_reads(module) == INPUT + weight_reads * WEIGHT + OUTPUT
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="counted by the C extension")
+@pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="counted by the C extension")
 def test_cast_weights_once_reads_a_weight_once():
     module = make_linear(64, 32)
     count_reads(module)
@@ -360,9 +360,9 @@ def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compil
     for _ in range(2):
         forward(input).sum().backward()
         sync_float8_amax_and_scale_history(model)
-    before = cpu.count_elements_read() if cpu.AVAILABLE else 0
+    before = cpu.count_elements_read() if cpu.HAS_EXTENSION else 0
     saved = saved_bytes(lambda: forward(input))
-    if cpu.AVAILABLE:  # the C extension counts
+    if cpu.HAS_EXTENSION:  # the C extension counts
         assert cpu.count_elements_read() - before == casts * 16 * 64 + 16 * 96 + 3 * 64 * 96
     if not compiled:
         assert saved[E4M3] == casts * 16 * 64 + 16 * 96

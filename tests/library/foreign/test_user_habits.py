@@ -27,7 +27,7 @@ K, N = 32, 16
 def casts(request, monkeypatch):
     """Run a test with the casts of the C extension, and with PyTorch's, whose operations a dispatch mode sees."""
     if request.param == "pytorch":
-        monkeypatch.setattr(cpu, "AVAILABLE", False)
+        monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
     return request.param
 
 

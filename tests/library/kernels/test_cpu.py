@@ -29,7 +29,7 @@ INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 NAN, INF = float("nan"), float("inf")
 SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
 
-pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
 
 
 def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -233,10 +233,10 @@ def test_the_matmul_runs_where_the_cpu_has_bfloat16_vectors_and_no_tiles():
 def _reload(value: str, available: bool) -> None:
     os.environ["QUAVER_PURE_PYTORCH"] = value
     importlib.reload(cpu)
-    assert cpu.AVAILABLE is cpu.supports(torch.ones(2, 2), E4M3) is available
+    assert cpu.HAS_EXTENSION is cpu.supports(torch.ones(2, 2), E4M3) is available
     assert ("QUAVER_PURE_PYTORCH is set" in str(cpu.UNAVAILABLE_BECAUSE)) is (value == "1")
 
 
-@pytest.mark.parametrize(("value", "available"), [("1", False), ("0", cpu.AVAILABLE)])
+@pytest.mark.parametrize(("value", "available"), [("1", False), ("0", cpu.HAS_EXTENSION)])
 def test_an_environment_variable_turns_the_extension_off(value, available):
     isolated(_reload, value, available)

@@ -12,7 +12,7 @@ import quaver.distributed  # noqa: F401 - registers operations
 from quaver.kernels import cpu
 from tests.isolated import isolated
 
-pytestmark = pytest.mark.skipif(not cpu.AVAILABLE, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
 
 PREAMBLE = """
 import contextlib

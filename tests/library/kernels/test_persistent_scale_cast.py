@@ -70,7 +70,7 @@ def compiled_for_a_gpu(hp, quant_scale, float8_dtype, power_of_2):
     return results
 
 
-PATHS = [by_pytorch, *([by_the_extension] if cpu.AVAILABLE else []), compiled]
+PATHS = [by_pytorch, *([by_the_extension] if cpu.HAS_EXTENSION else []), compiled]
 FOR_A_GPU = pytest.param(compiled_for_a_gpu, marks=pytest.mark.nightly)
 
 
@@ -110,11 +110,11 @@ def test_saturation_counts_what_loses_more_than_rounding(float8_dtype):
     edge = torch.tensor(FLOAT8_FORMATS[float8_dtype].saturates_above)
     assert edge == SATURATES_ABOVE[float8_dtype]
     hp = torch.stack([edge, -edge, edge.nextafter(torch.tensor(INF)), -edge * 1.001, torch.tensor(MAX[float8_dtype])])
-    for path in (by_pytorch, by_the_extension) if cpu.AVAILABLE else (by_pytorch,):
+    for path in (by_pytorch, by_the_extension) if cpu.HAS_EXTENSION else (by_pytorch,):
         assert path(hp.view(1, -1), torch.tensor(1.0), float8_dtype, False)[3][1] == 2
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
+@pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="the C extension is off")
 def test_casts_on_several_threads_have_the_bits_of_the_oracle(threads):
     hp = torch.randn(517, 1031) * 300
     hp[516, 1030], hp[0, 0] = 1e6, -2e6

@@ -31,4 +31,4 @@ def count_reads(step):
     return cpu.count_elements_read() - before
 
 
-needs_counts = pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension counts what is read")
+needs_counts = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="the C extension counts what is read")

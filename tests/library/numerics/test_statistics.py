@@ -91,7 +91,7 @@ def reference(hp: torch.Tensor, operand: Operand) -> dict[str, float]:
 def implementation(request, monkeypatch):
     if request.param == "pytorch":
         monkeypatch.setattr(cpu, "observe", lambda *_: None)
-    elif not cpu.AVAILABLE:
+    elif not cpu.HAS_EXTENSION:
         pytest.skip("without the C extension")
     return request.param
 
@@ -112,7 +112,7 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
             assert summary[statistic] == [expected], (statistic, name, column)
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="without the C extension")
+@pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="without the C extension")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):

@@ -49,7 +49,7 @@ def use_pytorch(monkeypatch):
     return lambda: monkeypatch.setattr(cpu_adamw, "supports", lambda *tensors: False)
 
 
-in_c = pytest.mark.skipif(not cpu_adamw.AVAILABLE, reason="no C extension")
+in_c = pytest.mark.skipif(not cpu_adamw.HAS_EXTENSION, reason="no C extension")
 
 
 @in_c

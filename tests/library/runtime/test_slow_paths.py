@@ -78,7 +78,7 @@ def test_the_environment_variable_makes_slow_paths_raise(value, raises):
 
 @pytest.fixture
 def without_extension(monkeypatch):
-    monkeypatch.setattr(cpu, "AVAILABLE", False)
+    monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
     monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
     monkeypatch.setattr(cpu, "PURE_PYTORCH", False)
 
@@ -103,7 +103,7 @@ def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
         model(torch.randn(4, 16))
 
 
-@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
+@pytest.mark.skipif(not cpu.HAS_EXTENSION, reason="the C extension is off")
 def test_public_calls_on_an_ordinary_model_are_no_slow_path(caplog):
     for config in ("rowwise", "delayed", Float8LinearConfig(enable_fsdp_float8_all_gather=True)):
         with error_on_slow_path():
