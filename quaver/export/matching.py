@@ -26,7 +26,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
-from quaver.recipes.serving import SERVING, ServingCasts, find_serving, get_serving
+from quaver.recipes.serving import SERVING_CASTS, ServingCasts, find_serving, get_serving
 from quaver.runtime.names import join_names
 
 
@@ -121,8 +121,8 @@ def _find_common_engine(linears: Mapping[str, Float8Linear]) -> str:
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
         raise ValueError(
-            f"serving: expected one of {', '.join(SERVING)} for a model that was not converted with one serving=, got "
-            "None"
+            f"serving: expected one of {', '.join(SERVING_CASTS)} for a model that was not converted with one "
+            "serving=, got None"
         )
     return engine
 
@@ -258,7 +258,7 @@ def _dequantize_exactly(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _load_frozen_model(folder: Path, serving: str | None) -> nn.Module:
     if serving is None:
-        raise ValueError(f"serving: expected one of {', '.join(SERVING)} for a folder, got None")
+        raise ValueError(f"serving: expected one of {', '.join(SERVING_CASTS)} for a folder, got None")
     transformers = importlib.import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config

@@ -47,7 +47,7 @@ def _define(granularity: ScalingGranularity, input: str, weight: str, format: st
 
 _ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
 _COMPRESSED, _FP8 = "compressed-tensors", "fp8"
-SERVING: dict[str, ServingCasts] = {
+SERVING_CASTS: dict[str, ServingCasts] = {
     "vllm-per-token": _define(_ROWS, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
     "vllm-per-token-kernel": _define(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),  # its CUDA kernel
     "vllm-per-tensor": _define(_TENSOR, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
@@ -69,10 +69,12 @@ SERVING: dict[str, ServingCasts] = {
 
 
 def get_serving(name: str) -> ServingCasts:
-    """Return the entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
-    if name not in SERVING:
-        raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}{suggest(name, SERVING)}")
-    return SERVING[name]
+    """Return the entry of `SERVING_CASTS`. Raises ValueError for an unknown name, listing the choices."""
+    if name not in SERVING_CASTS:
+        raise ValueError(
+            f"serving: expected one of {', '.join(SERVING_CASTS)}, got {name!r}{suggest(name, SERVING_CASTS)}"
+        )
+    return SERVING_CASTS[name]
 
 
 def serving_config(
@@ -84,7 +86,7 @@ def serving_config(
     for an operand that is tensorwise in both directions.
 
     Args:
-        serving: a key of `SERVING`.
+        serving: a key of `SERVING_CASTS`.
         config: a config, a recipe or its name, with dynamic scaling; None for the recipe of the engine's granularity.
             The input of vllm-static has a static scale: call `calibrate_float8_static_scales(model)`.
     Raises:
@@ -125,4 +127,4 @@ def _describe(config: Float8LinearConfig) -> str:
 def find_serving(config: Float8LinearConfig) -> str | None:
     """Return the first engine with the forward casts of `config`; None if no engine has them."""
     forward = config.casts.input.row, config.casts.weight.row
-    return next((name for name, served in SERVING.items() if (served.input, served.weight) == forward), None)
+    return next((name for name, served in SERVING_CASTS.items() if (served.input, served.weight) == forward), None)

@@ -23,12 +23,12 @@ from quaver import (
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.linear import function
 from quaver.recipes.reference import ReferenceLinear
-from quaver.recipes.serving import SERVING, find_serving
+from quaver.recipes.serving import SERVING_CASTS, find_serving
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 
 
-@pytest.mark.parametrize("serving", [name for name in SERVING if name != "vllm-static"])
+@pytest.mark.parametrize("serving", [name for name in SERVING_CASTS if name != "vllm-static"])
 def test_a_linear_is_the_reference(serving):
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(3, 40, 256)

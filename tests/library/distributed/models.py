@@ -16,7 +16,7 @@ from quaver import (
 )
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from quaver.recipes.serving import SERVING, serving_config
+from quaver.recipes.serving import SERVING_CASTS, serving_config
 from tests.ranks import mesh_of
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
@@ -63,8 +63,8 @@ def loss_of(output):
 def config_of(recipe, **options):
     """Return the config of a recipe or a serving engine, either with a ":backward", or of "tensorwise_power_of_2"."""
     engine, colon, backward = recipe.partition(":")
-    if engine in SERVING:
-        base = f"{SERVING[engine].recipe}:{backward}" if colon else None
+    if engine in SERVING_CASTS:
+        base = f"{SERVING_CASTS[engine].recipe}:{backward}" if colon else None
         return replace(serving_config(engine, base), **options)
     if recipe == "tensorwise_power_of_2":
         return Float8LinearConfig(round_scales_to_power_of_2=True, **options)

@@ -19,7 +19,7 @@ from quaver import (
 from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import SafetensorsWriter
-from quaver.recipes.serving import SERVING, serving_config
+from quaver.recipes.serving import SERVING_CASTS, serving_config
 from tests.library.distributed.models import config_of
 from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
@@ -144,7 +144,7 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
     """160 rows on 4 ranks cut blocks of 128 and of 32; the codes are those of one process with the whole weights."""
     size, mesh = 160, mesh_of((2, 2), ("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {"recipe": serving_config(recipe) if recipe in SERVING else recipe, "dtype": torch.bfloat16}
+    options = {"recipe": serving_config(recipe) if recipe in SERVING_CASTS else recipe, "dtype": torch.bfloat16}
     expected = dict(iter_float8_weights(build_unconverted(size), rounded_from="bfloat16", **options))
     model = build_unconverted(size)
     if layout == "tp and fsdp":
