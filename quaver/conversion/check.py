@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
 from quaver.conversion.report import (
-    IN_HIGH_PRECISION,
-    NOT_CONVERTED,
+    HIGH_PRECISION_REASON,
+    NOT_CONVERTED_REASON,
     conversion_report,
     explain_unfinished,
     is_in_high_precision,
@@ -90,7 +90,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
     report = conversion_report(model)
     off = [name for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
     if not report.converted and not off:
-        if any(layer.reason == NOT_CONVERTED for layer in report.layers):
+        if any(layer.reason == NOT_CONVERTED_REASON for layer in report.layers):
             yield (
                 "no linear is in float8: call convert_to_float8_training (prepare_model_for_float8 for transformers) "
                 "before the optimizer is made"
@@ -101,8 +101,8 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
     yield from _find_run_problems(model)
     if off:
         yield (
-            f"{join_names(off)}: {IN_HIGH_PRECISION}; call set_high_precision_matmuls(model, []) to turn float8 on, or "
-            "convert_to_high_precision on the layer if it should stay so"
+            f"{join_names(off)}: {HIGH_PRECISION_REASON}; call set_high_precision_matmuls(model, []) to turn float8 "
+            "on, or convert_to_high_precision on the layer if it should stay so"
         )
     for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))

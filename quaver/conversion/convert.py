@@ -13,7 +13,12 @@ from torch.nn.utils import parametrize
 
 from quaver.conversion.delayed import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
-from quaver.conversion.report import FILTER_REASON, ConversionReport, conversion_report, find_conversion_obstacle
+from quaver.conversion.report import (
+    FILTER_REASON_ATTRIBUTE,
+    ConversionReport,
+    conversion_report,
+    find_conversion_obstacle,
+)
 from quaver.conversion.roles import HEAD_NAMES, is_router
 from quaver.experts.module import (
     Float8Experts,
@@ -125,8 +130,8 @@ def convert_by_name(
     share_inputs(module, Float8Linear)
     drop_false_quantization(module)
     for child, reason in chosen.reasons:
-        vars(child).pop(FILTER_REASON, None)
-        vars(child).update({FILTER_REASON: reason} if reason else {})
+        vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
+        vars(child).update({FILTER_REASON_ATTRIBUTE: reason} if reason else {})
     _report_conversion(conversion_report(module), bool(chosen.layers), chosen.obstacles)
     return module
 
@@ -152,7 +157,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         if isinstance(child, Float8Module):
             _check_can_restore_class(child, name)
     for child in modules:
-        vars(child).pop(FILTER_REASON, None)
+        vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
         if isinstance(child, Float8Linear | Float8Experts):
             restore_plain_weights(child)
         if isinstance(child, Float8Module):

@@ -32,14 +32,14 @@ from quaver.runtime.names import find_weight_modules, format_module_name, join_n
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.dtensor import get_local_tensor
 
-FILTER_REASON = "_float8_filter_reason"
+FILTER_REASON_ATTRIBUTE = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
 
-NOT_CONVERTED = "not converted, or new since the conversion"
+NOT_CONVERTED_REASON = "not converted, or new since the conversion"
 """The reason of a linear in high precision, if nothing else is known."""
 
-IN_HIGH_PRECISION = "its config computes all matmuls in high precision"
+HIGH_PRECISION_REASON = "its config computes all matmuls in high precision"
 """The reason of a converted layer without a float8 matmul."""
 
 
@@ -204,7 +204,7 @@ def _report_linear(
     backend: str,
 ) -> LayerReport:
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
-    weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON, "")
+    weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON_ATTRIBUTE, "")
     obstacle = explain_inference_only(weight) or find_missing_weight(linear) or idle
     converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
     if obstacle:
@@ -215,10 +215,10 @@ def _report_linear(
         shares = _describe_shared_scale(linear, name, scale_owners)
         frozen = _describe_frozen(get_local_tensor(linear.weight))
         reasons = [filtered, ties, shares, frozen, find_replaced_forward(linear), *explain_unfinished(linear)]
-        reasons += [] if converted else [IN_HIGH_PRECISION]
+        reasons += [] if converted else [HIGH_PRECISION_REASON]
         reason = "; ".join(filter(None, reasons))
     else:
-        reason = filtered or find_conversion_obstacle(linear) or NOT_CONVERTED
+        reason = filtered or find_conversion_obstacle(linear) or NOT_CONVERTED_REASON
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
@@ -332,13 +332,13 @@ def _report_other_weights(
             continue
         if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
             continue
-        filtered = vars(module).get(FILTER_REASON, "")
+        filtered = vars(module).get(FILTER_REASON_ATTRIBUTE, "")
         if idle:
             reason, backend = idle, ""
         elif isinstance(module, Float8Grouped):
             frozen = _describe_frozen(get_local_tensor(parameter))
             reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
-            reasons += [IN_HIGH_PRECISION] if is_in_high_precision(module) else []
+            reasons += [HIGH_PRECISION_REASON] if is_in_high_precision(module) else []
             reason = "; ".join(filter(None, reasons))
         elif is_experts(module):
             reason = filtered or "experts, not converted or new since the conversion"
