@@ -49,12 +49,12 @@ from quaver.weights.cast_once import is_cast_once
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FilterDecision:
     """A filter's decision with a reason for the report. A filter may return it instead of a bool."""
 
     convert: bool
-    reason: str
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return self.convert
@@ -230,7 +230,7 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         TypeError: the filter takes other arguments, or fails for experts with an AttributeError.
     """
     if module_filter_fn is None:
-        return FilterDecision(True, "")
+        return FilterDecision(convert=True)
     try:
         decision = module_filter_fn(module, name)
     except TypeError as error:
@@ -248,7 +248,7 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         ) from error
     if isinstance(decision, FilterDecision):
         return decision
-    return FilterDecision(bool(decision), "" if decision else "filter")
+    return FilterDecision(convert=bool(decision), reason="" if decision else "filter")
 
 
 def _accepts_arguments(function: Callable[..., object], *arguments: object) -> bool:
@@ -272,7 +272,9 @@ def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleF
                 f"serving={serving!r}: engines keep {name} in high precision, but it would be converted; leave it out "
                 "(module_filter_fn, layer_recipes)"
             )
-        return decision if module_filter_fn is not None else FilterDecision(False, f"high precision in {serving}")
+        if module_filter_fn is not None:
+            return decision
+        return FilterDecision(convert=False, reason=f"high precision in {serving}")
 
     return decide_served
 

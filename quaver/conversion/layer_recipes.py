@@ -149,7 +149,7 @@ def convert_layers(
 
     def admits(layer: nn.Module, name: str) -> FilterDecision:
         if recipes.get_recipe(name) == HIGH_PRECISION:
-            return FilterDecision(False, "layer_recipes: high precision")
+            return FilterDecision(convert=False, reason="layer_recipes: high precision")
         return apply_filter(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
 
     return convert_by_name(module, lambda name: configs[recipes.get_recipe(name)], serving, admits, include_subclasses)

@@ -28,9 +28,10 @@ from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, Sca
 from quaver.recipes.serving import get_serving, serving_config
 from quaver.runtime.names import find_parameter_names, join_names
 
-_STORED_IN_HP = FilterDecision(False, "in high precision in the checkpoint")
+_STORED_IN_HP = FilterDecision(convert=False, reason="in high precision in the checkpoint")
 _DEQUANTIZED_EXPERTS = FilterDecision(
-    False, "experts, dequantized from the checkpoint: the scales of gate and up do not fit their concatenation"
+    convert=False,
+    reason="experts, dequantized from the checkpoint: the scales of gate and up do not fit their concatenation",
 )
 
 
@@ -129,7 +130,7 @@ class StoredWeights:
 
         def decide(_: nn.Module, name: str) -> FilterDecision:
             if name in frozen:
-                return FilterDecision(True, "")
+                return FilterDecision(convert=True)
             return self._left_out.get(name, _DEQUANTIZED_EXPERTS if name in self._dequantized else _STORED_IN_HP)
 
         convert_to_float8_training(

@@ -46,11 +46,11 @@ def make_name_filter(
     def decide(module: nn.Module, name: str) -> FilterDecision:
         part = next((part for part in filter_fqns if part in name), None)
         if part is not None:
-            return FilterDecision(False, f"filter: name contains {part!r}")
+            return FilterDecision(convert=False, reason=f"filter: name contains {part!r}")
         if name in tied:
-            return FilterDecision(False, "its weight is tied")
+            return FilterDecision(convert=False, reason="its weight is tied")
         is_router = name.rpartition(".")[2] in ROUTER_NAMES
-        return FilterDecision(not is_router, "a router of experts" if is_router else "")
+        return FilterDecision(convert=not is_router, reason="a router of experts" if is_router else "")
 
     return decide
 

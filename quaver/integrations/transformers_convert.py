@@ -64,9 +64,9 @@ def make_float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) 
 
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
         if name in roles:
-            return FilterDecision(False, roles[name])
+            return FilterDecision(convert=False, reason=roles[name])
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
-            return FilterDecision(False, f"shape: a dimension is not a multiple of {ALIGNMENT}")
+            return FilterDecision(convert=False, reason=f"shape: a dimension is not a multiple of {ALIGNMENT}")
         return apply_filter(module_filter_fn, module, name)
 
     return admits

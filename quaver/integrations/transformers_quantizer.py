@@ -298,8 +298,8 @@ class QuaverQuantizer(HfQuantizer):
 
         def admits(module: nn.Module, name: str) -> FilterDecision:
             if not should_convert_module(name, names):
-                return FilterDecision(False, "filter: modules_to_not_convert")
-            return FilterDecision(name not in tied, "its weight is tied" if name in tied else "")
+                return FilterDecision(convert=False, reason="filter: modules_to_not_convert")
+            return FilterDecision(convert=name not in tied, reason="its weight is tied" if name in tied else "")
 
         return admits
 
@@ -312,7 +312,7 @@ class QuaverQuantizer(HfQuantizer):
                 decision = apply_filter(admits, module, name)
                 obstacle = find_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
-                    decisions[name] = FilterDecision(False, decision.reason or obstacle)
+                    decisions[name] = FilterDecision(convert=False, reason=decision.reason or obstacle)
         return decisions
 
 

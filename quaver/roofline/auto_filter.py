@@ -60,15 +60,19 @@ def auto_filter_for_recipe(
     def decide(module: nn.Module, name: str) -> FilterDecision:
         matched = next((part for part in skip if part in name), None)
         if matched is not None:
-            return FilterDecision(False, f"filter: name contains {matched!r}")
+            return FilterDecision(convert=False, reason=f"filter: name contains {matched!r}")
         if not isinstance(module, nn.Linear):
-            return FilterDecision(False, "experts: no float8 grouped matmul was measured, so no gain is estimated")
+            return FilterDecision(
+                convert=False, reason="experts: no float8 grouped matmul was measured, so no gain is estimated"
+            )
         k, n = module.in_features, module.out_features
         if k % ALIGNMENT or n % ALIGNMENT:
-            return FilterDecision(False, f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more")
+            return FilterDecision(
+                convert=False, reason=f"shape: {k} x {n} is not a multiple of {ALIGNMENT}, padding would cost more"
+            )
         speedup = predict_linear_cost(tokens, k, n, recipe, spec).speedup
         estimate = f"estimated {speedup:.2f}x on {spec.name} at {tokens} tokens"
-        return FilterDecision(speedup >= min_speedup, estimate)
+        return FilterDecision(convert=speedup >= min_speedup, reason=estimate)
 
     return decide
 

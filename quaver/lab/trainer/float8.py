@@ -75,9 +75,9 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
     def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
         for skipped in config.filter_fqns:
             if skipped in fqn:
-                return FilterDecision(False, f"float8.filter_fqns has {skipped!r}")
+                return FilterDecision(convert=False, reason=f"float8.filter_fqns has {skipped!r}")
         if module in skipped_blocks:
-            return FilterDecision(False, skipped_blocks[module])
+            return FilterDecision(convert=False, reason=skipped_blocks[module])
         return automatic(module, fqn) if automatic else True
 
     return decide

@@ -147,7 +147,7 @@ def test_convolutions_are_named_because_the_share_of_flops_leaves_them_out():
 
 def test_a_filter_may_say_why():
     def decide(_, name):
-        return FilterDecision(name == "head", f"because {name}")
+        return FilterDecision(convert=name == "head", reason=f"because {name}")
 
     layers = get_layers(conversion_report(convert_to_float8_training(Model(), module_filter_fn=decide)))
     assert layers["head"].reason == "because head; weight tied to embed"

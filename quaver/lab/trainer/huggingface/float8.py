@@ -98,7 +98,9 @@ def _list_decisions(checked: CheckedModel, config: Float8) -> dict[str, FilterDe
         raise InputError(
             f"{str(checked.weights.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; {CHECKPOINT_HINT}"
         )
-    return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
+    return {
+        layer["name"]: FilterDecision(convert=layer["converted"], reason=layer["reason"]) for layer in report["layers"]
+    }
 
 
 def _decide_as_run(decisions: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
