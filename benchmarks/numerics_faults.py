@@ -28,7 +28,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import Record, RecordWriter
 
@@ -288,7 +288,7 @@ def main() -> None:
             options.json.write_text(text + "\n")
 
 
-def format_event(event: Alarm | Cleared) -> str:
+def format_event(event: Alarm | AlarmCleared) -> str:
     what = event.message if isinstance(event, Alarm) else f"cleared: {event.layer} {event.operand}"
     return f"{event.step:>4} {event.rule:<10} {what}"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.history import EARLIER_SAMPLES
 from quaver.numerics.record import AnySink, RecordWriter, make_sink, read_last_samples
 
@@ -29,7 +29,7 @@ class AlarmSink:
     Args:
         sink: the other sink, as for `Monitor`; None to write nothing.
         alarms: the alarms, by default of all rules.
-        on_event: called with each `Alarm` and `Cleared` after it was written. Its exceptions end the step.
+        on_event: called with each `Alarm` and `AlarmCleared` after it was written. Its exceptions end the step.
         post_mortem: the file for the last samples up to a value that is not finite, and its alarm.
         keep: the most samples in the post-mortem.
         recalls: the record of a run that resumes. Its last samples count like samples of this run, so bad tensors stay
@@ -43,7 +43,7 @@ class AlarmSink:
         sink: AnySink = None,
         *,
         alarms: Alarms | None = None,
-        on_event: Callable[[Alarm | Cleared], None] | None = None,
+        on_event: Callable[[Alarm | AlarmCleared], None] | None = None,
         post_mortem: str | Path | None = None,
         keep: int = EARLIER_SAMPLES,
         recalls: str | Path | None = None,
@@ -82,7 +82,7 @@ class AlarmSink:
         if self._sink is not None:
             self._sink.close()
 
-    def _handle(self, event: Alarm | Cleared) -> None:
+    def _handle(self, event: Alarm | AlarmCleared) -> None:
         self._write(event.to_dict())
         if isinstance(event, Alarm) and event.rule == "nonfinite" and self._post_mortem is not None:
             self._write_post_mortem(self._post_mortem, event)

@@ -11,9 +11,10 @@ It reads dictionaries in the form of `numerics.jsonl`, so a run and its record g
 in one sample, only the first in the order of a step raises an alarm: weights, the forward, the backward. The other
 tensors, and tensors that turn bad in the next `FOLLOWING_SAMPLES` samples, follow it and raise no alarm while they are
 bad. An alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump
-also clears if the tensor stays at its new level (`Cleared.stays`). A value that is not finite raises an alarm unless it
-follows another such value. After a change of the recipe under a cause, as by a fallback, followers that are still bad
-`FOLLOWING_SAMPLES` samples after its alarm have a cause of their own: the first of them raises the next alarm.
+also clears if the tensor stays at its new level (`AlarmCleared.stays`). A value that is not finite raises an alarm
+unless it follows another such value. After a change of the recipe under a cause, as by a fallback, followers that are
+still bad `FOLLOWING_SAMPLES` samples after its alarm have a cause of their own: the first of them raises the next
+alarm.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Cleared:
+class AlarmCleared:
     """The cause of an alarm has ended, and so has the alarm's rule on the tensors that followed."""
 
     step: int
@@ -144,7 +145,7 @@ class Alarms:
         if self.action not in ALARM_ACTIONS:
             raise ValueError(f"action: expected one of {', '.join(ALARM_ACTIONS)}, got {self.action!r}")
 
-    def update(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> list[Alarm | Cleared]:
+    def update(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> list[Alarm | AlarmCleared]:
         """Return the alarms that `sample` clears and raises.
 
         Args:
@@ -196,7 +197,7 @@ class Alarms:
                     findings[key] = _Finding(key, rule, rule_number, tensor, measure)
         return findings
 
-    def _clear(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> Cleared | None:
+    def _clear(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> AlarmCleared | None:
         """End a bad state after as many good samples in a row as the rule needs bad samples to alarm.
 
         A cause ends after its followers: all on its tensor, and the ones of its rule that are in this sample.
@@ -213,7 +214,7 @@ class Alarms:
         self._states[key] = _State()
         level, usual = finding.measure.level, state.usual
         stays = level is not None and usual is not None and abs(level - usual) > finding.measure.clear_at
-        return Cleared(step, *key, stays) if is_cause else None
+        return AlarmCleared(step, *key, stays) if is_cause else None
 
     def _turns_bad(self, key: RuleKey, finding: _Finding, step: int) -> bool:
         if not finding.measure.is_bad:

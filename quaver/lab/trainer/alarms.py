@@ -22,7 +22,7 @@ from quaver.lab.trainer.float8 import fuse_producers, make_linear_config
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.alarm_sink import AlarmSink
-from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED_RULES
 from quaver.runtime.errors import InputError, blame_input
@@ -61,8 +61,8 @@ class RunAlarms:
         taken, self.fallbacks = self.fallbacks, {}
         return taken
 
-    def _handle_event(self, event: Alarm | Cleared) -> None:
-        if isinstance(event, Cleared):
+    def _handle_event(self, event: Alarm | AlarmCleared) -> None:
+        if isinstance(event, AlarmCleared):
             self.display.print_line(f"step {event.step}: {event.message}")
             return
         self.display.print_line(f"step {event.step}: alarm: {event.message}")

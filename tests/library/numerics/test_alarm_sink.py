@@ -3,7 +3,7 @@
 import pytest
 
 from quaver.numerics.alarm_sink import AlarmSink
-from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Record
 from tests.library.numerics.samples import LAYERS, make_header, make_sample
 
@@ -77,7 +77,7 @@ def test_a_loop_that_resumes_raises_what_an_uninterrupted_one_raises(tmp_path, s
     samples = [make_sample(number, bad if 5 <= number < 11 else None) for number in range(1, 16)]
     expected, events = [], []
     write(AlarmSink(path, on_event=expected.append), make_header(), *samples)
-    assert [(type(event), event.step) for event in expected] == [(Alarm, 6), (Cleared, 12)]
+    assert [(type(event), event.step) for event in expected] == [(Alarm, 6), (AlarmCleared, 12)]
     path.unlink()
     write(AlarmSink(path), make_header(), *samples[:9])
     path.write_bytes(path.read_bytes() + b'{"kind": "sam')

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.expected import (
     compute_bulk_db,
     compute_cast_bound_db,
@@ -21,7 +21,7 @@ from tests.library.numerics.samples import LAYERS, RMS, find_position, make_head
 UP, DOWN = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"
 
 
-def update(samples: Iterable[dict[str, Any]], header: dict[str, Any] | None = None) -> list[Alarm | Cleared]:
+def update(samples: Iterable[dict[str, Any]], header: dict[str, Any] | None = None) -> list[Alarm | AlarmCleared]:
     """Return the events of samples with one header."""
     alarms, header = Alarms(), header or make_header()
     return [event for sample in samples for event in alarms.update(header, sample)]
@@ -76,8 +76,8 @@ def test_an_alarm_is_cleared_once_when_its_cause_ends_and_can_come_again(name):
     changes, rule, operand, late = FAULTS[name]
     (layer, _), *_ = changes
     history = events(changes, [*range(10, 15), *range(25, 28)], last=40)
-    assert [type(event) for event in history] == [Alarm, Cleared, Alarm, Cleared]
-    assert history[1] == Cleared(16 if rule == "codes" else 15 + late, rule, layer, operand)
+    assert [type(event) for event in history] == [Alarm, AlarmCleared, Alarm, AlarmCleared]
+    assert history[1] == AlarmCleared(16 if rule == "codes" else 15 + late, rule, layer, operand)
     assert history[2].since == 25
 
 
@@ -88,7 +88,7 @@ def test_an_alarm_needs_as_many_samples_in_a_row_as_its_rule_says():
 def test_a_value_between_raising_and_clearing_keeps_an_alarm():
     shares = [0.0, 0.3, 0.3, 0.06, 0.3, 0.06, 0.01, 0.01, 0.06]
     samples = (make_sample(step, {(UP, "input"): {"underflow": share}}) for step, share in enumerate(shares, start=1))
-    assert [(type(event), event.step) for event in update(samples)] == [(Alarm, 3), (Cleared, 8)]
+    assert [(type(event), event.step) for event in update(samples)] == [(Alarm, 3), (AlarmCleared, 8)]
 
 
 def test_weights_that_a_learning_rate_ruins_in_the_first_step_alarm_in_the_second():
@@ -104,10 +104,11 @@ def test_consequences_of_a_cause_raise_no_alarm():
     (alarm, *rest) = events(changes, range(12, 99))
     assert (alarm.rule, alarm.layer, alarm.operand) == ("jump", LAYERS[-1], "grad_output")
     assert alarm.followers == 2 * len(LAYERS) - 1
-    assert [(type(event), event.stays) for event in rest] == [(Cleared, True)]  # the new level is the usual one
+    assert [(type(event), event.stays) for event in rest] == [(AlarmCleared, True)]  # the new level is the usual one
     assert rest[0].message == f"{LAYERS[-1]} grad_output: jump has not come back; this is its new level"
     came_back = events(changes, range(12, 14))
-    assert [(type(event), getattr(event, "stays", None)) for event in came_back] == [(Alarm, None), (Cleared, False)]
+    stays = [(type(event), getattr(event, "stays", None)) for event in came_back]
+    assert stays == [(Alarm, None), (AlarmCleared, False)]
 
 
 def test_an_alarm_lasts_while_its_rule_is_bad_on_a_follower():
@@ -119,13 +120,13 @@ def test_an_alarm_lasts_while_its_rule_is_bad_on_a_follower():
     for follower_ends, cleared in ((0, [6]), (9, [9]), (99, [])):  # the NaN of an input spoils a weight
         alarm, *rest = update(make_samples(follower_ends))
         assert (alarm.step, alarm.operand) == (5, "input")
-        assert [event.step for event in rest if isinstance(event, Cleared)] == cleared
+        assert [event.step for event in rest if isinstance(event, AlarmCleared)] == cleared
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", None])
 def test_a_follower_that_stays_bad_after_a_fallback_of_its_cause_raises_the_next_alarm(recipe):
     alarms, header, clipped = Alarms(), make_header(), {"saturated": 0.01, "sqnr_db": 9.0}
-    raised: list[Alarm | Cleared] = []
+    raised: list[Alarm | AlarmCleared] = []
     for step in range(1, 40):
         bad = (UP, DOWN) if step < 6 else (DOWN,)
         raised += alarms.update(header, make_sample(step, {(layer, "input"): clipped for layer in bad if step > 4}))

@@ -11,7 +11,7 @@ import quaver
 from quaver import convert_to_float8_training
 from quaver.numerics import Mismatch, first_differences, mismatch
 from quaver.numerics.alarm_sink import AlarmSink
-from quaver.numerics.alarms import Alarms, Cleared
+from quaver.numerics.alarms import AlarmCleared, Alarms
 from quaver.numerics.record import Record
 from tests.steps import train
 
@@ -59,7 +59,7 @@ def test_the_monitor_alarms_once_and_clears(tmp_path):
     assert (alarm.step, alarm.layer, alarm.value, alarm.threshold) == (2, "rollout", 1.2, 1.05)
     assert "exp|difference|" in alarm.message
     assert "rounded_from=" in alarm.message
-    assert isinstance(cleared, Cleared)
+    assert isinstance(cleared, AlarmCleared)
     assert cleared.step == 8
     alarms = Alarms()
     header, *samples = Record.read(tmp_path / "numerics.jsonl", keeps_lines=True).lines
