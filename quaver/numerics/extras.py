@@ -48,7 +48,7 @@ _SUMS = _NOISES + len(DYNAMIC_RECIPES)
 EXTRAS_WIDTH = _SUMS + SUMS_WIDTH
 
 
-def what_if(
+def compute_what_if(
     hp: Tensor,
     operand: str,
     recipes: Iterable[str | Float8LinearRecipeName] = DYNAMIC_RECIPES,
@@ -113,7 +113,7 @@ def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[st
 
 
 def _get_noise(slot: Tensor) -> float:
-    """Return the larger of a cast's noise and the noise that its underflow implies; see `what_if`."""
+    """Return the larger of a cast's noise and the noise that its underflow implies; see `compute_what_if`."""
     nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
     underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
     return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-compute_bulk_db(underflow) / 10))

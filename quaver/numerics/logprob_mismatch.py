@@ -1,6 +1,6 @@
 """Measures how far a trainer's log probabilities are from its rollout's, for the tokens that the rollout sampled.
 
-    monitor.mismatch(mismatch(logprobs_train, logprobs_rollout, mask))    # alarms above `MISMATCH_BOUNDS`
+    monitor.record_mismatch(compute_mismatch(logprobs_train, logprobs_rollout, mask))  # alarms above `MISMATCH_BOUNDS`
 
 Each figure is computed from d = log p_train - log p_rollout over the tokens of the mask.
 
@@ -29,7 +29,7 @@ MISMATCH_BOUNDS = (1.03, 1.05)
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The figures of `mismatch`, defined at the top of the file."""
+    """The figures of `compute_mismatch`, defined at the top of the file."""
 
     k1: float
     k3: float
@@ -40,7 +40,7 @@ class Mismatch:
 
 
 @torch.no_grad()
-def mismatch(logprobs_train: Tensor, logprobs_rollout: Tensor, mask: Tensor | None = None) -> Mismatch:
+def compute_mismatch(logprobs_train: Tensor, logprobs_rollout: Tensor, mask: Tensor | None = None) -> Mismatch:
     """Compare the log probabilities of sampled tokens; sums are in float64.
 
     Args:
@@ -84,7 +84,7 @@ class Difference:
 
 
 @torch.no_grad()
-def first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: Any) -> list[Difference]:
+def find_first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: Any) -> list[Difference]:
     """Call both models with the same arguments, and list the layers whose outputs differ, in the order of the forward.
 
     Layers are the modules without children. The inputs and outputs of all layers of `model` are held in memory, so use

@@ -187,7 +187,7 @@ class Monitor:
         """Return whether step `step`, from 1, is sampled."""
         return step == 1 or step % self.every == 0
 
-    def mismatch(self, measured: Mismatch) -> None:
+    def record_mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (logprob_mismatch.py).
 
         The next sample records the first rank's figures with the largest `token_mult_prob_error` since the last sample,

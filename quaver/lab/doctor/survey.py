@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.numerics.extras import DYNAMIC_RECIPES, what_if
+from quaver.numerics.extras import DYNAMIC_RECIPES, compute_what_if
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.scaled_matmul import find_scale_kinds
 from quaver.runtime.errors import InputError
@@ -20,7 +20,7 @@ from quaver.runtime.errors import InputError
 
 @dataclass
 class SurveyedLinear:
-    """One linear. `db[recipe][operand]` is the lowest `what_if` of the operand's casts over all calls."""
+    """One linear. `db[recipe][operand]` is the lowest `compute_what_if` of the operand's casts over all calls."""
 
     name: str
     multiply_adds: int = 0
@@ -97,9 +97,9 @@ def _observe_linear(
     surveyed = linears.setdefault(name, SurveyedLinear(name))
     surveyed.multiply_adds += input.numel() * weight.shape[0]
     for operand, hp in (("input", input), ("weight", weight)):
-        surveyed.add(operand, what_if(hp.to(output.dtype), operand, recipes, direction="both"))
+        surveyed.add(operand, compute_what_if(hp.to(output.dtype), operand, recipes, direction="both"))
     output.register_hook(
-        lambda grad: surveyed.add("grad_output", what_if(grad, "grad_output", recipes, direction="both"))
+        lambda grad: surveyed.add("grad_output", compute_what_if(grad, "grad_output", recipes, direction="both"))
     )
 
 

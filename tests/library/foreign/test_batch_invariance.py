@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quaver import sync_float8_amax_and_scale_history
-from quaver.numerics import mismatch
+from quaver.numerics import compute_mismatch
 from tests.library.foreign.llama import llama
 
 BATCH = torch.randint(128, (100, 5), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,8 @@ def compare_logprobs(model):
         past = output.past_key_values
         steps.append(output.logits)
     alone = compute_logprobs(model(BATCH[:1]).logits)
-    return [mismatch(alone, compute_logprobs(logits)) for logits in (model(BATCH).logits[:1], torch.cat(steps, 1))]
+    batched = (model(BATCH).logits[:1], torch.cat(steps, 1))
+    return [compute_mismatch(alone, compute_logprobs(logits)) for logits in batched]
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES_PER_TOKEN, "delayed"])

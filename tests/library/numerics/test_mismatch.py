@@ -1,4 +1,4 @@
-"""Tests `mismatch` against its formulas, its rule in the monitor, and the layers that differ first."""
+"""Tests `compute_mismatch` against its formulas, its rule in the monitor, and the layers that differ first."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from torch import nn
 
 import quaver
 from quaver import convert_to_float8_training
-from quaver.numerics import Mismatch, first_differences, mismatch
+from quaver.numerics import Mismatch, compute_mismatch, find_first_differences
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import AlarmCleared, Alarms
 from quaver.numerics.record import Record
@@ -22,12 +22,12 @@ MASK = torch.tensor([[1, 1, 1], [0, 1, 0]])
 
 def test_figures_are_those_of_the_formulas():
     d = [0.0, 0.5, -0.25, 0.25]
-    figures = mismatch(TRAIN, ROLLOUT, MASK)
+    figures = compute_mismatch(TRAIN, ROLLOUT, MASK)
     assert figures.k1 == pytest.approx(-sum(d) / 4)
     assert figures.k3 == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 4)
     assert figures.token_mult_prob_error == pytest.approx(sum(math.exp(abs(x)) for x in d) / 4)
     assert (figures.largest, figures.tokens) == (0.5, 4)
-    assert mismatch(ROLLOUT[0].bfloat16(), ROLLOUT[0].bfloat16()) == Mismatch(0.0, 0.0, 1.0, 0.0, 3)
+    assert compute_mismatch(ROLLOUT[0].bfloat16(), ROLLOUT[0].bfloat16()) == Mismatch(0.0, 0.0, 1.0, 0.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_figures_are_those_of_the_formulas():
 )
 def test_useless_arguments_give_one_line_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
-        mismatch(*arguments)
+        compute_mismatch(*arguments)
 
 
 def test_the_monitor_alarms_once_and_clears(tmp_path):
@@ -53,7 +53,7 @@ def test_the_monitor_alarms_once_and_clears(tmp_path):
     sink = AlarmSink(tmp_path / "numerics.jsonl", on_event=events.append)
     with quaver.monitor(model, every=2, sink=sink, extras_every=0) as monitor:
         for error in (1.01, 1.2, 1.0, 1.04, 1.04, 1.02, 1.02, 1.02):
-            monitor.mismatch(Mismatch(0.0, 0.01, error, 0.3, 64))
+            monitor.record_mismatch(Mismatch(0.0, 0.01, error, 0.3, 64))
             train(model, optimizer, [torch.randn(16, 32)])
     alarm, cleared = (event for event in events if event.rule == "mismatch")
     assert (alarm.step, alarm.layer, alarm.value, alarm.threshold) == (2, "rollout", 1.2, 1.05)
@@ -71,10 +71,10 @@ def test_the_layers_that_differ_first_are_named():
     """One weight of a copy was rounded: its layer makes the difference, those behind it only follow."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     other = copy.deepcopy(model)
-    assert first_differences(model, other, torch.ones(2, 8)) == []
+    assert find_first_differences(model, other, torch.ones(2, 8)) == []
     with torch.no_grad():
         other[1].weight.copy_(other[1].weight.bfloat16())
-    differences = first_differences(model, other, torch.ones(2, 8))
+    differences = find_first_differences(model, other, torch.ones(2, 8))
     assert [(difference.layer, difference.is_origin) for difference in differences] == [
         ("1", True),
         ("2", False),
@@ -83,4 +83,4 @@ def test_the_layers_that_differ_first_are_named():
     assert 40 < differences[0].sqnr_db < 80
     assert not model[1]._forward_hooks
     with pytest.raises(ValueError, match="layers of the same names, got none"):
-        first_differences(model, nn.Linear(8, 8), torch.ones(2, 8))
+        find_first_differences(model, nn.Linear(8, 8), torch.ones(2, 8))

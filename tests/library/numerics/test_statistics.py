@@ -16,8 +16,8 @@ from quaver.numerics.extras import (
     DYNAMIC_RECIPES,
     HISTOGRAM_ROWS,
     compute_extras,
+    compute_what_if,
     describe_extras,
-    what_if,
 )
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import (
@@ -192,7 +192,7 @@ def test_histograms_count_powers_of_two(recipe, column):
 @pytest.mark.parametrize("direction", ["row", "column"])
 def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
     hp = torch.randn(96, 160) * torch.logspace(-2, 2, 160)
-    sqnrs = what_if(hp, operand, direction=direction)
+    sqnrs = compute_what_if(hp, operand, direction=direction)
     assert list(sqnrs) == list(DYNAMIC_RECIPES)
     assert not any(name.startswith("delayed") for name in sqnrs)
     for name, sqnr_db in sqnrs.items():
@@ -205,20 +205,20 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
 
 
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
-    sqnrs = what_if(torch.randn(256, 256), "grad_output", ["tensorwise", Float8LinearRecipeName.ROWWISE])
+    sqnrs = compute_what_if(torch.randn(256, 256), "grad_output", ["tensorwise", Float8LinearRecipeName.ROWWISE])
     assert sqnrs == {"tensorwise": pytest.approx(25.6, abs=0.3), "rowwise": pytest.approx(31.5, abs=0.3)}
     for value in (0.0, math.nan, math.inf):
-        assert what_if(torch.full((4, 4), value), "input") == dict.fromkeys(CONFIG_BY_RECIPE)
+        assert compute_what_if(torch.full((4, 4), value), "input") == dict.fromkeys(CONFIG_BY_RECIPE)
 
 
 def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
     """One channel 2^17 times larger: tensorwise and rowwise lose the rest, blocks of 32 only the outlier's block."""
     input = torch.randn(64, 4096)
     input[:, 7] *= 2**17
-    sqnrs = what_if(input, "input", direction="both")
+    sqnrs = compute_what_if(input, "input", direction="both")
     assert sqnrs["tensorwise"] < 15
     assert sqnrs["rowwise"] < 15 < sqnrs["mxfp8"]
-    row, column = (what_if(input, "input", direction=direction) for direction in ("row", "column"))
+    row, column = (compute_what_if(input, "input", direction=direction) for direction in ("row", "column"))
     assert sqnrs == {name: min(row[name], column[name]) for name in DYNAMIC_RECIPES}
 
 
@@ -234,7 +234,7 @@ def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
 )
 def test_bad_arguments_of_what_if_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        what_if(*arguments)
+        compute_what_if(*arguments)
 
 
 def test_decibels_of_norms_and_of_squares_agree():
