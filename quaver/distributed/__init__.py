@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quaver.fsdp.gradients import reduce_gradients_in_float8
-from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.weight_group import precompute_float8_dynamic_scale_for_fsdp
 
 if TYPE_CHECKING:
     from quaver.parallel.expert_parallel import Float8ExpertParallel

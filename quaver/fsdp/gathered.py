@@ -53,7 +53,7 @@ from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.scaled_shard import ScaledShard, ScaledShardState
 from quaver.fsdp.scales import list_layouts
 from quaver.fsdp.shard import LocatedShard
-from quaver.fsdp.siblings import (
+from quaver.fsdp.weight_group import (
     check_ranks_gather_alike,
     get_all_gather_state,
     get_current_shard,

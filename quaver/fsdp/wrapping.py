@@ -11,7 +11,7 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight, hide_fsdp_hooks
 from quaver.fsdp.scaled_shard import ScaledShardState
-from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings
+from quaver.fsdp.weight_group import AllGatherState, NamedWeights, WeightGroup
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
@@ -25,7 +25,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
     after this call.
     """
     hide_fsdp_hooks()
-    siblings = Siblings(named)
+    weight_group = WeightGroup(named)
     for module in dict.fromkeys(weight.module for _, weight in named):
         for weight in iter_module_weights(module):
             _wrap(weight)
@@ -35,7 +35,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
             module.register_state_dict_post_hook(_unwrap_in_state_dict),
             module.register_load_state_dict_post_hook(_wrap_after_load),
         )
-        module.gathering = AllGatherState(siblings, hooks)
+        module.gathering = AllGatherState(weight_group, hooks)
 
 
 def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:

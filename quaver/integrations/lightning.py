@@ -32,7 +32,7 @@ from quaver.conversion.delayed import (
     load_checkpoint_scales,
     sync_float8_amax_and_scale_history,
 )
-from quaver.fsdp.siblings import precompute_scales
+from quaver.fsdp.weight_group import precompute_scales
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName

@@ -34,7 +34,7 @@ from quaver.conversion.delayed import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.conversion.report import conversion_report
-from quaver.fsdp.siblings import precompute_scales
+from quaver.fsdp.weight_group import precompute_scales
 from quaver.integrations.transformers_convert import prepare_model_for_float8
 from quaver.integrations.transformers_reference import convert_reference, find_calling_trainer
 from quaver.numerics.monitoring import Monitor

@@ -1,9 +1,9 @@
-"""Computes the dynamic scales of all weights of a model in one collective: the weights are `Siblings`.
+"""Computes the dynamic scales of all weights of a model in one collective: a `WeightGroup`.
 
 Every rank must enter the collective with the same weights. So the ranks compare their weights, configs and loaded
 scales before the first collective and after a change (runtime/agreement.py). `precompute_float8_dynamic_scale_for_fsdp`
-runs the collective after an optimizer step. An all-gather that finds no scales computes the scales of every sibling
-that lacks them.
+runs the collective after an optimizer step. An all-gather that finds no scales computes the scales of every
+weight of the group that lacks them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CollectiveKey = tuple[Any, ...]
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
 
 
-class Siblings:
+class WeightGroup:
     """The weights of one model whose scales are computed together. Their modules share this object."""
 
     def __init__(self, named: NamedWeights) -> None:
@@ -54,9 +54,9 @@ class Siblings:
 
 @dataclass
 class AllGatherState:
-    """The attribute `gathering` of a module. It is not copied with the module, because a copy has no siblings."""
+    """The attribute `gathering` of a module. It is not copied with the module, because a copy has no group."""
 
-    siblings: Siblings
+    weight_group: WeightGroup
     hooks: tuple[RemovableHandle, ...] = ()
     shards: dict[str, tuple[Tensor, LocatedShard]] = field(default_factory=dict)
     """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
@@ -79,7 +79,7 @@ def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
 def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
     """Return `module.gathering`, which is created for a copy of a module."""
     if module.gathering is None:
-        module.gathering = AllGatherState(Siblings([("", weight) for weight in iter_module_weights(module)]))
+        module.gathering = AllGatherState(WeightGroup([("", weight) for weight in iter_module_weights(module)]))
     return typing.cast(AllGatherState, module.gathering)
 
 
@@ -121,27 +121,27 @@ def _needs_scales(weight: ModuleWeight) -> bool:
 
 
 def check_ranks_gather_alike(weight: ModuleWeight) -> None:
-    """Check, at the first all-gather of `weight` and after a change, that the ranks gather it and its siblings alike.
+    """Check, at the first all-gather of `weight` and after a change, that the ranks gather it and its group alike.
 
     A change is another config or a load of persistent scales. Both decide what a rank sends, and whether it first
     computes scales with the other ranks.
 
     Raises:
-        RuntimeError: on every rank, if the siblings differ between ranks; on this rank, if only this one changed.
+        RuntimeError: on every rank, if the groups differ between ranks; on this rank, if only this one changed.
     """
     state = get_all_gather_state(weight.module)
     if state.agreed.get(weight.name) == _get_gathering_subject(weight):
         return
     shard = get_current_shard(weight)
-    sharded = [(name, sibling) for name, sibling in state.siblings.named if _is_sharded(sibling)]
-    named = [(name, sibling) for name, sibling in sharded if get_current_shard(sibling).ranks == shard.ranks]
+    sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
+    named = [(name, member) for name, member in sharded if get_current_shard(member).ranks == shard.ranks]
     groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
     if weight.name in state.agreed:
         for group in groups:
             meet_ranks(group, _GATHERED_WEIGHTS, advice=ADVICE_FOR_MODULES)
     check_ranks_agree(_describe_weights(named), *groups, what=_GATHERED_WEIGHTS)
-    for _, sibling in named:
-        get_all_gather_state(sibling.module).agreed[sibling.name] = _get_gathering_subject(sibling)
+    for _, member in named:
+        get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)
 
 
 def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
@@ -151,16 +151,16 @@ def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
 def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
-    If they are unknown, one collective computes the scales of every sibling that lacks them.
+    If they are unknown, one collective computes the scales of every weight of the group that lacks them.
     """
     scales = _get_scaled_shard(weight).get_scales(weight.parameter)
     if scales is not None:
         return scales
-    siblings = get_all_gather_state(weight.module).siblings
+    weight_group = get_all_gather_state(weight.module).weight_group
     unknown = [
-        (name, sibling)
-        for name, sibling in siblings.named
-        if _needs_scales(sibling) and _get_scaled_shard(sibling).get_scales(sibling.parameter) is None
+        (name, member)
+        for name, member in weight_group.named
+        if _needs_scales(member) and _get_scaled_shard(member).get_scales(member.parameter) is None
     ]
     shard = get_current_shard(weight)
     _compute_and_set_scales(_group_by_collective(unknown)[_make_collective_key(weight, shard)])
@@ -232,13 +232,13 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 def precompute_scales(module: nn.Module) -> None:
     """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
     named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sent_in_float8(weight)]
-    _check_siblings_agree(module, named)
+    _check_weights_agree(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
         _compute_and_set_scales(group)
 
 
-def _check_siblings_agree(module: nn.Module, named: NamedWeights) -> None:
+def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
     weights = [(weakref.ref(weight.module), weight.name, *_get_gathering_subject(weight)) for _, weight in named]
     check_ranks_agree_once(
