@@ -59,7 +59,7 @@ PHASES = (
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
     "quaver.lab.runs.checkpoint._check_readable",
     "quaver.lab.runs.checkpoint_folder.write_manifest",
-    "quaver.lab.runs.checkpoint_folder.sync_all",
+    "quaver.lab.runs.checkpoint_folder.flush_folder",
     "quaver.lab.runs.checkpoint_folder.rename",
     "quaver.lab.runs.checkpoint_folder.CheckpointFolder.prune",
     "quaver.lab.runs.checkpoint_folder.shutil.rmtree",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import MAX_NAME_BYTES, lock_name, sync
+from quaver.runtime.files import MAX_NAME_BYTES, flush_to_disk, lock_name
 
 _PARTIAL_NAME = ".{}.partial"
 """The name of a folder while it is written, next to its final place."""
@@ -68,7 +68,7 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
             partial.mkdir()
             try:
                 yield partial
-                sync_all(partial)
+                flush_folder(partial)
                 check_new(path)  # rename() would replace an empty folder made in the meantime
                 rename(partial / file, path)
             finally:
@@ -88,15 +88,15 @@ def make_folder(path: Path) -> None:
 
 
 def rename(partial: Path, path: Path) -> None:
-    """Rename a folder or a file to `path` on the same disk, and sync the new name."""
+    """Rename a folder or a file to `path` on the same disk, and flush the new name to disk."""
     partial.rename(path)
-    sync(path.parent)
+    flush_to_disk(path.parent)
 
 
-def sync_all(folder: Path) -> None:
-    """`sync` a folder and everything below it, concurrently: the file system writes them together."""
+def flush_folder(folder: Path) -> None:
+    """Flush a folder and everything below it to disk, concurrently: the file system writes them together."""
     with make_file_threads() as threads:
-        list(threads.map(sync, (*folder.rglob("*"), folder)))
+        list(threads.map(flush_to_disk, (*folder.rglob("*"), folder)))
 
 
 def make_file_threads() -> ThreadPoolExecutor:

@@ -36,15 +36,15 @@ def replace_file(path: Path) -> Iterator[Path]:
         partial = target.with_name(f".partial.{name}")
         try:
             yield partial
-            sync(partial)
+            flush_to_disk(partial)
             partial.replace(target)
-            sync(target.parent)
+            flush_to_disk(target.parent)
         finally:
             with suppress(OSError):
                 partial.unlink()
 
 
-def sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush the content of a file, or the names in a folder, to disk."""
     if os.name != "posix" and path.is_dir():  # Windows does not open folders
         return

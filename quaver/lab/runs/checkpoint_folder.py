@@ -26,7 +26,7 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
-from quaver.export.folders import rename, sync_all
+from quaver.export.folders import flush_folder, rename
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
@@ -148,7 +148,7 @@ class CheckpointFolder:
             digests: the known digests, whose files are not read again.
         """
         write_record(self.get_partial_path(step), record, digests)
-        sync_all(self.get_partial_path(step))
+        flush_folder(self.get_partial_path(step))
         rename(self.get_partial_path(step), self.find_checkpoint(step))
 
     def prune(self, keep_latest_k: int) -> None:
