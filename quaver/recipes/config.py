@@ -24,7 +24,7 @@ from quaver.recipes.linear_casts import (
     LinearMatmuls,
     MatmulOptions,
     OperandCasts,
-    disable,
+    disable_cast,
     name_cast,
 )
 from quaver.recipes.recipe_name import BACKWARD_MODES, Float8LinearRecipeName, split_recipe
@@ -380,7 +380,7 @@ def _resolve_operand(
             f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
             f"static with one scale, or one in high precision, got {row} and {column}"
         )
-    row, column = (disable(cast) if cast.is_disabled else cast for cast in (row, column))
+    row, column = (disable_cast(cast) if cast.is_disabled else cast for cast in (row, column))
     return replace(row, target_dtype=dtype), replace(column, target_dtype=dtype)
 
 

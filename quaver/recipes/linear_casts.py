@@ -60,7 +60,7 @@ class OperandCasts(NamedTuple):
         return self.is_dequantized or (self.has_equal_casts and not self.row.depends_on_direction)
 
 
-def disable(cast: CastConfig) -> CastConfig:
+def disable_cast(cast: CastConfig) -> CastConfig:
     """Return the cast of an operand that stays in high precision, with the dtype of `cast`."""
     return CastConfig(ScalingType.DISABLED, target_dtype=cast.target_dtype)
 
@@ -93,7 +93,7 @@ class LinearCasts(NamedTuple):
 
         def disable_operand(name: str, casts: OperandCasts) -> OperandCasts:
             row, column = (
-                disable(cast) if (name, direction) in off else cast
+                disable_cast(cast) if (name, direction) in off else cast
                 for direction, cast in (("row", casts.row), ("column", casts.column))
             )
             reads_row = casts.is_dequantized or (dequantized and name != "grad_output")

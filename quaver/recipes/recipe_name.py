@@ -6,7 +6,7 @@ import enum
 
 from quaver.recipes.torchao_forms import convert_from_torchao
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import suggest
+from quaver.runtime.names import suggest_name
 
 BACKWARD_MODES = ("float8", "dequantized", "high_precision")
 """The values of `Float8LinearConfig.backward`."""
@@ -50,7 +50,7 @@ class Float8LinearRecipeName(enum.Enum):
         if isinstance(accepted, cls):
             return accepted
         names = [name.value for name in cls]
-        raise InputError(f"unknown recipe {value!r}: expected one of {', '.join(names)}{suggest(value, names)}")
+        raise InputError(f"unknown recipe {value!r}: expected one of {', '.join(names)}{suggest_name(value, names)}")
 
 
 def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:

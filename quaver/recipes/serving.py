@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quaver.recipes.cast_config import CastConfig, ScalingGranularity, ScalingType
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import E4M3
-from quaver.runtime.names import suggest
+from quaver.runtime.names import suggest_name
 
 
 class ServingCasts(NamedTuple):
@@ -72,7 +72,7 @@ def get_serving(name: str) -> ServingCasts:
     """Return the entry of `SERVING_CASTS`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING_CASTS:
         raise ValueError(
-            f"serving: expected one of {', '.join(SERVING_CASTS)}, got {name!r}{suggest(name, SERVING_CASTS)}"
+            f"serving: expected one of {', '.join(SERVING_CASTS)}, got {name!r}{suggest_name(name, SERVING_CASTS)}"
         )
     return SERVING_CASTS[name]
 

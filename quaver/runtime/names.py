@@ -63,7 +63,7 @@ def mask_layer_numbers(name: str) -> str:
     return _LAYER_NUMBER.sub("*", name)
 
 
-def suggest(name: object, choices: Iterable[str]) -> str:
+def suggest_name(name: object, choices: Iterable[str]) -> str:
     """The end of a message about an unknown `name`: the choice that it begins or is near to, or ""."""
     choices = list(choices)
     begun = [choice for choice in choices if name and choice.startswith(str(name).lower())]

@@ -18,7 +18,7 @@ from quaver.linear.backends import find_cast_kind
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.linear_casts import MATMULS, disable
+from quaver.recipes.linear_casts import MATMULS, disable_cast
 from quaver.roofline.cost import find_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
@@ -124,7 +124,7 @@ def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) 
     pairs = _pair_casts(config)
     linear = [_describe_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
     if find_config_obstacle(config):  # experts stay in high precision
-        pairs = {name: (disable(left), disable(right)) for name, (left, right) in pairs.items()}
+        pairs = {name: (disable_cast(left), disable_cast(right)) for name, (left, right) in pairs.items()}
     powers_of_2 = config.round_scales_to_power_of_2
     experts = [
         _describe_expert_matmul(name, *pair, spec, scales_are_powers_of_2=powers_of_2) for name, pair in pairs.items()
