@@ -88,7 +88,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     refusal = error = None
     try:
         yield fingerprints
-    except BAD_INPUT_ERRORS as bad:
+    except (*BAD_INPUT_ERRORS, CheckpointError) as bad:
         error = bad
         refusal = Refusal(describe_error(bad), is_not_written=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:

@@ -13,7 +13,7 @@ from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.file_names import CONVERSION_FILE, METRICS_FILE, NUMERICS_FILE, PROVENANCE_FILE, SUMMARY_FILE
 from quaver.lab.runs.json_lines import read_json_lines
-from quaver.lab.runs.status import RunStatus
+from quaver.lab.runs.status import RunSummary, read_summary
 from quaver.numerics.record import Record
 from quaver.runtime.errors import InputError
 
@@ -58,16 +58,7 @@ class RunStart(TypedDict):
     changes: NotRequired[dict[str, Any]]
 
 
-class RunSummary(TypedDict):
-    """The fields of summary.json that are read: how a run ended, after `steps` steps."""
-
-    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
-    status: RunStatus
-    error: str | None
-    steps: int
-
-
-_CONVERSION, _START, _END = TypeAdapter(Conversion), TypeAdapter(RunStart), TypeAdapter(RunSummary)
+_CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(RunStart)
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,7 @@ def _read(path: Path, label: str) -> RunData:
         records=records,
         conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
         starts=_read_starts(starts) if starts.is_file() else [],
-        end=read_json(summary, _END, "remove the file") if summary.is_file() else None,
+        end=read_summary(summary),
         **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
 

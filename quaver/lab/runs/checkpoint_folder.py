@@ -125,15 +125,16 @@ class CheckpointFolder:
         """Return the path under which the checkpoint of `step` is written."""
         return self.path / f".step-{step:08d}.partial"
 
-    def abandon_after(self, step: int) -> None:
-        """Abandon the complete checkpoints of later steps than `step`; see [Note: one history]."""
-        for later in reversed(self.list_steps()):
-            if later > step:
-                abandoned = self.path / f".step-{later:08d}.abandoned"
-                if abandoned.exists():  # of a still earlier history
-                    abandoned.rename(self._get_removed_path(later))
-                    self.remove_partials()
-                rename(self.find_checkpoint(later), abandoned)
+    def abandon_after(self, step: int) -> list[int]:
+        """Abandon the complete checkpoints of later steps than `step`, and return them; see [Note: one history]."""
+        later_steps = [later for later in self.list_steps() if later > step]
+        for later in reversed(later_steps):
+            abandoned = self.path / f".step-{later:08d}.abandoned"
+            if abandoned.exists():  # of a still earlier history
+                abandoned.rename(self._get_removed_path(later))
+                self.remove_partials()
+            rename(self.find_checkpoint(later), abandoned)
+        return later_steps
 
     def begin(self, step: int) -> None:
         """Make an empty folder to write the checkpoint of `step` in."""

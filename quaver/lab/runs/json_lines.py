@@ -54,11 +54,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[bool]:
+def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[list[str]]:
     """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
 
-    Yields whether there are any. Memory is bounded by the longest line. An error in the block, or in reading or
-    writing a file, leaves every file as it was.
+    Yields what is removed, in words, for each file. Memory is bounded by the longest line. An error in the block, or in
+    reading or writing a file, leaves every file as it was.
 
     Raises:
         CheckpointError: a line is not a record.
@@ -68,17 +68,23 @@ def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[bool]:
     for path in existing:
         if not path.is_file():  # reading a FIFO would block
             raise CheckpointError(f"{str(path)!r} is not a file; remove it")
-    has_later = False
+    removed = []
     with ExitStack() as replacements:
         for path in existing:
             partial = replacements.enter_context(replace_file(path))
+            later_steps, last_step = 0, step
             with path.open("rb") as file, partial.open("wb") as rewound:
                 for number, line in enumerate(file, start=1):
-                    if line.endswith(b"\n") and _parse_record(line, path, number)["step"] <= step:
+                    if not line.endswith(b"\n"):
+                        removed.append(f"the incomplete last line of {path.name}")
+                    elif (record_step := _parse_record(line, path, number)["step"]) <= step:
                         rewound.write(line)
                     else:
-                        has_later = True
-        yield has_later
+                        later_steps += record_step != last_step
+                        last_step = record_step
+            if later_steps:
+                removed.append(f"{later_steps:,} recorded steps of {path.name}")
+        yield removed
 
 
 class RecordKind(StrEnum):

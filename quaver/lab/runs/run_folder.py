@@ -28,12 +28,14 @@ from quaver.lab.runs.file_names import (
     SUMMARY_FILE,
     WANDB_ID_FILE,
 )
-from quaver.lab.runs.json_lines import rewind_json_lines
+from quaver.lab.runs.json_lines import read_json_lines, rewind_json_lines
 from quaver.lab.runs.lock import RunLock
+from quaver.lab.runs.status import RunStatus, read_summary
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
+from quaver.lab.terminal.counts import format_count
 from quaver.runtime.files import replace_file
 
 SUBFOLDER_SETTINGS = (
@@ -44,11 +46,8 @@ SUBFOLDER_SETTINGS = (
 )
 """Settings that name a folder in the run folder."""
 
-OUTPUT_SECTIONS = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
-"""Sections that change what a run saves and shows, but not its numbers, except for RESULT_SETTINGS."""
-
-RESULT_SETTINGS = ("comm.float8_gradients", "numerics.every", "numerics.on_alarm", "numerics.fallback_recipe")
-"""Settings of these sections that change a run's numbers: alarms of sampled steps may change recipes or end the run."""
+PLACE_SETTINGS = ("job.name", "job.dump_folder")
+"""Settings that name the run folder, which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class RunFolder:
     path: Path
     resume_step: int | None = None
     changed_settings: dict[str, list[Any]] = field(default_factory=dict)
-    """The settings that changed when the run resumed, by name: old value and new value."""
+    """The settings that changed since the run's earlier start, by name: old value and new value."""
 
     lock: RunLock | None = field(default=None, compare=False)
     """Held by the process that may write the folder."""
@@ -68,7 +67,7 @@ class RunFolder:
         """Find or make dump_folder/name, as config.checkpoint.resume says, and take its lock; see `begin`.
 
         Raises:
-            FileExistsError: the folder has files already, and the run does not resume.
+            FileExistsError: the folder has files or recorded steps already, and the run does not resume.
             FileNotFoundError: there is no checkpoint to resume from.
             BlockingIOError: another process writes the run.
             InputError: the model or the initial weights differ from the run's.
@@ -84,27 +83,38 @@ class RunFolder:
             lock.release()
             raise
 
-    def begin(self, config: TrainConfig) -> None:
+    def begin(self, config: TrainConfig) -> list[str]:
         """Write the resolved config, and abandon the checkpoints and records after the step that the run resumes from.
 
         See [Note: one history] in checkpoint_folder.py. If there are such records, the id of the run at Weights &
         Biases is removed too, where they stay. So is the summary, which says how an earlier start ended.
 
+        Returns:
+            Notes for the user: what is removed or missing.
         Raises:
             CheckpointError: the metrics are damaged; nothing was written.
             NotWrittenError: a file cannot be written.
         """
+        step = self.resume_step or 0
+        notes = []
+        if step and not self.metrics_path.exists():
+            notes.append(f"{METRICS_FILE} is missing: it will begin after step {step}")
         try:
             files = [self.metrics_path, self.float8_scales_path, self.numerics_path]
-            with rewind_json_lines(files, self.resume_step or 0) as has_later:
-                if has_later:
+            with rewind_json_lines(files, step) as removed:
+                if removed:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
-                self.get_checkpoint_folder(config.checkpoint).abandon_after(self.resume_step or 0)
+                if abandoned := self.get_checkpoint_folder(config.checkpoint).abandon_after(step):
+                    removed = [*removed, f"the checkpoints of step {', '.join(map(str, abandoned))}"]
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
                 write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
             reason = error.strerror or error
             raise NotWrittenError(f"cannot write the run folder {str(self.path)!r}: {reason}") from error
+        if removed:
+            start = f"goes on after step {step}" if step else "begins again at step 0"
+            notes.append(f"the run {start}: it removes {', '.join(removed)}")
+        return notes
 
     def check_exists(self) -> None:
         """Raise NotWrittenError if the folder was removed: what the run still writes would be lost."""
@@ -255,10 +265,12 @@ def _find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dic
     except OSError as error:
         raise _make_write_error(path, error) from error
     _check_subfolders(path, config)
-    step = _find_resume_step(path, config.checkpoint, is_run=CONFIG_FILE in names)
-    if names and (config.checkpoint.resume == "never" or CONFIG_FILE not in names):
+    is_run = CONFIG_FILE in names
+    step = _find_resume_step(path, config.checkpoint, is_run=is_run)
+    if names and (config.checkpoint.resume == "never" or not is_run):
         raise FileExistsError(_describe_refusal(path, config.checkpoint))
-    return step, _find_changes(path, config) if step is not None else {}
+    begins_again = is_run and step is None and _begins_again(path, config.checkpoint)
+    return step, _find_changes(path, config) if begins_again or step is not None else {}
 
 
 def _check_subfolders(path: Path, config: TrainConfig) -> None:
@@ -280,16 +292,42 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
     steps = CheckpointFolder(path / config.folder).list_steps() if is_run else []
     if config.load_step != -1:
         if config.load_step not in steps:
-            have = ", ".join(map(str, steps)) or "no step"
+            folder, have = str(path / config.folder), ", ".join(map(str, steps)) or "no step"
             raise FileNotFoundError(
-                f"checkpoint.load_step must be a step that {str(path)!r} has, got {config.load_step}; it has {have}"
+                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; it has {have}"
             )
         return config.load_step
     if not steps and config.resume == "must":
-        problem = "has no complete checkpoint" if is_run else "is not a run folder"
-        begin = "start the run without --resume, or with checkpoint.resume = never"
-        raise FileNotFoundError(f"{str(path)!r} {problem}, so there is nothing to resume; {begin}")
+        problem = f"has no complete checkpoint in {config.folder!r}" if is_run else "is not a run folder"
+        remedy = "start the run without --resume, or with checkpoint.resume = never"
+        if is_run and (recorded := load_config(path / CONFIG_FILE).checkpoint.folder) != config.folder:
+            remedy = f"give checkpoint.folder = {recorded!r}, that of the run"
+        raise FileNotFoundError(f"{str(path)!r} {problem}, so there is nothing to resume; {remedy}")
     return steps[-1] if steps else None
+
+
+def _begins_again(path: Path, config: Checkpoint) -> bool:
+    """Return whether the run, which has no checkpoint in config.folder, has recorded steps, which its start removes.
+
+    Raises FileExistsError for a run that did not end before its first checkpoint: its checkpoints are elsewhere, off or
+    gone.
+    """
+    metrics = path / METRICS_FILE
+    steps = len({record["step"] for record in read_json_lines(metrics)}) if metrics.is_file() else 0
+    if not steps:
+        return False
+    recorded, end = load_config(path / CONFIG_FILE).checkpoint, read_summary(path / SUMMARY_FILE)
+    if recorded.folder != config.folder:
+        remedy = f"give checkpoint.folder = {recorded.folder!r}, or another job.name"
+    elif not (recorded.enable and config.enable):
+        remedy = "with checkpoint.enable = false give another job.name"
+    elif end is not None and end["status"] is RunStatus.FINISHED:
+        remedy = "the run is finished; give another job.name"
+    else:
+        return True
+    raise FileExistsError(
+        f"{str(path)!r} has {format_count(steps, 'recorded step')} and no checkpoint in {config.folder!r}; {remedy}"
+    )
 
 
 def _remove_resume_settings(config: TrainConfig) -> TrainConfig:
@@ -298,12 +336,13 @@ def _remove_resume_settings(config: TrainConfig) -> TrainConfig:
 
 
 def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
-    before, now = asdict(load_config(path / CONFIG_FILE)), asdict(config)
+    recorded = load_config(path / CONFIG_FILE)
+    before, now = asdict(_remove_resume_settings(recorded)), asdict(_remove_resume_settings(config))
     changed_settings = {
         f"{section}.{name}": [before[section][name], value]
         for section, values in now.items()
         for name, value in values.items()
-        if (section not in OUTPUT_SECTIONS or f"{section}.{name}" in RESULT_SETTINGS) and before[section][name] != value
+        if f"{section}.{name}" not in PLACE_SETTINGS and before[section][name] != value
     }
     for name, (old, new) in changed_settings.items():
         expected = f"{old!r}, that of the run in {str(path)!r}"

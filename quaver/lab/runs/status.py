@@ -1,6 +1,12 @@
 """How a run ended, as summary.json and the report name it."""
 
 from enum import StrEnum
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from quaver.lab.json_file import STRICT, read_json
 
 
 class RunStatus(StrEnum):
@@ -20,3 +26,20 @@ class RunStatus(StrEnum):
     def is_error(self) -> bool:
         """Whether an error ended the run."""
         return self not in (RunStatus.FINISHED, RunStatus.INTERRUPTED, RunStatus.ALARM)
+
+
+class RunSummary(TypedDict):
+    """The fields of summary.json that are read: how a run ended, after `steps` steps."""
+
+    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
+    status: RunStatus
+    error: str | None
+    steps: int
+
+
+_SUMMARY_ADAPTER = TypeAdapter(RunSummary)
+
+
+def read_summary(path: Path) -> RunSummary | None:
+    """Return the summary at `path`; None if there is no file. Raises InputError if the file is damaged."""
+    return read_json(path, _SUMMARY_ADAPTER, "remove the file") if path.is_file() else None

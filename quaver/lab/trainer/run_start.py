@@ -21,12 +21,12 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
     parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
     display.print_line(f"run folder   {run.folder.path}")
     if run.folder.resume_step is not None:
-        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changed_settings.items())
-        display.print_line(
-            f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else "")
-        )
-        for note in run.notes:
-            display.print_line(f"{'':<12} {note}")
+        display.print_line(f"resumed      after step {run.progress.step}")
+    if changed_settings := run.folder.changed_settings:
+        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed_settings.items())
+        display.print_line(f"changed      {changes}")
+    for note in run.notes:
+        display.print_line(f"{'':<12} {note}")
     precisions = " and ".join(model.name for model in run.models)
     display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
     places = origin["corrupt_places"]

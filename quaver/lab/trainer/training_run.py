@@ -1,6 +1,6 @@
 """A run that is ready to train: its parallelized models with their weights, its data, folder and checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -38,16 +38,16 @@ class TrainingRun:
         folder: RunFolder,
         checkpoints: Checkpointer,
         progress: RunProgress,
-        notes: Sequence[str] = (),
+        notes: Iterable[str] = (),
     ) -> None:
         """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`.
 
         Args:
-            notes: what a resumed run does not continue as it was saved.
+            notes: facts for the user: what a resumed run does not continue as it was saved.
         """
         self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
         self.data, self.models, self.folder = setup.data, models, folder
-        self.checkpoints, self.progress, self.notes = checkpoints, progress, notes
+        self.checkpoints, self.progress, self.notes = checkpoints, progress, [*notes]
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
         self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
@@ -119,26 +119,29 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
         load_weights(config.checkpoint.initial_weights, models)
     run = TrainingRun(setup, models, folder, checkpoints, progress, notes)
     if not run.has_ended:
-        run_on_every_rank(partial(begin_folder, locked_folder, config, description))
+        run.notes.extend(run_on_every_rank(partial(begin_folder, locked_folder, config, description))[0])
     return run
 
 
-def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dict[str, Any]) -> None:
+def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dict[str, Any]) -> list[str]:
     """Write the files about this start of the run, on the rank that has the folder; see [Note: refusals write nothing].
 
     The conversion report of an earlier start stays, with the backends that ran, until the first step of this one.
 
+    Returns:
+        Notes for the user, from `RunFolder.begin`.
     Raises:
         CheckpointError: the metrics are damaged.
         NotWrittenError: a file cannot be written.
     """
     if folder is None:
-        return
-    folder.begin(config)
+        return []
+    notes = folder.begin(config)
     folder.add_provenance(description["provenance"])
     folder.write_json(DATA_FILE, description["data"])
     if description["conversion_report"] and folder.resume_step is None:
         folder.write_json(CONVERSION_FILE, description["conversion_report"])
+    return notes
 
 
 def _restore_fallbacks(models: list[TrainedModel], checkpoints: Checkpointer, progress: RunProgress) -> None:

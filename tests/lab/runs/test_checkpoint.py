@@ -19,7 +19,7 @@ from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.manifest import MANIFEST_FILE
 from quaver.lab.runs.model_state import fit_histories, load_rng_states
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import OUTPUT_SECTIONS, RESULT_SETTINGS, RunFolder
+from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.huggingface.convert import open_checkpoint
@@ -286,29 +286,63 @@ def test_a_partial_checkpoint_does_not_count(config, saved):
     assert not list(folder.path.glob(".*"))
 
 
-def test_auto_begins_a_run_without_checkpoints(config):
+def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and_says_so(config, capsys):
     run = run_to_end(set_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
-    for step in run.checkpoints.folder.list_steps():
-        (run.checkpoints.folder.find_checkpoint(step) / RECORD_FILE).unlink()
-        run.checkpoints.folder.find_checkpoint(step).rename(run.checkpoints.folder.get_partial_path(step))
-    again = run_to_end(set_steps(config, 2, resume="auto"))
+    run.checkpoints.folder.find_checkpoint(2).rename(run.checkpoints.folder.get_partial_path(2))
+    (run.folder.path / "summary.json").unlink()
+    again = run_to_end(changed(set_steps(config, 2, resume="auto"), metrics={"log_freq": 3}))
     assert again.began_at_step == 0
     assert read_numbers(again)[-1] == read_numbers(run)[-1]
     assert len(read_steps(again.folder.metrics_path)) == 4
+    removed = "2 recorded steps of metrics.jsonl, 2 recorded steps of float8_scales.jsonl"
+    assert f"the run begins again at step 0: it removes {removed}\n" in capsys.readouterr().out
+    start = json.loads((again.folder.path / "provenance.jsonl").read_text().splitlines()[-1])
+    assert (start["from_step"], start["changes"]) == (0, {"metrics.log_freq": [1, 3]})
 
 
-def test_a_resume_tells_of_each_setting_that_changes_numbers(config, saved):
-    changes = {
-        "comm": {"float8_gradients": True, "watchdog_seconds": 7},
-        "numerics": {"every": 1, "on_alarm": "fallback", "fallback_recipe": "rowwise"},
-        "metrics": {"log_freq": 3},
-    }
-    folder = RunFolder.open(changed(set_steps(config, 8, resume="must"), **changes))
-    folder.release()
-    assert {name for name in folder.changed_settings if name.partition(".")[0] in OUTPUT_SECTIONS} == set(
-        RESULT_SETTINGS
-    )
+def test_a_start_without_its_checkpoints_does_not_erase_a_run(config, saved, refused):
+    words = (saved / "config.toml", f"--job.dump_folder={saved.parent}", "--job.name=tiny", "--training.steps=7")
+    before = hash_files(saved)
+    line = refused("train", *words, "--checkpoint.resume=auto", "--checkpoint.folder=other")
+    problem = f"'{saved}' has 6 recorded steps and no checkpoint in 'other'"
+    assert line.endswith(f"{problem}; give checkpoint.folder = 'checkpoint', or another job.name")
+    line = refused("train", "--resume", saved, "--checkpoint.folder=other")
+    assert "no complete checkpoint in 'other'" in line
+    assert line.endswith("give checkpoint.folder = 'checkpoint', that of the run")
+    assert hash_files(saved) == before
+    shutil.rmtree(saved / "checkpoint")
+    line = refused("train", *words, "--checkpoint.resume=auto")
+    assert line.endswith("no checkpoint in 'checkpoint'; the run is finished; give another job.name")
+    (saved / "metrics.jsonl").write_text("{}\n")
+    assert "line 1 of" in refused("train", *words, "--checkpoint.resume=auto")
+
+
+def test_a_run_that_saves_nothing_is_not_erased_by_its_second_start(config):
+    config = replace(set_steps(config, 1), checkpoint=Checkpoint(enable=False, resume="auto"))
+    run_to_end(config)
+    with pytest.raises(FileExistsError, match=r"1 recorded step and .* checkpoint\.enable = false give another job"):
+        RunFolder.open(config)
+
+
+def test_a_resume_tells_of_each_setting_that_changes_and_of_what_it_removes(config, saved, capsys):
+    changes = {"comm": {"watchdog_seconds": 7}, "numerics": {"every": 1}, "metrics": {"log_freq": 3}}
+    with (saved / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"ste')
+    run = prepare_run(changed(set_steps(config, 8, resume="must", load_step=2, interval=3), **changes))
+    run.folder.release()
+    names = {"checkpoint.interval", "comm.watchdog_seconds", "metrics.log_freq", "numerics.every", "training.steps"}
+    assert run.folder.changed_settings.keys() - {"data.path"} == names
+    lines = ["4 recorded steps of metrics.jsonl", "4 recorded steps of float8_scales.jsonl"]
+    removed = ["the incomplete last line of metrics.jsonl", *lines, "the checkpoints of step 4, 6"]
+    assert run.notes == [f"the run goes on after step 2: it removes {', '.join(removed)}"]
+
+
+def test_a_resume_without_its_metrics_says_so(config, saved):
+    (saved / "metrics.jsonl").unlink()
+    run = prepare_run(set_steps(config, 8, resume="must"))
+    run.folder.release()
+    assert run.notes == ["metrics.jsonl is missing: it will begin after step 6"]
 
 
 def test_a_folder_without_a_config_is_a_new_run(config):
