@@ -43,8 +43,8 @@ def describe_end(run: RunData) -> str:
     """Return how the run ended, such as "finished after step 400"; "" if no end is known."""
     if run.end is None:
         return ""
-    error = f": {run.end['error']}" if run.end["error"] else ""
-    return f"{run.end['status']} after step {run.end['steps']:,}{error}"
+    reason = f": {run.end['reason']}" if run.end["reason"] else ""
+    return f"{run.end['status']} after step {run.end['steps']:,}{reason}"
 
 
 def _describe_numerics(run: RunData) -> str:
@@ -91,7 +91,7 @@ def list_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the names and values of the run's facts."""
     facts = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
     if run.records and run.path.is_dir():
-        facts.append(("end", describe_end(run) or "none written: the run goes on, or was killed"))
+        facts.append(("end", describe_end(run) or "none written: the run goes on, was killed, or could not write it"))
     models = run.models
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),

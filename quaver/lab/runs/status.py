@@ -33,7 +33,8 @@ class RunSummary(TypedDict):
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     status: RunStatus
-    error: str | None
+    reason: str | None
+    """The error or the alarm that ended it."""
     steps: int
 
 

@@ -23,13 +23,14 @@ class RunEnd:
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self.status = RunStatus.FAILED
-        self.error: str | None = None
+        self.reason: str | None = None
+        """Why the run ended before its last step: an error or an alarm."""
         self.summary: dict[str, Any] = {}
 
     def note_last_step(self, alarm: str) -> None:
         """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
         self.status = RunStatus.FINISHED if self._run.has_ended else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
-        self.error = alarm or None
+        self.reason = alarm or None
 
     def note_error(self, error: Exception) -> None:
         """Set the status of a run that `error` ended."""
@@ -39,24 +40,28 @@ class RunEnd:
             self.status = RunStatus.CHECKPOINT_FAILED
         is_one_line = isinstance(error, (NonFiniteError, CheckpointError, NotWrittenError))
         text = next(iter(str(error).splitlines()), "")
-        self.error = str(error) if is_one_line else f"{type(error).__name__}: {text}"
+        self.reason = str(error) if is_one_line else f"{type(error).__name__}: {text}"
 
     def close_checkpoints(self, *, waits: bool) -> None:
         """Finish the save in progress, or with `waits` false abandon it. Prints its error and appends it."""
         with self._run.watch("the end of the last checkpoint", is_slow=True):
             unsaved = self._run.checkpoints.close(waits=waits)
         if unsaved:
-            self.error = f"{self.error}; {unsaved}" if self.error else unsaved
+            self.reason = f"{self.reason}; {unsaved}" if self.reason else unsaved
             if self._run.ranks.is_first:
                 print_line(unsaved)
 
-    def write(self) -> None:
-        """Write the summary and the curves, on the first rank. Raises NotWrittenError."""
-        run = self._run
-        if run.ranks.is_first:
-            run.folder.write_json(SUMMARY_FILE, self.summary)
-            with convert_to_not_written(run.folder.curves_path), replace_file(run.folder.curves_path) as image:
-                draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
+    def write_summary(self) -> None:
+        """Write summary.json, on the first rank. Raises NotWrittenError."""
+        if self._run.ranks.is_first:
+            self._run.folder.write_json(SUMMARY_FILE, self.summary)
+
+    def write_curves(self) -> None:
+        """Draw the curves, on the first rank. Raises NotWrittenError."""
+        folder = self._run.folder
+        if self._run.ranks.is_first:
+            with convert_to_not_written(folder.curves_path), replace_file(folder.curves_path) as image:
+                draw_curves(folder.metrics_path, image, title=folder.path.name)
 
     def print_summary(self) -> None:
         """Print the summary and how to resume, on the first rank."""
@@ -75,10 +80,13 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
 
     A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.
 
+    An error that ended the run has priority over the errors of the outputs, which are then printed.
+
     Raises:
         NotWrittenError: on every rank, if a file could not be written on any rank.
     """
     end, waits, is_writable = RunEnd(run), True, True
+    ending_error = None
     try:
         yield end
     except KeyboardInterrupt:
@@ -86,14 +94,20 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
         if not run.ranks.is_alone:
             raise
     except Exception as error:
+        ending_error = error
         end.note_error(error)
         is_writable = not isinstance(error, NotWrittenError)
         raise
     finally:
         end.close_checkpoints(waits=waits)
-        with failures.catch():  # an error that ended the run has priority
-            end.summary = summarize(run, status=end.status, error=end.error)
+        with failures.catch():
+            end.summary = summarize(run, status=end.status, reason=end.reason)
             if is_writable:
-                end.write()
+                end.write_summary()
+        if is_writable:
+            with failures.catch():
+                end.write_curves()
+        if ending_error is not None:
+            failures.print_unless_raised(ending_error)
     failures.raise_on_all_ranks()
     end.print_summary()

@@ -10,8 +10,8 @@ from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 
 
-def summarize(run: TrainingRun, *, status: RunStatus, error: str | None) -> dict[str, Any]:
-    """Return the summary of a run that ended with `status`, ready for JSON.
+def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dict[str, Any]:
+    """Return the summary of a run that ended with `status`, by a `reason` such as an alarm, ready for JSON.
 
     Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
     first model relative to the bfloat16 baseline.
@@ -19,7 +19,7 @@ def summarize(run: TrainingRun, *, status: RunStatus, error: str | None) -> dict
     models = {model.name: _summarize_model(run, model) for model in run.models}
     summary: dict[str, Any] = {
         "status": status,
-        "error": error,
+        "reason": reason,
         "steps": run.progress.step,
         "ranks": run.dims.world_size,
         "mesh": run.dims.mesh,

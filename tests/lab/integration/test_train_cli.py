@@ -91,7 +91,7 @@ def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
     assert " of model." in line or " of lm_head" in line
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert summary["status"] == "non-finite"
-    assert summary["error"] in line
+    assert summary["reason"] in line
     assert not list((tmp_path / "runs" / "r").glob("checkpoint/step-*")), "nothing to resume from a run that stopped"
 
 
@@ -134,7 +134,7 @@ def test_a_bug_in_training_is_a_traceback(run_words, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="a bug"):
         main(["train", *TINY, *run_words])
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("failed", "ValueError: a bug")
+    assert (summary["status"], summary["reason"]) == ("failed", "ValueError: a bug")
 
 
 @pytest.mark.nightly

@@ -313,7 +313,7 @@ def check_diverged(run: Path, stdout: str, stderr: str) -> None:
     assert "first in weight of model.embed_tokens" in line
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["ranks"]) == ("non-finite", 2)
-    assert summary["error"] in line
+    assert summary["reason"] in line
 
 
 def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(folder, tmp_path):

@@ -152,7 +152,7 @@ def write_run(folder, *, layers, samples=40, alarms=(), models=("tensorwise",), 
     write_lines(folder / "metrics.jsonl", make_metrics(steps, models, seed=seed))
     write_lines(folder / "provenance.jsonl", [START])
     (folder / "conversion_report.json").write_text(json.dumps(make_conversion(layers)))
-    (folder / "summary.json").write_text(json.dumps({"status": "finished", "error": None, "steps": steps}))
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "reason": None, "steps": steps}))
     write_lines(folder / "numerics.jsonl", [make_header(tensors), *draw_samples(tensors, samples, seed=seed), *alarms])
     return folder
 

@@ -68,11 +68,11 @@ def test_a_run_that_is_not_finite(tmp_path, run_quaver, capsys):
     assert (data["is_healthy"], step, event.partition(", ")[0]) == (False, 2, f"not finite: {error.partition(', ')[0]}")
 
 
-def test_a_run_without_a_summary_goes_on_or_was_killed(tmp_path, run_quaver):
+def test_a_run_without_a_summary_goes_on_or_was_killed_or_could_not_write(tmp_path, run_quaver):
     folder = write_run(tmp_path / "run", layers=["a"])
     (folder / "summary.json").unlink()
     text = " ".join(run_quaver("report", folder).split())
-    assert "end none written: the run goes on, or was killed" in text
+    assert "end none written: the run goes on, was killed, or could not write it" in text
 
 
 def test_the_name_of_a_run_need_not_be_unicode(tmp_path, run_quaver):

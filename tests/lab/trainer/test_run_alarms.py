@@ -71,7 +71,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
     run = add_outlier(prepare_run(config))
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
-    assert f"{LAYER} input" in summary["error"]
+    assert f"{LAYER} input" in summary["reason"]
     assert run.checkpoints.folder.list_steps() == [2]
     monkeypatch.setattr(train_cli, "build_run", lambda *built: add_outlier(build_run(*built)))
     words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]

@@ -10,10 +10,10 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +22,11 @@ import torch
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint import Checkpointer
-from quaver.lab.runs.errors import CheckpointError, OutputFailures
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder
+from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Comm, Float8
-from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer import training_run
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.nonfinite import NonFiniteError
@@ -149,19 +149,25 @@ def test_a_validation_that_fails_leaves_the_model_in_training(tiny_config, monke
     assert model.model.training
 
 
-def test_a_failed_save_is_told_when_another_error_ends_the_run(tiny_config, monkeypatch, capsys):
-    run = prepare_run(changed(tiny_config, checkpoint={"enable": True}))
-    run.checkpoints._pending = pending = Future()
-    pending.set_exception(CheckpointError("the checkpoint of step 2 could not be written"))
+def fail_in_step_3(model: TrainedModel, step: int) -> None:
+    if step == 3:
+        raise RuntimeError("a bug")
 
-    def fail(*_: object) -> None:
-        raise NonFiniteError("the loss is nan")
 
-    monkeypatch.setattr(train_module, "_train_steps", fail)
-    with pytest.raises(NonFiniteError, match="^the loss is nan$"):
+def test_a_failed_save_is_told_when_another_error_ends_the_run(resumable_config, monkeypatch, before_each_step, capsys):
+    run, has_begun = prepare_run(resumable_config), threading.Event()
+
+    def fail_late(*_: object) -> None:
+        has_begun.wait(60)
+        raise OSError("no space")
+
+    monkeypatch.setattr(CheckpointFolder, "publish", fail_late)
+    before_each_step(fail_in_step_3)
+    before_each_step(lambda model, step: has_begun.set() if step == 3 else None)
+    with pytest.raises(RuntimeError, match="^a bug$"):
         train(run)
-    summary = json.loads((run.folder.path / "summary.json").read_text())
-    assert summary["error"] == "the loss is nan; the checkpoint of step 2 could not be written"
+    reason = json.loads((run.folder.path / "summary.json").read_text())["reason"]
+    assert reason.startswith("RuntimeError: a bug; the checkpoint of step 2 could not be written")
     assert "the checkpoint of step 2 could not be written" in capsys.readouterr().out
 
 
@@ -320,8 +326,8 @@ def read_death_signal() -> int:
 
 def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeypatch):
     """A scheduler's signal may reach this rank after another rank's has ended the steps."""
-    write, received = RunEnd.write, []
-    monkeypatch.setattr(RunEnd, "write", lambda end: (signal.raise_signal(signal.SIGTERM), write(end)))
+    write, received = RunEnd.write_summary, []
+    monkeypatch.setattr(RunEnd, "write_summary", lambda end: (signal.raise_signal(signal.SIGTERM), write(end)))
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("the launcher's handler"))
     try:
         run = run_to_end(tiny_config)
@@ -331,11 +337,20 @@ def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeyp
     assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "finished"
 
 
-def test_an_error_that_ended_the_run_is_not_hidden_by_one_of_its_summary(tiny_config, monkeypatch):
-    monkeypatch.setattr(train_module, "_train_steps", lambda *_: 1 / 0)
-    monkeypatch.setattr("quaver.lab.trainer.run_end.summarize", lambda *_, **__: [].pop())
-    with pytest.raises(ZeroDivisionError):
-        run_to_end(tiny_config)
+@pytest.mark.parametrize("name", [".partial.summary.json", "curves.png"])
+def test_an_error_that_ended_the_run_does_not_hide_one_of_its_outputs(tiny_config, before_each_step, capsys, name):
+    run = prepare_run(tiny_config)
+    blocked = run.folder.path / name
+
+    def block(model: TrainedModel, step: int) -> None:
+        (blocked / "in the way").mkdir(parents=True)
+        raise RuntimeError("a bug")
+
+    before_each_step(block)
+    with pytest.raises(RuntimeError, match="^a bug$"):
+        train(run)
+    file = run.folder.path / name.removeprefix(".partial.")
+    assert f"cannot write '{file}': Is a directory" in capsys.readouterr().out
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_step):
@@ -358,9 +373,10 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
 
     for name, file in (("metrics.jsonl", "metrics.jsonl"), (".partial.curves.png", "curves.png")):
 
-        def fill_disk(*_: object, path: Path = folder / name) -> None:
+        def fill_disk(*_: object, path: Path = folder / name) -> list[str]:
             path.unlink(missing_ok=True)
             path.symlink_to("/dev/full")
+            return []
 
         kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
         with monkeypatch.context() as patch:

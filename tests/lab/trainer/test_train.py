@@ -96,5 +96,5 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
 def test_a_peak_is_not_compared_with_one_that_was_not_measured(tiny_float8_config):
     run = prepare_run(tiny_float8_config)
     run.models[0].peak = PeakMemory(100, "tensors of one step, exact")
-    summary = summarize(run, status="finished", error=None)
+    summary = summarize(run, status="finished", reason=None)
     assert summary["comparison"]["peak_memory_ratio"] is None
