@@ -19,12 +19,20 @@ from quaver.lab.data.token_files import (
     ENTRY_FORMAT,
     CacheEntry,
     DamagedEntryError,
+    count_entry_bytes,
     name_cache_in_errors,
     open_entry,
 )
 from quaver.lab.data.tokenizer import Tokenizer
 from quaver.lab.settings import require
 from quaver.lab.settings.fields import expand_user
+from quaver.lab.terminal.byte_sizes import format_bytes
+
+LOCK_TIMEOUT_S = 3600
+"""How long a process waits for another one, on this host or another, which makes the tokens."""
+
+LARGE_ENTRY_BYTES = 1 << 30
+"""The sha256 of a larger entry takes more than about a second."""
 
 Build = Callable[[Path, Advance], None]
 """Writes an entry into a folder and reports the bytes of the source that it reads."""
@@ -52,6 +60,7 @@ class TokenCache:
 
         Raises:
             InputError: if the folder belongs to another user, and the current user may write it.
+            TimeoutError: if another process has held the lock of the entry for `LOCK_TIMEOUT_S`.
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
@@ -61,10 +70,16 @@ class TokenCache:
         lock = FileLock(self.folder / f"{self.key}.lock")
         with name_cache_in_errors(self.folder):
             make_folder(self.folder)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                self._wait_for_lock(lock)
+            is_locked = _acquire(lock, timeout_s=0)
+        if not is_locked:
+            self.progress.print_line(f"waiting for another process, which makes the tokens and holds {lock.lock_file}")
+            with name_cache_in_errors(self.folder):
+                is_locked = _acquire(lock, timeout_s=LOCK_TIMEOUT_S)
+        if not is_locked:
+            raise TimeoutError(
+                f"waited {LOCK_TIMEOUT_S} s for the process that makes the tokens and holds {lock.lock_file!r}; start "
+                "the run again when it has ended"
+            )
         try:
             entry, damage = self._open_entry()  # again: another process may have made it
             if entry is None:
@@ -81,6 +96,9 @@ class TokenCache:
     def _open_entry(self) -> tuple[CacheEntry | None, str]:
         """Return the entry and ""; or None and what is wrong with it, "" if there is none."""
         try:
+            size = count_entry_bytes(self.entry_folder)
+            if size > LARGE_ENTRY_BYTES:
+                self.progress.print_line(f"checking the sha256 of {format_bytes(size)} of tokens")
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
                 if entry.description[name] != getattr(self.tokenizer, name):
@@ -98,10 +116,6 @@ class TokenCache:
         belongs = self.folder.stat().st_uid in (os.getuid(), 0)
         expected = "a folder that belongs to you, or that you cannot write"
         require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
-
-    def _wait_for_lock(self, lock: FileLock) -> None:
-        self.progress.print_line("waiting for another process, which makes the tokens")
-        lock.acquire()
 
     def _make_entry(self, build: Build, advance: Advance) -> None:
         """Build aside, then rename: an entry is whole or absent."""
@@ -130,6 +144,14 @@ def resolve_cache_folder(setting: str) -> Path:
         return expand_user(setting)
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "quaver" / "tokens"
+
+
+def _acquire(lock: FileLock, *, timeout_s: float) -> bool:
+    try:
+        lock.acquire(timeout=timeout_s)
+    except Timeout:
+        return False
+    return True
 
 
 def _remove_folder(folder: Path) -> None:

@@ -156,6 +156,12 @@ def write_description(folder: Path, description: dict[str, Any]) -> None:
         os.fsync(opened.fileno())
 
 
+def count_entry_bytes(folder: Path) -> int:
+    """Return the bytes of the files that `open_entry` reads and hashes; a missing file has none."""
+    paths = (folder / f"{split}.{part}" for split in SPLITS for part in SPLIT_PARTS)
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
 def open_entry(folder: Path) -> CacheEntry:
     """Open the entry in `folder`, and compare its files with their sha256.
 

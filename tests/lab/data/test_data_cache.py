@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
 from quaver.lab.data import load_data, tokenizer
 from quaver.lab.data.cache import resolve_cache_folder
+from quaver.lab.data.progress import CacheProgress
 from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import SplitWriter
 from quaver.lab.settings import Data, TrainConfig, Training
@@ -206,7 +208,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_tokens(text_folder, c
 
 def load_when_the_other_waits(text: Path, cache: str) -> None:
     """Build once the other process has found the lock taken; print which of the two this one is."""
-    build, wait = load_module.build_entry, cache_module.TokenCache._wait_for_lock
+    build = load_module.build_entry
     other_waits = Path(cache) / "other waits"
 
     def build_late(*arguments):
@@ -216,12 +218,11 @@ def load_when_the_other_waits(text: Path, cache: str) -> None:
             time.sleep(0.02)
         build(*arguments)
 
-    def announce_and_wait(*arguments):
+    def announce(progress, line):
         print("waits")
         other_waits.touch()
-        wait(*arguments)
 
-    load_module.build_entry, cache_module.TokenCache._wait_for_lock = build_late, announce_and_wait
+    load_module.build_entry, CacheProgress.print_line = build_late, announce
     load_and_print(text, cache)
 
 
@@ -232,6 +233,20 @@ def test_two_processes_build_one_entry(text_folder, cache):
     roles, digests = zip(*(out.split() for out, _ in outputs), strict=True)
     assert sorted(roles) == ["builds", "waits"]
     assert len(set(digests)) == 1
+
+
+def test_a_lock_that_stays_held_is_named_and_ends_the_wait(text_folder, load, cache, monkeypatch):
+    load(text_folder, cache_folder=cache)
+    entry, lines = find_entry(cache), []
+    monkeypatch.setattr(CacheProgress, "print_line", lambda progress, line: lines.append(line))
+    monkeypatch.setattr(cache_module, "LARGE_ENTRY_BYTES", 1_000)
+    load(text_folder, cache_folder=cache)
+    assert lines == ["checking the sha256 of 14.87 KiB of tokens"]
+    shutil.rmtree(entry)
+    monkeypatch.setattr(cache_module, "LOCK_TIMEOUT_S", 0.05)
+    with FileLock(f"{entry}.lock"), pytest.raises(TimeoutError, match=f"waited 0.05 s for .* holds '{entry}.lock'; "):
+        load(text_folder, cache_folder=cache)
+    assert lines[1:] == [f"waiting for another process, which makes the tokens and holds {entry}.lock"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path, text_folder, load):
