@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.file_names import CONVERSION_FILE, METRICS_FILE, NUMERICS_FILE, PROVENANCE_FILE, SUMMARY_FILE
-from quaver.lab.runs.json_lines import read_json_lines
+from quaver.lab.runs.json_lines import is_torn, read_json_lines
+from quaver.lab.runs.provenance import RunStart, read_starts
 from quaver.lab.runs.status import RunSummary, read_summary
 from quaver.numerics.record import Record
 from quaver.runtime.errors import InputError
@@ -44,21 +45,7 @@ class Conversion(TypedDict):
     float8_flops_fraction: float
 
 
-class RunStart(TypedDict):
-    """A line of provenance.jsonl, written by each start of the run."""
-
-    __pydantic_config__ = STRICT  # type: ignore[misc]
-    started_at: str
-    command: list[str]
-    host: NotRequired[str]
-    quaver: NotRequired[str]
-    git: NotRequired[dict[str, Any] | None]
-    environment: NotRequired[dict[str, Any]]
-    from_step: NotRequired[int]
-    changes: NotRequired[dict[str, Any]]
-
-
-_CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(RunStart)
+_CONVERSION_ADAPTER = TypeAdapter(Conversion)
 
 
 @dataclass(frozen=True)
@@ -81,15 +68,16 @@ class RunData:
     end: RunSummary | None = None
     """How the last start ended; None while the run goes on, after it was killed, and for a record alone."""
 
+    torn_files: list[str] = field(default_factory=list)
+    """The names of the files of JSON lines whose last line is incomplete."""
+
     @property
     def notes(self) -> list[str]:
         """Warnings about the files of the run."""
-        is_torn = self.numerics is not None and self.numerics.is_torn
-        return (
-            ["the last line of the record was incomplete, as a killed run leaves it, and is left out"]
-            if is_torn
-            else []
-        )
+        return [
+            f"the last line of {name} was incomplete, as a killed run leaves it, and is left out"
+            for name in self.torn_files
+        ]
 
     @property
     def models(self) -> list[str]:
@@ -103,7 +91,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
     Raises:
         OSError: a run or a file cannot be read.
         InputError: a path is not a run, or a file is damaged or of another version; one line.
-        CheckpointError: metrics.jsonl is damaged; one line.
+        CheckpointError: metrics.jsonl or provenance.jsonl is damaged; one line.
     """
     names = [path.resolve().name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
@@ -115,7 +103,7 @@ def _read(path: Path, label: str) -> RunData:
         raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
     metrics, numerics, conversion, starts, summary = (path / name for name in _REPORTED_FILES)
     if path.is_file():
-        return RunData(label, path, **_read_numerics(path))
+        return RunData(label, path, torn_files=_list_torn_files([path]), **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
         raise InputError(
             f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}"
@@ -126,9 +114,10 @@ def _read(path: Path, label: str) -> RunData:
         label,
         path,
         records=records,
-        conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
-        starts=_read_starts(starts) if starts.is_file() else [],
+        conversion=read_json(conversion, _CONVERSION_ADAPTER, "remove the file") if conversion.is_file() else None,
+        starts=read_starts(starts) if starts.is_file() else [],
         end=read_summary(summary),
+        torn_files=_list_torn_files([metrics, numerics, starts]),
         **(_read_numerics(numerics) if numerics.is_file() else {}),
     )
 
@@ -146,14 +135,5 @@ def _read_numerics(path: Path) -> dict[str, Any]:
     return {"numerics": record, "alarms": read_alarms(record, repr(str(path)))}
 
 
-def _read_starts(path: Path) -> list[RunStart]:
-    """Return the lines of provenance.jsonl, without a last line that a killed run left incomplete."""
-    starts = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                if line.endswith(b"\n"):
-                    starts.append(_START.validate_json(line))
-            except ValidationError:
-                raise InputError(f"line {number} of {str(path)!r} is not a start of a run; remove the line") from None
-    return starts
+def _list_torn_files(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths if path.is_file() and is_torn(path)]

@@ -1,6 +1,7 @@
 """Files of JSON lines, one record for each step: written so that a killed run leaves whole lines, read, and rewound."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
@@ -51,6 +52,12 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         lines = enumerate(file, start=1)
         return [dict(_parse_record(line, path, number)) for number, line in lines if line.endswith(b"\n")]
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether the last line of a file is incomplete. Raises OSError if the file cannot be read."""
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
 
 
 @contextmanager

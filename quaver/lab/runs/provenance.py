@@ -10,13 +10,55 @@ import time
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.json_file import STRICT
+from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.hardware import has_amx_tiles
+
+
+class RunStart(TypedDict):
+    """A line of provenance.jsonl, written by each start of a run."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    started_at: str
+    command: list[str]
+    host: NotRequired[str]
+    quaver: NotRequired[str]
+    git: NotRequired[dict[str, Any] | None]
+    environment: NotRequired[dict[str, Any]]
+    from_step: NotRequired[int]
+    changes: NotRequired[dict[str, Any]]
+
+
+_START_ADAPTER = TypeAdapter(RunStart)
+
+
+def read_starts(path: Path) -> list[RunStart]:
+    """Return the lines of provenance.jsonl, without an incomplete last line.
+
+    Raises:
+        CheckpointError: a line is not a start of a run, or `path` is not a file.
+        OSError: the file cannot be read.
+    """
+    if not path.is_file():  # reading a FIFO would block
+        raise CheckpointError(f"{str(path)!r} is not a file; remove it")
+    starts = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.endswith(b"\n"):
+                    starts.append(_START_ADAPTER.validate_json(line))
+            except ValidationError as error:
+                problem = "is not a start of a run; remove the line"
+                raise CheckpointError(f"line {number} of {str(path)!r} {problem}") from error
+    return starts
 
 
 def collect_provenance(device: torch.device) -> dict[str, Any]:

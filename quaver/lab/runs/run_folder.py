@@ -30,6 +30,7 @@ from quaver.lab.runs.file_names import (
 )
 from quaver.lab.runs.json_lines import read_json_lines, rewind_json_lines
 from quaver.lab.runs.lock import RunLock
+from quaver.lab.runs.provenance import read_starts
 from quaver.lab.runs.status import RunStatus, read_summary
 from quaver.lab.settings import Checkpoint, TrainConfig, require
 from quaver.lab.settings.config_file import load_config, write_config
@@ -92,11 +93,13 @@ class RunFolder:
         Returns:
             Notes for the user: what is removed or missing.
         Raises:
-            CheckpointError: the metrics are damaged; nothing was written.
+            CheckpointError: the metrics or the provenance are damaged; nothing was written.
             NotWrittenError: a file cannot be written.
         """
         step = self.resume_step or 0
         notes = []
+        if (starts := self.path / PROVENANCE_FILE).exists():
+            read_starts(starts)
         if step and not self.metrics_path.exists():
             notes.append(f"{METRICS_FILE} is missing: it will begin after step {step}")
         try:

@@ -131,7 +131,7 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
     Returns:
         Notes for the user, from `RunFolder.begin`.
     Raises:
-        CheckpointError: the metrics are damaged.
+        CheckpointError: the metrics or the provenance are damaged.
         NotWrittenError: a file cannot be written.
     """
     if folder is None:

@@ -81,11 +81,20 @@ def test_the_name_of_a_run_need_not_be_unicode(tmp_path, run_quaver):
     assert "run \\udcff" in (folder / "report.html").read_text()
 
 
+def test_a_torn_line_of_each_file_is_noted(tmp_path, run_quaver):
+    folder, names = write_run(tmp_path / "run", layers=["a"]), ("metrics.jsonl", "numerics.jsonl", "provenance.jsonl")
+    for name in names:
+        with (folder / name).open("a") as file:
+            file.write('{"ste')
+    text = " ".join(run_quaver("report", folder).split())
+    assert all(f"run: the last line of {name} was incomplete" in text for name in names)
+
+
 def test_a_record_alone_with_a_torn_line(run, tmp_path, run_quaver):
     record = tmp_path / "some.jsonl"
     record.write_bytes((run / "numerics.jsonl").read_bytes()[:-20])
     text = " ".join(run_quaver("report", record, "--html", tmp_path / "page.html").split())
-    assert "some.jsonl: the last line of the record was incomplete" in text
+    assert "some.jsonl: the last line of some.jsonl was incomplete" in text
     assert not list(tmp_path.glob("report.html"))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.file_names import PROVENANCE_FILE
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.lock import HOLDER, LOCK, RunLock
 from quaver.lab.runs.manifest import MANIFEST_FILE, write_manifest
@@ -137,6 +138,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "text for a generator": (set_entry("rng.cpu_0", "x"), MORE, "rng.cpu_0 is not a tensor"),
     "inf as a scale": (set_entry(f"float8.{SCALE}", torch.tensor(torch.inf)), MORE, f"{SCALE}: expected a finite"),
     "metrics": (write_garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
+    "a start": (
+        lambda run: (run / PROVENANCE_FILE).write_text("{}\n"),
+        MORE,
+        f"line 1 of '{{run}}/{PROVENANCE_FILE}' is not a start",
+    ),
+    "a FIFO of starts": (
+        lambda run: make_fifo(run / PROVENANCE_FILE),
+        MORE,
+        f"'{{run}}/{PROVENANCE_FILE}' is not a file",
+    ),
     "a FIFO": (lambda run: make_fifo(run / "metrics.jsonl"), MORE, "'{run}/metrics.jsonl' is not a file"),
     "metrics as folder": (NOWHERE, "--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),
     "recipe": (NOWHERE, f"{RECIPE} --checkpoint.load_step=2", "rowwise"),
