@@ -78,7 +78,7 @@ class TokenCache:
         if not is_locked:
             raise TimeoutError(
                 f"waited {LOCK_TIMEOUT_S} s for the process that makes the tokens and holds {lock.lock_file!r}; start "
-                "the run again when it has ended"
+                "again when that process has ended"
             )
         try:
             entry, damage = self._open_entry()  # again: another process may have made it

@@ -189,7 +189,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / RECORD_FILE
     if not path.is_file():
-        why = f"it has no {RECORD_FILE}" if checkpoint.exists() else "it does not exist"
+        why = f"{RECORD_FILE} is missing" if checkpoint.exists() else "the folder does not exist"
         steps = CheckpointFolder(checkpoint.parent).list_steps()
         others = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
         raise FileNotFoundError(

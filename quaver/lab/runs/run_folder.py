@@ -101,7 +101,7 @@ class RunFolder:
         if (starts := self.path / PROVENANCE_FILE).exists():
             read_starts(starts)
         if step and not self.metrics_path.exists():
-            notes.append(f"{METRICS_FILE} is missing: it will begin after step {step}")
+            notes.append(f"{METRICS_FILE} is missing: a new file begins after step {step}")
         try:
             files = [self.metrics_path, self.float8_scales_path, self.numerics_path]
             with rewind_json_lines(files, step) as removed:
@@ -116,7 +116,7 @@ class RunFolder:
             raise NotWrittenError(f"cannot write the run folder {str(self.path)!r}: {reason}") from error
         if removed:
             start = f"goes on after step {step}" if step else "begins again at step 0"
-            notes.append(f"the run {start}: it removes {', '.join(removed)}")
+            notes.append(f"the run {start} and removes {', '.join(removed)}")
         return notes
 
     def check_exists(self) -> None:
@@ -249,7 +249,7 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
-        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG_FILE}; give another job.name"
+        return f"the folder {str(path)!r} has files but is not a run, without {CONFIG_FILE}; give another job.name"
     can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
     fix = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
@@ -295,9 +295,9 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
     steps = CheckpointFolder(path / config.folder).list_steps() if is_run else []
     if config.load_step != -1:
         if config.load_step not in steps:
-            folder, have = str(path / config.folder), ", ".join(map(str, steps)) or "no step"
+            folder, have = str(path / config.folder), ", ".join(map(str, steps)) or "none"
             raise FileNotFoundError(
-                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; it has {have}"
+                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; its steps are {have}"
             )
         return config.load_step
     if not steps and config.resume == "must":

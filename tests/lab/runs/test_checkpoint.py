@@ -296,7 +296,7 @@ def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and
     assert read_numbers(again)[-1] == read_numbers(run)[-1]
     assert len(read_steps(again.folder.metrics_path)) == 4
     removed = "2 recorded steps of metrics.jsonl, 2 recorded steps of float8_scales.jsonl"
-    assert f"the run begins again at step 0: it removes {removed}\n" in capsys.readouterr().out
+    assert f"the run begins again at step 0 and removes {removed}\n" in capsys.readouterr().out
     start = json.loads((again.folder.path / "provenance.jsonl").read_text().splitlines()[-1])
     assert (start["from_step"], start["changes"]) == (0, {"metrics.log_freq": [1, 3]})
 
@@ -335,14 +335,14 @@ def test_a_resume_tells_of_each_setting_that_changes_and_of_what_it_removes(conf
     assert run.folder.changed_settings.keys() - {"data.path"} == names
     lines = ["4 recorded steps of metrics.jsonl", "4 recorded steps of float8_scales.jsonl"]
     removed = ["the incomplete last line of metrics.jsonl", *lines, "the checkpoints of step 4, 6"]
-    assert run.notes == [f"the run goes on after step 2: it removes {', '.join(removed)}"]
+    assert run.notes == [f"the run goes on after step 2 and removes {', '.join(removed)}"]
 
 
 def test_a_resume_without_its_metrics_says_so(config, saved):
     (saved / "metrics.jsonl").unlink()
     run = prepare_run(set_steps(config, 8, resume="must"))
     run.folder.release()
-    assert run.notes == ["metrics.jsonl is missing: it will begin after step 6"]
+    assert run.notes == ["metrics.jsonl is missing: a new file begins after step 6"]
 
 
 def test_a_folder_without_a_config_is_a_new_run(config):
@@ -422,7 +422,7 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
     gone = f"--checkpoint.initial_load_path={finished.checkpoints.folder.path / 'step-00000001'}"
     line = refused("train", "--dry-run", folder / "config.toml", gone)
-    assert "it does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
+    assert "the folder does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
     other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.find_checkpoint(4)}"
     line = refused("train", "--resume", folder, other)
     assert f"initial_load_path must be '{weights}', from which the run in" in line

@@ -45,7 +45,7 @@ WORDS = {
     "--checkpoint.async_mode=async_with_pinned_mem": "disabled or async on a device",
     "--dry-run --ranks 0": "--ranks must be at least 1",
     "--dry-run --ranks 3 --parallelism.tensor_parallel_degree 2": "must be the number of processes = 3",
-    "--dry-run --checkpoint.initial_load_path nowhere": "is not a checkpoint: it does not exist; give",
+    "--dry-run --checkpoint.initial_load_path nowhere": "is not a checkpoint: the folder does not exist; give",
     "--dry-run --float8.filter_fqns nothing": "is part of no linear's name",
     "--dry-run --ranks 2 --parallelism.tensor_parallel_degree 2 --float8.recipe_name blockwise": (
         "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "

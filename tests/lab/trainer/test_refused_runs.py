@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no data there": (NOWHERE, "--data=missing.txt", "missing.txt"),
     "little data": (lambda run: (run / "a.txt").write_text("a"), "--data={run}/a.txt", "{run}/a.txt"),
     "a lock as folder": (make_lock_folder, MORE, ".writer.lock': Is a directory; remove it"),
-    "no such step": (NOWHERE, "--checkpoint.load_step=3", "it has 1, 2"),
+    "no such step": (NOWHERE, "--checkpoint.load_step=3", "its steps are 1, 2"),
     "a config": (NOWHERE, "{run}/config.toml", "takes the config of the run folder"),
     "another run": (NOWHERE, "--job.dump_folder={run} --job.name=checkpoint", "--resume sets job.dump_folder"),
     "ranks": (NOWHERE, "--parallelism.data_parallel_shard_degree=2", "parallelism"),

@@ -108,7 +108,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
 @pytest.mark.parametrize(
     ("compare", "bad_step", "ruined", "saved", "message"),
     [
-        (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before it"),
+        (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before that step"),
         (False, 3, True, [], "; the weights are not finite, and are not saved"),
         (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
     ],
