@@ -52,7 +52,6 @@ class Ranks:
     world_size: int = 1
     launcher_pid: int = field(default_factory=os.getppid, repr=False)
     """The process that started this one."""
-    _agreements: int = field(default=0, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -120,8 +119,8 @@ class Ranks:
 
     def _make_next_store(self) -> Store:
         """Return a part of the launcher's store for one agreement, because a process may train more than once."""
-        self._agreements += 1
-        return PrefixStore(f"quaver/{self._agreements}", open_store(self.rank, self.world_size))
+        store = open_store(self.rank, self.world_size)
+        return PrefixStore(f"quaver/{store.add(f'quaver/agreements of rank {self.rank}', 1)}", store)
 
     @contextmanager
     def open_process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
@@ -157,7 +156,7 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, by rank."""
         if self.is_alone:
             return [value]
@@ -166,12 +165,8 @@ class Ranks:
         return values
 
 
-@functools.cache
 def read_ranks() -> Ranks:
-    """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them.
-
-    The object is created once per process, because it counts the agreements. Raises InputError.
-    """
+    """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them. Raises InputError."""
     world_size = _read_variable("WORLD_SIZE", default=1, least=1)
     if world_size == 1:
         return Ranks()
@@ -229,8 +224,12 @@ def _read_variable(name: str, *, default: int | None = None, least: int = 0, bel
     return int(text)
 
 
-@functools.cache
 def open_store(rank: int, world_size: int) -> Store:
     """Return the launcher's store, or a store that rank 0 hosts if the launcher has none."""
+    return _open_store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size)
+
+
+@functools.cache  # rank 0 can host a store at an address once
+def _open_store_at(_address: str, _port: str, rank: int, world_size: int) -> Store:
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
     return store

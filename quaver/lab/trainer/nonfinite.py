@@ -43,14 +43,14 @@ class NonFiniteOperand:
 def describe_nonfinite(
     model: nn.Module,
     forward_backward: Callable[[], object],
-    gather: Callable[[NonFiniteOperand | None], list[NonFiniteOperand | None]],
+    all_gather_objects: Callable[[NonFiniteOperand | None], list[NonFiniteOperand | None]],
 ) -> str:
     """Repeat `forward_backward` on every rank, and return in words where it first became non-finite on any of them.
 
     Args:
-        gather: returns the values of all ranks.
+        all_gather_objects: returns the values of all ranks.
     """
-    operands = [operand for operand in gather(find_nonfinite(model, forward_backward)) if operand]
+    operands = [operand for operand in all_gather_objects(find_nonfinite(model, forward_backward)) if operand]
     float8_operands = [operand.in_float8 for operand in operands if operand.in_float8]
     position = attrgetter("position")
     first, in_float8 = (min(group, key=position, default=None) for group in (operands, float8_operands))

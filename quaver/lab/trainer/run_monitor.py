@@ -32,7 +32,7 @@ def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
     if alarms.config.on_alarm != "fallback" or model.monitor is None or not model.monitor.is_sampled(step):
         return
     with run.watch(f"the fallback after step {step}"):
-        layers: dict[str, str] = run.ranks.gather(alarms.take_fallbacks())[0]
+        layers: dict[str, str] = run.ranks.all_gather_objects(alarms.take_fallbacks())[0]
         if not layers:
             return
         close_monitor(run)

@@ -71,7 +71,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
         ):
             print_run_description(run, outputs.display)
             _train_steps(run, outputs, requests)
-            end.note_last_step(alarm=run.ranks.gather(outputs.alarms.stop_reason)[0])
+            end.note_last_step(alarm=run.ranks.all_gather_objects(outputs.alarms.stop_reason)[0])
         return end.summary
     finally:
         run.folder.release()

@@ -290,7 +290,9 @@ class TrainedModel:
         """Discard a non-finite step, and return where it became so. Raises NonFiniteError if the run must stop."""
         training = self.config.training
         with self.monitor.repeating() if self.monitor else nullcontext():
-            place = describe_nonfinite(self.model, partial(self.forward_backward, batches), self.ranks.gather)
+            place = describe_nonfinite(
+                self.model, partial(self.forward_backward, batches), self.ranks.all_gather_objects
+            )
         where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
         self.scaling.forget_observed()
         take_expert_load(self._routers, self.ranks.all_reduce)

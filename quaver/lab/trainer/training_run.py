@@ -94,7 +94,7 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
     """
     config, ranks = setup.config, setup.ranks
     location = (str(locked_folder.path), locked_folder.resume_step) if locked_folder else None
-    path, resume_step = ranks.gather(location)[0]
+    path, resume_step = ranks.all_gather_objects(location)[0]
     folder = locked_folder or RunFolder(Path(path), resume_step)
     loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
     torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would

@@ -13,7 +13,6 @@ from torch import nn
 
 from quaver.lab.cli import main
 from quaver.lab.runs import ranks
-from quaver.lab.runs.ranks import read_ranks
 from quaver.lab.trainer import run_end
 from quaver.lab.trainer.model import Block
 from tests.ranks import run
@@ -65,7 +64,6 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
         stack.enter_context(patch.object(Block, "compile", compile_quickly))
         # Drawing takes as long as three steps.
         stack.enter_context(patch.object(run_end, "draw_curves", lambda *paths, **_: paths[-1].touch()))
-        stack.callback(read_ranks.cache_clear)
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(error))
         for name, words in cases:

@@ -85,9 +85,7 @@ def environment(monkeypatch):
     """Return a function that sets variables of a launcher, where none are set."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS"):
         monkeypatch.delenv(name, raising=False)
-    read_ranks.cache_clear()
-    yield lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
-    read_ranks.cache_clear()
+    return lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
 
 
 TWO = {"WORLD_SIZE": "2", "RANK": "1"}
@@ -196,7 +194,7 @@ def test_a_single_process_needs_no_communication():
     assert alone.agree_on_refusal(Refusal("bad")) == Refusal("bad")
     assert alone.holds_on_any(True, torch.device("cpu"))
     assert not alone.holds_on_any(False, torch.device("cpu"))
-    assert alone.gather("x") == ["x"]
+    assert alone.all_gather_objects("x") == ["x"]
     with alone.open_process_group(torch.device("cpu"), 1):
         assert not torch.distributed.is_initialized()
 
