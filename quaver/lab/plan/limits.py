@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quaver.lab.plan.checkpoint_time import time_writing
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.lab.plan.peak import count_float8_flops_per_token, count_flops_per_token
 from quaver.lab.plan.quick import bound_seconds, estimate_seconds
-from quaver.lab.plan.saving import time_writing
 from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 from quaver.lab.plan.step import Costs
@@ -62,9 +62,13 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for name, share in sorted(shown.items(), key=lambda item: -item[1]):
         sentences.append(f"the step waits for {name} for {share:.1%} of its time")
-    between_s, writing_s = row.run.steps_between_saves * row.seconds, time_writing(row.run, cluster)
-    if writing_s > between_s > 0:
-        sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")
+    writing_s = time_writing(row.run, cluster)
+    between_s = row.run.steps_between_saves * (step_s - timeline.sum_seconds(kind="checkpoint"))
+    if row.run.saves_in_background and writing_s > between_s > 0:
+        sentences.append(
+            f"a checkpoint is written in {writing_s:,.0f} s, and the next one waits for it: the steps between two "
+            f"take only {between_s:,.0f} s"
+        )
     return [*sentences, *describe_gain(row, cluster)]
 
 

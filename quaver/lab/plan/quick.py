@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.run import PlannedRun
@@ -15,7 +16,7 @@ _SIMULATED_DEPTHS = (2, 4)
 
 
 def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
-    """Return the seconds of `simulate(build_step(run, cluster, costs))`.
+    """Return the seconds of `simulate(build_step(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute.py.
@@ -27,6 +28,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
     compute_mfu(run, seconds, cluster.spec)
+    seconds += time_checkpoint_per_step(run, cluster, seconds)
     return seconds
 
 

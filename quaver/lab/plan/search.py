@@ -14,13 +14,14 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from quaver.lab.plan.changes import with_precision
+from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimate_peak
 from quaver.lab.plan.layouts import Candidate, Layouts
 from quaver.lab.plan.peak import compute_mfu
 from quaver.lab.plan.quick import bound_seconds, estimate_seconds
 from quaver.lab.plan.run import PlannedRun, make_planned_run
-from quaver.lab.plan.simulate import ExtrapolatedTimeline, SimulatedTimeline, simulate
+from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve_config
@@ -173,7 +174,7 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
 
 
 def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedTimeline:
-    """Return the timeline of a step, which is extrapolated if the step has very many tasks.
+    """Return the timeline of a step with its share of a checkpoint, extrapolated if the step has very many tasks.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute.py.
@@ -188,7 +189,10 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
         fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
         timeline = ExtrapolatedTimeline(timeline.spans, fewer, run.micro_batches - few)
     compute_mfu(run, timeline.seconds, cluster.spec)
-    return timeline
+    checkpoint_s = time_checkpoint_per_step(run, cluster, timeline.seconds)
+    if not checkpoint_s:
+        return timeline
+    return timeline.append(Task("its share of a checkpoint", STORAGE, checkpoint_s, kind="checkpoint"))
 
 
 def make_bfloat16_run(row: FittingLayout) -> PlannedRun:

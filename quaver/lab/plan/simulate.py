@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 COMPUTE, STORAGE = "compute", "storage"
 CONTENTION_SHARE = 0.12
@@ -77,6 +78,10 @@ class SimulatedTimeline:
     @property
     def seconds(self) -> float:
         """The end of the last task."""
+        return self._last_end_s
+
+    @property
+    def _last_end_s(self) -> float:
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
@@ -88,6 +93,10 @@ class SimulatedTimeline:
     def streams(self) -> tuple[str, ...]:
         """The streams, the compute stream first."""
         return tuple(dict.fromkeys((COMPUTE, *(span.task.stream for span in self.spans))))
+
+    def append(self, task: Task) -> Self:
+        """Return the timeline of the step with `task` after its last one."""
+        return replace(self, spans=(*self.spans, Span(task, self._last_end_s, self._last_end_s + task.seconds)))
 
     def sum_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
         """Return the summed times of the tasks on `stream` and of `kind`; None selects all."""
@@ -128,6 +137,9 @@ class ExtrapolatedTimeline(SimulatedTimeline):
     @property
     def seconds(self) -> float:
         return self._extrapolate(super().seconds, self.fewer.seconds)
+
+    def append(self, task: Task) -> Self:
+        return replace(super().append(task), fewer=self.fewer.append(task))
 
     def sum_seconds(self, **selected: str | None) -> float:
         return self._extrapolate(super().sum_seconds(**selected), self.fewer.sum_seconds(**selected))

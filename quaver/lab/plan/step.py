@@ -7,8 +7,10 @@
     copying in             waits for the previous reduce-scatter: FSDP2 keeps one buffer
     tensor parallel        collectives run between the matmuls of a block, and compute waits for them; for asynchronous
                            collectives it waits for their first part only
-    at the end             the norm of gradients, clipping and the optimizer, the step's share of a checkpoint, the
-                           amaxes of weights that are gathered in float8
+    at the end             the norm of gradients, clipping and the optimizer, the amaxes of weights that are gathered
+                           in float8
+
+quick.py and search.py add the step's share of a checkpoint, which depends on the time of the whole step.
 
 (torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py, _fsdp_collectives.py.)
 """
@@ -32,8 +34,7 @@ from quaver.lab.plan.compute import (
 )
 from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
 from quaver.lab.plan.run import EXPERTS, PlannedRun
-from quaver.lab.plan.saving import time_saving
-from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
+from quaver.lab.plan.simulate import COMPUTE, SimulatedStep
 from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import predict_move_seconds
 from quaver.roofline.sent_bytes import count_sent_bytes
@@ -165,7 +166,7 @@ class Costs(NamedTuple):
 
 
 def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
-    """Return the tasks of the first rank's step.
+    """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute.py.
@@ -245,12 +246,9 @@ class _StepBuilder:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
-        updated = self._compute(
+        self._compute(
             "clipping and the optimizer", predict_move_seconds(moved * parameters, cluster.spec), "optimizer", [norm]
         )
-        if run.steps_between_saves:
-            saving_s = time_saving(run, cluster) / run.steps_between_saves
-            self.step.add("its share of a checkpoint", STORAGE, saving_s, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
             self._compute(
                 "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"

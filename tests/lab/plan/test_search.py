@@ -9,6 +9,7 @@ import pytest
 
 from quaver.lab.plan import search as searching
 from quaver.lab.plan.changes import BFLOAT16
+from quaver.lab.plan.checkpoint_time import time_writing
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, compute_gain, describe_gain, describe_limits, list_links
@@ -82,14 +83,14 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
 def test_a_step_is_estimated_from_few_blocks_and_micro_batches():
     run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
-    assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=1e-9)
+    assert estimate_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("checkpointed", range(9))
 def test_the_estimate_counts_every_checkpointed_block(checkpointed):
     run = plan_last_layout(ranks=8, blocks=8)
     run = replace(run, checkpointing="full", checkpointed_blocks=checkpointed)
-    assert estimate_seconds(run, CLUSTER) == pytest.approx(simulate(build_step(run, CLUSTER)).seconds, rel=2e-3)
+    assert estimate_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=2e-3)
 
 
 def test_limits_of_a_step_are_described(search_result):
@@ -125,7 +126,7 @@ def test_no_gain_is_above_its_bound(ranks, network_gbps, gpu):
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
-    run = plan_last_layout(**MICRO_BATCHES)
+    run = replace(plan_last_layout(**MICRO_BATCHES), steps_between_saves=0)
     assert run.micro_batches > 2
     whole = simulate(build_step(run, CLUSTER))
     monkeypatch.setattr(searching, "MAX_SIMULATED_TASKS", 1)
@@ -174,3 +175,16 @@ def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds
     assert f"the step waits for {reduction} for " in "; ".join(describe_limits(row, slow))
+
+
+def test_storage_that_cannot_keep_up_limits_the_step():
+    slow = replace(CLUSTER, storage_gb_per_s=1e-3)
+    candidate = make_layouts().candidates[0]
+    run = replace(make_planned_run(candidate.config, candidate.dims), steps_between_saves=10)
+    row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
+    writing_s = time_writing(run, slow)
+    assert writing_s < 10 * row.seconds == pytest.approx(writing_s, rel=1e-3)
+    sentence = (
+        f"a checkpoint is written in {writing_s:,.0f} s, and the next one waits for it: the steps between two take"
+    )
+    assert sentence in "; ".join(describe_limits(row, slow))

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.quick import estimate_seconds
 from quaver.lab.plan.run import Framework, PlannedRun
+from quaver.lab.plan.search import simulate_step
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step
 from quaver.lab.settings import Model
@@ -32,7 +34,6 @@ RUNS = {
     "last": replace(BASE, micro_batches=3, reduce="last"),
     "last all-reduce": replace(BASE, shard=8, replicate=2, micro_batches=3, reduce="last_all_reduce"),
     "experts": replace(BASE, model=MIXTURE, expert=8, recipe=TENSORWISE),
-    "saves": replace(BASE, steps_between_saves=10),
 }
 
 
@@ -67,16 +68,20 @@ def test_a_step_has_its_share_of_a_checkpoint():
     """16 ranks in two nodes hold 12 bytes for each parameter: copied by each rank, written by two nodes."""
     held = 12 * (4 * (3 * 14336 * 4096 + 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 4096) + 2 * 32000 * 4096)
     plain, every_10th = time_step(BASE), replace(BASE, steps_between_saves=10)
-    assert time_step(every_10th) == pytest.approx(plain + held / 16 / 0.7e9 / 10)
+    copying_s, writing_s = held / 16 / 0.7e9 / 10, held / 2 / 1e9 / 10
+    slow, fast = (replace(FAST, storage_gb_per_s=rate * writing_s / plain) for rate in (0.5, 2.0))
+    assert estimate_seconds(every_10th, fast) == pytest.approx(plain + copying_s)
+    # The next checkpoint waits for files that take as long as 20 steps.
+    assert estimate_seconds(every_10th, slow) == pytest.approx(2 * plain + copying_s)
     waiting = replace(every_10th, saves_in_background=False)
-    assert time_step(waiting) == pytest.approx(plain + held / 2 / 1e9 / 10)
-    assert time_step(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
-    replicas = replace(waiting, shard=8, replicate=2)
-    assert time_step(replicas) == pytest.approx(
-        time_step(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10
-    )
-    timeline = simulate(build_step(waiting, FAST))
-    assert timeline.sum_exposed_seconds(kind="checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
+    assert estimate_seconds(waiting, FAST) == pytest.approx(plain + writing_s)
+    replicas = replace(BASE, shard=8, replicate=2)
+    waiting_replicas = replace(waiting, shard=8, replicate=2)
+    assert estimate_seconds(waiting_replicas, FAST) == pytest.approx(time_step(replicas) + writing_s)
+    for run, cluster in ((every_10th, fast), (every_10th, slow), (waiting, FAST)):
+        timeline = simulate_step(run, cluster)
+        assert timeline.seconds == pytest.approx(estimate_seconds(run, cluster))
+        assert timeline.sum_exposed_seconds(kind="checkpoint") == pytest.approx(timeline.seconds - plain)
 
 
 def test_overlap_and_the_float8_gather_pay_where_the_network_limits():

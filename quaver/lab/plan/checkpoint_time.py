@@ -1,7 +1,8 @@
-"""The time for which saving a checkpoint (quaver/lab/runs/checkpoint.py) stops a step.
+"""The time for which a checkpoint (quaver/lab/runs/checkpoint.py) stops training.
 
-Each rank copies its part of the state to host memory, and with checkpoint.async_mode = disabled waits until all nodes
-have written. The time of a checkpoint is spread evenly over the steps between two checkpoints.
+Each rank waits until the previous checkpoint is written and copies its part of the state to host memory. With
+checkpoint.async_mode = disabled it waits until all nodes have written, too. The time of a checkpoint is spread evenly
+over the steps between two checkpoints.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ STAGED_GB_PER_S = 0.7
 process has not touched, at 0.5 to 0.7 GB/s per core (docs/lab/log.md). Not measured on a GPU; PCIe 5 moves 60 GB/s."""
 
 
-def time_saving(run: PlannedRun, cluster: Cluster) -> float:
-    """Return the seconds for which one checkpoint stops all ranks, 0 without checkpoints."""
+def time_checkpoint_per_step(run: PlannedRun, cluster: Cluster, step_s: float) -> float:
+    """Return the seconds that checkpoints add to a step, which takes `step_s` without them."""
     if not run.steps_between_saves:
         return 0.0
-    if run.saves_in_background:
-        return _count_state_bytes(run) / (1e9 * STAGED_GB_PER_S)
-    return time_writing(run, cluster)
+    writing_s = time_writing(run, cluster)
+    if not run.saves_in_background:
+        return writing_s / run.steps_between_saves
+    staging_s = _count_state_bytes(run) / (1e9 * STAGED_GB_PER_S)
+    return staging_s / run.steps_between_saves + max(0.0, writing_s / run.steps_between_saves - step_s)
 
 
 def time_writing(run: PlannedRun, cluster: Cluster) -> float:
