@@ -1,8 +1,11 @@
 """Tests that a file defines a GPU that quaver has no numbers of."""
 
+import re
+
 import pytest
 
 from quaver.lab.plan.device_file import read_device_spec
+from quaver.runtime.errors import InputError
 
 WHOLE = """
 name = "H20"
@@ -25,17 +28,22 @@ def test_a_device_of_a_file(tmp_path):
     ("change", "message"),
     {
         "memory_gb = 103.0": ("", "memory_gb is missing"),
-        "multiprocessors = 78": ("multiprocessors = 7.5", "multiprocessors: expected a number above 0, got 7.5"),
-        'name = "H20"': ("name = 20", "name: expected text, got 20"),
-        '"H20"': ('"h100"', "name: expected the name of another GPU, got 'h100', whose rates are known"),
-        "link_gb_per_s = 450": ("link_gb_per_s = -1", "link_gb_per_s: expected a number above 0, got -1"),
-        "float8_tflops = 296.0": ("float8_tflops = true", "float8_tflops: expected a number above 0, got True"),
+        "multiprocessors = 78": (
+            "multiprocessors = 7.5",
+            "multiprocessors must be an integer of 1 to 100,000, got 7.5",
+        ),
+        'name = "H20"': ("name = 20", "name must be a string, got 20"),
+        '"H20"': ('"h100"', "name must be that of a GPU whose rates quaver does not know, got 'h100'"),
+        "450": ("1e-300", "link_gb_per_s must be a number of 0.1 to 1,000,000, got 1e-300"),
+        "296.0": ("true", "float8_tflops must be a number of 0.1 to 1,000,000, got True"),
         "bfloat16_tflops = 148": ("bfloat16_tflops = ", "expected TOML"),
         "memory_gb_per_s = 4000": ("memory_gb_per_s = 4000\nwatts = 1", "got watts"),
+        "103.0": ("1e300", "memory_gb must be a number of 0.1 to 1,000,000, got 1e+300"),
+        "= 78": ("= 78\nblock_length = 64", "block_length must be one of 32, 128, got 64"),
     }.items(),
 )
 def test_what_is_no_device_is_refused(change, message, tmp_path):
     old, (new, expected) = change, message
     (tmp_path / "gpu.toml").write_text(WHOLE.replace(old, new))
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(InputError, match=re.escape(expected)):
         read_device_spec(tmp_path / "gpu.toml")

@@ -61,9 +61,9 @@ class PlanOptions(Settings):
     def check(self) -> None:
         """Raise InputError for numbers without units, and for options that do not fit together."""
         super().check()
-        rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
-        self.require(0 < self.network_gbps < math.inf, "network", rates)
-        self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
+        rates = "a rate of 0.001 to 1,000,000 Gb/s with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
+        self.require(1e-3 <= self.network_gbps <= 1e6, "network", rates)
+        self.require(1e-6 <= self.storage <= 1e6, "storage", "a rate of 0.000001 to 1,000,000 GB/s")
         for name in self.recipes:
             if name != BFLOAT16:
                 canonicalize_recipe(name)
