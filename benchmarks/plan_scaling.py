@@ -60,7 +60,7 @@ class Layout:
         return " x ".join(parts)
 
 
-GATHERS = {"llama3_8b": Layout(0, 1), "llama3_70b": Layout(0, 1), "llama3_405b": Layout(0, 2)}
+GATHER_LAYOUTS = {"llama3_8b": Layout(0, 1), "llama3_70b": Layout(0, 1), "llama3_405b": Layout(0, 2)}
 NETWORKS = (400.0, 100.0)
 GATHER_GPU_COUNTS = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
 
@@ -172,7 +172,7 @@ def predict_all() -> dict[str, Any]:
 def _predict_gathers() -> list[dict[str, Any]]:
     """Predict tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
     rows = []
-    for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
+    for (config, layout), gbps in itertools.product(GATHER_LAYOUTS.items(), NETWORKS):
         cluster = replace(Cluster.from_spec(H100), network_gbps=gbps)
         rates: dict[str, list[float]] = {}
         for gpus in GATHER_GPU_COUNTS:

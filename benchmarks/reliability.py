@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -132,6 +133,15 @@ class Runs:
         )
         shutil.rmtree(self.get_path("whole"))
 
+    def count_metrics_bytes(self, name: str) -> int:
+        return len(_read_content(self.get_path(name) / "metrics.jsonl"))
+
+    def wait_for_step(self, name: str, written_bytes: int, pid: int) -> None:
+        """Wait until `name` has more metrics than `written_bytes`. Exits if the process ends before."""
+        while self.count_metrics_bytes(name) <= written_bytes:
+            require(_is_running(pid), f"the run {name} ended before its first step: {self.errors}")
+            time.sleep(0.01)
+
     def read_numbers(self, name: str) -> list[tuple[object, ...]]:
         records = read_json_lines(self.get_path(name) / "metrics.jsonl")
         return [(line["step"], line["loss"], line["grad_norm"]) for line in records if line["kind"] == "step"]
@@ -147,7 +157,7 @@ def require(holds: bool, what: str) -> None:
         raise SystemExit(f"benchmarks.reliability: {what}")
 
 
-def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
+def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> None:
     newest = 0
     for number in range(tries):
         phase, calls = PHASES[number % len(PHASES)], chance.randint(1, 3)
@@ -168,10 +178,9 @@ def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> str:
         require(code == -signal.SIGKILL, f"a run to be killed in {phase} ended with {code}: {runs.errors}")
         newest = runs.check_checkpoints("phases", newest)
     runs.check_same("phases", newest)
-    return f"SIGKILL inside a save, at each of {len(PHASES)} steps of it in turn; no checkpoint lost, losses to the bit"
 
 
-def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
+def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> None:
     newest = 0
     for _ in range(tries):
         child = runs.start(runs.make_words("random", "--training.steps=1000000"))
@@ -181,29 +190,23 @@ def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> str:
         require(code == -signal.SIGKILL, f"a run to be killed ended with {code}: {runs.errors}")
         newest = runs.check_checkpoints("random", newest)
     runs.check_same("random", newest)
-    return "SIGKILL at a random moment of the first two seconds; no checkpoint lost, losses to the bit"
 
 
-def send_signals(runs: Runs, tries: int, chance: random.Random) -> str:
+def send_signals(runs: Runs, tries: int, chance: random.Random) -> None:
     newest = 0
     for number in range(tries):
         not_by_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+        written_bytes = runs.count_metrics_bytes("signals")
         child = runs.start(runs.make_words("signals", "--training.steps=1000000"), not_by_nohup)
-        metrics, size = (
-            runs.get_path("signals") / "metrics.jsonl",
-            len(_read_content(runs.get_path("signals") / "metrics.jsonl")),
-        )
-        while len(_read_content(metrics)) <= size:
-            time.sleep(0.01)
+        runs.wait_for_step("signals", written_bytes, child)
         os.kill(child, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3])
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         require(code == 130, f"a run that a signal ends has exit code {code}: {runs.errors}")
         newest = runs.check_checkpoints("signals", newest + 1)
     runs.check_same("signals", newest)
-    return "SIGINT, SIGTERM or SIGHUP; ends with a checkpoint of its last step and exit code 130, losses to the bit"
 
 
-def fill_disks(runs: Runs, tries: int, chance: random.Random) -> str:
+def fill_disks(runs: Runs, tries: int, chance: random.Random) -> None:
     require(runs.run(runs.make_words("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
     largest = max(path.stat().st_size for path in (runs.get_path("full") / "checkpoint").rglob("*"))
     newest = 4
@@ -218,10 +221,9 @@ def fill_disks(runs: Runs, tries: int, chance: random.Random) -> str:
         require(code in (2, EXIT_NOT_WRITTEN), f"with files of at most {limit} bytes the exit code is {code}")
         newest = runs.check_checkpoints("full", newest)
     runs.check_same("full", newest)
-    return "no file can grow beyond a limit, from 1 byte up; exit code 2 or 4, no checkpoint lost, losses to the bit"
 
 
-def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> str:
+def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> None:
     require(runs.run(runs.make_words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     checkpoint = runs.get_path("damage") / "checkpoint" / "step-00000002"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
@@ -236,7 +238,6 @@ def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> str:
     require(
         runs.run(runs.make_words("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}"
     )
-    return "one bit of a file flipped, or the file cut, or another in its place; exit code 2 and one line that names it"
 
 
 def _damage_bytes(content: bytes, kind: int, chance: random.Random) -> bytes:
@@ -246,7 +247,7 @@ def _damage_bytes(content: bytes, kind: int, chance: random.Random) -> bytes:
     return content[:place] if kind == 1 else chance.randbytes(len(content))
 
 
-def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
+def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> None:
     """Alternate between bad settings on the command line, bad settings in TOML, and damaged files of a run."""
     require(runs.run(runs.make_words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     settings = [
@@ -286,7 +287,6 @@ def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> str:
     require(not runs.get_path("new").exists(), "a refused run left a folder")
     last = ["--resume", str(runs.get_path("inputs")), "--training.steps=3"]
     require(runs.run(last) == 0, f"the run whose files were damaged and mended fails: {runs.errors}")
-    return "a bad setting on the command line or in TOML, a damaged file of a run; exit code 2, one line that names it"
 
 
 def _iter_strict_settings() -> Iterator[str]:
@@ -329,19 +329,15 @@ def run_soak(minutes: float) -> Iterator[str]:
         require(code == 130, f"the run ends with exit code {code}: {runs.errors}")
 
 
-def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
+def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
     for number in range(tries):
         command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.make_words("ranks", "--training.steps=1000000")]
-        metrics, size = (
-            runs.get_path("ranks") / "metrics.jsonl",
-            len(_read_content(runs.get_path("ranks") / "metrics.jsonl")),
-        )
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while len(_read_content(metrics)) <= size:
-            require(process.poll() is None, f"the launcher ended with {process.returncode}")
-            time.sleep(0.05)
+        written_bytes = runs.count_metrics_bytes("ranks")
+        with (runs.folder / "stderr").open("wb") as stderr:
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        runs.wait_for_step("ranks", written_bytes, process.pid)
         time.sleep(chance.uniform(0, 1))
         ranks = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         killed = ([ranks[chance.randrange(2)]], [process.pid], [process.pid, *ranks])[number % 3]
@@ -360,17 +356,14 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
         runs.read_numbers("ranks") == runs.read_numbers("whole"),
         "a resumed run has other losses than one that is whole",
     )
-    return (
-        "two ranks: SIGKILL to one, to torchrun or to all three; every rank ends, no checkpoint lost, losses to the bit"
-    )
 
 
-_CHECK_READABLE = {"quaver.lab.runs.checkpoint._check_readable": lambda *_: None}
-_MANIFEST_ADAPTER = {
+_WITHOUT_READING_BACK = {"quaver.lab.runs.checkpoint._check_readable": lambda *_: None}
+_WITHOUT_MANIFEST = {
     "quaver.lab.runs.checkpoint.hash_files_of_rank": lambda *_: {},
     "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
 }
-_LEFT_OUT: list[dict[str, object]] = [{**_CHECK_READABLE, **_MANIFEST_ADAPTER}, _CHECK_READABLE, {}]
+_PATCHES_OF_SAVES: list[dict[str, object]] = [{**_WITHOUT_READING_BACK, **_WITHOUT_MANIFEST}, _WITHOUT_READING_BACK, {}]
 """The patches for a save without manifest and reading back, with a manifest, and with both."""
 
 
@@ -388,7 +381,7 @@ def time_manifests(saves: int) -> Iterator[str]:
             saver = Checkpointer(CheckpointFolder(Path(folder)), config, Ranks(), torch.device("cpu"), {})
             for step in range(3 * saves):
                 with ExitStack() as stack:
-                    for name, value in _LEFT_OUT[step % 3].items():
+                    for name, value in _PATCHES_OF_SAVES[step % 3].items():
                         stack.enter_context(mock.patch(name, value))
                     start = time.perf_counter()
                     saver._write(step + 1, {"model": state}, {"format": 1})
@@ -403,14 +396,48 @@ def _is_running(pid: int) -> bool:
     return _read_content(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1] not in (b"", b"Z")
 
 
+class Part(NamedTuple):
+    """What a line of the table tries, how often, and what it says must hold."""
+
+    run: Callable[[Runs, int, random.Random], None]
+    tries: int
+    statement: str
+
+
 PARTS = {
-    "phases": (kill_in_phases, 110),
-    "random": (kill_at_random, 80),
-    "signals": (send_signals, 12),
-    "disks": (fill_disks, 20),
-    "damage": (damage_checkpoints, 60),
-    "inputs": (give_bad_inputs, 300),
-    "ranks": (run_two_ranks, 8),
+    "phases": Part(
+        kill_in_phases,
+        110,
+        f"SIGKILL inside a save, at each of {len(PHASES)} steps of it in turn; no checkpoint lost, same losses",
+    ),
+    "random": Part(
+        kill_at_random, 80, "SIGKILL at a random moment of the first two seconds; no checkpoint lost, same losses"
+    ),
+    "signals": Part(
+        send_signals,
+        12,
+        "SIGINT, SIGTERM or SIGHUP; ends with a checkpoint of its last step and exit code 130, same losses",
+    ),
+    "disks": Part(
+        fill_disks,
+        20,
+        "no file can grow beyond a limit, from 1 byte up; exit code 2 or 4, no checkpoint lost, same losses",
+    ),
+    "damage": Part(
+        damage_checkpoints,
+        60,
+        "one bit of a file flipped, or the file cut, or another in its place; exit code 2 and one line that names it",
+    ),
+    "inputs": Part(
+        give_bad_inputs,
+        300,
+        "a bad setting on the command line or in TOML, a damaged file of a run; exit code 2, one line that names it",
+    ),
+    "ranks": Part(
+        run_two_ranks,
+        8,
+        "two ranks: SIGKILL to one, to torchrun or to all three; every rank ends, no checkpoint lost, same losses",
+    ),
 }
 
 
@@ -418,14 +445,20 @@ def iter_rows(parts: list[str], tries: int | None, seed: int) -> Iterator[str]:
     """Run the parts, and yield the lines of the table."""
     yield "| what happens, and what must hold | held / tried |"
     yield "|---|---|"
-    for part in parts:
-        action, default = PARTS[part]
-        count = default if tries is None else tries
+    for name in parts:
+        part = PARTS[name] if tries is None else PARTS[name]._replace(tries=tries)
         with tempfile.TemporaryDirectory() as folder:
-            yield f"| {action(Runs(Path(folder)), count, random.Random(seed))} | {count} / {count} |"
+            part.run(Runs(Path(folder)), part.tries, random.Random(seed))
+        yield make_row(part)
 
 
-if __name__ == "__main__":
+def make_row(part: Part) -> str:
+    """Return the line of the table for a part whose tries all held."""
+    return f"| {part.statement} | {part.tries} / {part.tries} |"
+
+
+def run_parts(words: list[str] | None = None) -> None:
+    """Run the parts that the command line, or `words`, names, and print their lines."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--part", choices=[*PARTS, "soak", "cost"], action="append", help="default: all but the last two"
@@ -433,7 +466,9 @@ if __name__ == "__main__":
     parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    if options.part not in (None, ["soak"], ["cost"]) and not PARTS.keys() >= set(options.part):
+        parser.error("soak and cost run alone, without another --part")
     torch.set_num_threads(1)
     get_peak_flops(torch.device("cpu"))  # measured here, and not in each fork
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
@@ -446,3 +481,7 @@ if __name__ == "__main__":
         lines = iter_rows(options.part or list(PARTS), options.tries, options.seed)
     for row in lines:
         print(row, flush=True)
+
+
+if __name__ == "__main__":
+    run_parts()

@@ -1,7 +1,7 @@
 """Checks compiled code: gradients of compiled blocks and experts against those of eager code and of bfloat16.
 
 Compiled code keeps float32 inside a fused chain, where eager code rounds to bfloat16, so some codes differ by a step.
-A wrong layout, scale or kernel destroys the signal. `MIN_DB` lies between: noise of a fifth of the signal.
+A wrong layout, scale or kernel destroys the signal. `MIN_SQNR_DB` lies between: noise of a fifth of the signal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.gpu_parts.second import make_grouped_step
 from quaver import float8_grouped_mm
 from quaver.lab.settings.float8 import BFLOAT16
 
-MIN_DB = 14.0
+MIN_SQNR_DB = 14.0
 RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")
 
 
@@ -46,7 +46,7 @@ def _compare_experts(lab: Lab, recipe: str, exact: list[Tensor]) -> Iterator[Row
 
 def _judge(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> Row:
     of_eager, of_bfloat16 = compute_lowest_db(eager, compiled), compute_lowest_db(exact, compiled)
-    wrong = not min(of_eager, of_bfloat16) >= MIN_DB  # NaN is wrong
+    wrong = not min(of_eager, of_bfloat16) >= MIN_SQNR_DB  # NaN is wrong
     return {"beside_eager_db": of_eager, "beside_bfloat16_db": of_bfloat16, "is_wrong": wrong}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import ledger, performance, scaling, stored_activations
+from benchmarks import ledger, performance, reliability, scaling, stored_activations
 from benchmarks.record import ROOT, fill_page
 from benchmarks.scaling import PICTURES, make_scenarios, measure_casts
 from quaver.lab.cli.bench import VERBS
@@ -108,3 +108,9 @@ def test_series_are_those_of_the_recorded_run(scenario, contestant):
     assert measured["sqnr_db"] == pytest.approx(recorded["sqnr_db"], abs=0.05)
     assert measured["used_over_ideal"] == pytest.approx(recorded["used_over_ideal"], rel=1e-3)
     assert measured["saturated"] == pytest.approx(recorded["saturated"], abs=1e-4)
+
+
+def test_the_table_of_reliability_has_the_statements_of_its_benchmark():
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and " / " in line][1:]
+    assert rows == [reliability.make_row(part) for part in reliability.PARTS.values()]

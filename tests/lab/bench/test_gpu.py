@@ -127,7 +127,7 @@ def test_the_other_parts_run_dry(part, tmp_path):
     rows = run_part(part, tmp_path)
     assert all(row.get("timing", {"median_us": 1})["median_us"] > 0 for row in rows)
     if part == "gradients":
-        assert all(row["beside_eager_db"] > row["beside_bfloat16_db"] > gradients.MIN_DB for row in rows)
+        assert all(row["beside_eager_db"] > row["beside_bfloat16_db"] > gradients.MIN_SQNR_DB for row in rows)
     if part == "blocks":
         assert rows[-1]["by_category"]["float8 matmul"]["ms"] > 0
 
@@ -165,10 +165,10 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
 def test_gradients_that_a_kernel_spoils_are_wrong():
     good = [torch.randn(64, 64), torch.randn(8)]
     assert gradients.compute_lowest_db(good, [gradient * (1 + 1e-3) for gradient in good]) == pytest.approx(60, abs=0.1)
-    assert gradients.compute_lowest_db(good, [good[0].t(), good[1]]) < gradients.MIN_DB
+    assert gradients.compute_lowest_db(good, [good[0].t(), good[1]]) < gradients.MIN_SQNR_DB
     assert gradients.compute_lowest_db(good, [torch.zeros(64, 64), good[1]]) == pytest.approx(0)
     for bad in ([good[0], good[1] * float("nan")], good[:1], []):
-        assert not gradients.compute_lowest_db(good, bad) >= gradients.MIN_DB
+        assert not gradients.compute_lowest_db(good, bad) >= gradients.MIN_SQNR_DB
 
 
 ELEMENTWISE = "void at::native::elementwise_kernel<128, 4, at::native"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.reliability import Runs, run_parts
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.lock import HOLDER
@@ -130,9 +130,13 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(run_words, tmp_
     assert main(["train", "--resume", str(run), "--training.steps=10"]) == 0
 
 
-def run_reliability(words: list[str]) -> None:
-    sys.argv = ["benchmarks.reliability", *words]
-    runpy.run_module("benchmarks.reliability", run_name="__main__")
+def test_a_reliability_run_that_fails_before_its_first_step_ends_the_script(tmp_path):
+    (tmp_path / "stderr").write_text("no space left\n")
+    with (
+        subprocess.Popen([sys.executable, "-c", ""]) as process,
+        pytest.raises(SystemExit, match=r"the run signals ended before its first step: \['no space left'\]"),
+    ):
+        Runs(tmp_path).wait_for_step("signals", 0, process.pid)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
@@ -149,6 +153,6 @@ def run_reliability(words: list[str]) -> None:
 )
 def test_every_reliability_scenario_holds(words):
     """Each try of benchmarks/reliability.py."""
-    process = Forked(run_reliability, words)
+    process = Forked(run_parts, words)
     _, error = process.communicate(timeout=7200)
     assert process.returncode == 0, error
