@@ -84,8 +84,8 @@ def replace_output(path: Path, option: str = "--output") -> Iterator[Path]:
         raise NotWrittenError(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
-def write_json(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON with `replace_output`."""
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Write the result of a command as JSON with `replace_output`."""
     with replace_output(path) as partial:
         partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

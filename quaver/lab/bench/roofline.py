@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
-from quaver.lab.output_file import replace_output, write_json
+from quaver.lab.output_file import replace_output, write_result
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
@@ -101,7 +101,7 @@ class Roofline:
             writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        write_json(self.to_json(), summary)
+        write_result(self.to_json(), summary)
         return [table, summary]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The `quaver` command: one file per verb, imported on use."""
+"""The `quaver` command: a file per verb, imported on use; VERB_*.py are parts of a verb."""
 
 import importlib
 import io

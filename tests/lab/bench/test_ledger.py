@@ -22,8 +22,8 @@ from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import add_machine_code, compile_kernels
 from quaver.lab.bench.ledger.table import iter_findings
 from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
-from quaver.lab.cli.bench import ledger as ledger_cli
-from quaver.lab.cli.bench.ledger import LedgerOptions
+from quaver.lab.cli import bench_ledger as ledger_cli
+from quaver.lab.cli.bench_ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
 from quaver.linear.native_mm import ScaleKind

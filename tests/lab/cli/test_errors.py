@@ -35,7 +35,7 @@ def fail(*args, **options):
         (f"{CLI}.memory.predict_links", f"memory --links {TRAIN}"),
         (f"{CLI}.memory.estimate_peak", f"memory --quick {TRAIN}"),
         ("quaver.lab.plan.advise.predict_memory", f"memory --advise {TRAIN}"),
-        (f"{CLI}.bench.roofline.predict_roofline", "bench roofline"),
+        (f"{CLI}.bench_roofline.predict_roofline", "bench roofline"),
         ("quaver.lab.bench.train.set_up_run", f"bench train {TRAIN}"),
         (f"{CLI}.doctor_gpu.describe_gpu", "doctor --gpu=h100"),
         (f"{CLI}.doctor_model.open_surveyed_model", "doctor --model=run"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quaver.lab.cli import main
-from quaver.lab.output_file import Output, check_outputs, write_json
+from quaver.lab.output_file import Output, check_outputs, write_result
 from quaver.runtime.errors import InputError
 
 
@@ -17,7 +17,7 @@ def test_an_output_is_checked_and_neither_made_nor_changed(tmp_path):
     for output in (path, link):
         check_outputs(Output(output))
     assert list(tmp_path.iterdir()) == [link]
-    write_json({"environment": {}}, link)
+    write_result({"environment": {}}, link)
     os.utime(path, (1, 1))
     for output in (path, link):
         check_outputs(Output(output))
@@ -70,7 +70,7 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refuse
 def test_an_output_has_a_name_as_long_as_the_file_system_takes(name, tmp_path):
     path = tmp_path / "new" / name
     check_outputs(Output(path))
-    write_json({"environment": {}}, path)
+    write_result({"environment": {}}, path)
     assert list(path.parent.iterdir()) == [path]
     for longer in (path.with_name(f"a{name}"), tmp_path / f"a{name}" / "x.json"):
         with pytest.raises(InputError, match="^--output: expected names of at most 255 bytes, got "):

@@ -18,11 +18,20 @@ from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.cli import VERBS, bench, convert, doctor_gpu, dry_run, main, plan
-from quaver.lab.cli.bench import ledger, roofline
+from quaver.lab.cli import (
+    VERBS,
+    bench,
+    bench_ledger,
+    bench_roofline,
+    convert,
+    doctor_gpu,
+    dry_run,
+    main,
+    memory_views,
+    plan_views,
+)
 from quaver.lab.cli.doctor_model import SHOWN_RECIPES
 from quaver.lab.cli.doctor_model import iter_views as survey_views
-from quaver.lab.cli.memory import views
 from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.survey import SurveyedLinear
@@ -178,7 +187,7 @@ def make_bench_views(verb):
 def make_advice_views():
     change = "activations: selective, every 2nd block; optimizer states: float8"
     row = AdvisedSetting(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
-    return [views.make_advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
+    return [memory_views.make_advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
 
 
 def make_memory_views():
@@ -191,10 +200,10 @@ def make_memory_views():
     compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
     compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
     comparison = SimpleNamespace(at=lambda moment: (), **compared)
-    with mock.patch.object(views, "merge_layers", return_value=[row] * 3):
-        tensors = views.make_tensor_table(prediction, 3)
-    differences = next(views.iter_comparison_views(comparison, prediction, prediction, 1))
-    return [tensors, views.make_category_table(prediction), differences]
+    with mock.patch.object(memory_views, "merge_layers", return_value=[row] * 3):
+        tensors = memory_views.make_tensor_table(prediction, 3)
+    differences = next(memory_views.iter_comparison_views(comparison, prediction, prediction, 1))
+    return [tensors, memory_views.make_category_table(prediction), differences]
 
 
 def make_plan_views():
@@ -204,7 +213,7 @@ def make_plan_views():
     for degrees, gather, batch, speed, seconds, mfu, wait in numbers:
         cells = ("tensorwise", degrees, "8x4", gather, batch, "1/2", "174.9", "67.1M", f"{seconds}", f"{speed:,}")
         rows.append((f"{len(rows) + 1}*", *cells, f"{mfu}", f"{wait}"))
-    return [plan.views.make_layout_table(rows, 80 * GIB)]
+    return [plan_views.make_layout_table(rows, 80 * GIB)]
 
 
 def make_gpu_views():
@@ -214,7 +223,7 @@ def make_gpu_views():
 
 def make_links_views():
     traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
-    return views.iter_link_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
+    return memory_views.iter_link_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
 
 
 def make_survey_views():
@@ -230,9 +239,9 @@ def make_ledger_views():
     launch = Launch("quaver.to_column_major", (), (access,), (access,), (), "", {}, False)
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]
-    options = ledger.LedgerOptions(kernels=True)
-    return ledger.iter_views(
-        options, ledgers, ledger.CodeBySource(), find_device_spec("H200"), options.make_module_config()
+    options = bench_ledger.LedgerOptions(kernels=True)
+    return bench_ledger.iter_views(
+        options, ledgers, bench_ledger.CodeBySource(), find_device_spec("H200"), options.make_module_config()
     )
 
 
@@ -241,7 +250,7 @@ def make_roofline_views():
     from quaver.lab.bench.roofline_layers import list_model_layers
 
     models = (list_model_layers("llama-70b"),)
-    return roofline.iter_views(predict_roofline(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
+    return bench_roofline.iter_views(predict_roofline(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
 
 
 TABLES = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quaver.checkpointing import apply_activation_checkpointing
-from quaver.lab.cli.memory.views import iter_comparison_lines
+from quaver.lab.cli.memory_views import iter_comparison_lines
 from quaver.lab.memory import explain
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.pitfalls import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quaver.lab.cli.memory.views import make_side_by_side_table
+from quaver.lab.cli.memory_views import make_side_by_side_table
 from quaver.lab.memory.runs.measure import MAX_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.runs.ranks import Ranks

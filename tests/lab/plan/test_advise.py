@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver.lab.cli.memory.views import summarize_advice
+from quaver.lab.cli.memory_views import summarize_advice
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver.lab.cli import plan as command
+from quaver.lab.cli import plan_views
 from quaver.lab.plan import search
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.compute import BlockTimes
@@ -129,7 +130,7 @@ def test_the_run_that_fixes_a_cards_share_is_said(gpu, words):
     ("network", "gbps"), {"400gbps": 400, "100Gb/s": 100, "100 Gbit/s": 100, "50GB/s": 400, "12.5GBps": 100}.items()
 )
 def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
-    assert command.PlanOptions(network=network).network_gbps == gbps
+    assert plan_views.PlanOptions(network=network).network_gbps == gbps
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
@@ -141,7 +142,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
         modeled = Costs.from_formulas(run, cluster)
         return modeled._replace(block=BlockTimes(*(2 * seconds for seconds in modeled.block)))
 
-    monkeypatch.setattr(command.views, "count_costs", costs)
+    monkeypatch.setattr(plan_views, "count_costs", costs)
     picture = tmp_path / "step.png"
     printed, written = plan("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", picture)
     if not is_counted:
@@ -161,7 +162,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
 )
 def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, tokens, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
-    assert command.PlanOptions(gpus=gpus, global_batch=tokens).count_step_sequences(TrainConfig()) == sequences
+    assert plan_views.PlanOptions(gpus=gpus, global_batch=tokens).count_step_sequences(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(

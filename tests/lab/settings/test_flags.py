@@ -7,10 +7,10 @@ from typing import Annotated
 import pytest
 
 from quaver.lab.bench.gemm import GemmBenchmark
-from quaver.lab.cli.bench.ledger import LedgerOptions
-from quaver.lab.cli.bench.roofline import RooflineOptions
+from quaver.lab.cli.bench_ledger import LedgerOptions
+from quaver.lab.cli.bench_roofline import RooflineOptions
 from quaver.lab.cli.memory import MemoryOptions
-from quaver.lab.cli.plan import PlanOptions
+from quaver.lab.cli.plan_options import PlanOptions
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options, split_flags

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.memory.views import (
+from quaver.lab.cli.memory_views import (
     iter_comparison_views,
     iter_link_views,
     iter_prediction_views,
@@ -22,7 +22,7 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.runs.links import predict_links
 from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.runs.predict import RunMemory, predict_memory
-from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
+from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.recorder.draw import draw_timeline
@@ -144,7 +144,7 @@ def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> in
     with show_progress("counting the collectives of a step"):
         links = predict_links(config, options.ranks, device)
     print_views(iter_link_views(links, per_s))
-    _write_json(links.to_dict(), options)
+    _write_result(links.to_dict(), options)
     print(f"saved {options.output}")
     return 0
 
@@ -167,7 +167,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     if advice is not None:
         print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
-    _write_json(result, options)
+    _write_result(result, options)
     print(f"saved {options.output}")
     return 0
 
@@ -211,7 +211,7 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
     """Write the files that the options ask for, and return their paths."""
     more = {name: part.to_dict() for name, part in results.items()}
     files = [Path(options.output)]
-    _write_json(memory.to_dict() | more, options)
+    _write_result(memory.to_dict() | more, options)
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         files.append(Path(options.html))
@@ -224,8 +224,8 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
     return files
 
 
-def _write_json(result: dict[str, Any], options: MemoryOptions) -> None:
-    write_json({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
+def _write_result(result: dict[str, Any], options: MemoryOptions) -> None:
+    write_result({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
 
 
 def _with_timeline(memory: RunMemory) -> dict[str, Any]:

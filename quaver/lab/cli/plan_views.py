@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
-from quaver.lab.cli.plan.options import PlanOptions
+from quaver.lab.cli.plan_options import PlanOptions
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import count_costs

@@ -41,7 +41,7 @@ from quaver.lab.bench.ledger.times import list_constants, sum_milliseconds
 from quaver.lab.bench.peer import is_peer_recipe
 from quaver.lab.bench.shapes import MODEL_NAMES, make_model
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.output_file import Output, check_outputs, replace_output, write_json
+from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, setting
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
             for ledger in ledgers
         ],
     }
-    write_json(result, output)
+    write_result(result, output)
     print_views(iter_views(options, ledgers, codes, spec, module_config))
     print(f"saved {output}, {picture}")
     return 0

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.plan.options import PlanOptions
-from quaver.lab.cli.plan.views import iter_notes_on_steps, iter_views
+from quaver.lab.cli.plan_options import PlanOptions
+from quaver.lab.cli.plan_views import iter_notes_on_steps, iter_views
 from quaver.lab.cli.run_config import load_and_warn
-from quaver.lab.output_file import replace_output, write_json
+from quaver.lab.output_file import replace_output, write_result
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted import check_counts_for
 from quaver.lab.plan.layouts import list_layouts, list_precisions
@@ -28,8 +28,6 @@ from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
-
-__all__ = ["PlanOptions", "main"]
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +83,7 @@ def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
     rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
-    write_json(
+    write_result(
         {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
     )
     if options.explain is not None:

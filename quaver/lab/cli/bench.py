@@ -12,7 +12,7 @@ from quaver.lab.bench.results import Result, UnfinishedError, format_table, form
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_and_warn
-from quaver.lab.output_file import write_json
+from quaver.lab.output_file import write_result
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
 from quaver.lab.terminal.console import print_views
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     if isinstance(verb, int):
         return verb
     if verb in ("roofline", "ledger"):
-        return importlib.import_module(f"{__name__}.{verb}").main(argv[1:])
+        return importlib.import_module(f"{__name__}_{verb}").main(argv[1:])
     with report_bad_input():
         options, measure = _prepare(verb, argv[1:])
     try:
@@ -61,7 +61,7 @@ def _measure_and_save(options: BenchOptions, measure: Callable[[], Result]) -> N
             result = measure()
     except UnfinishedError as unfinished:
         result, error = unfinished.result, unfinished.cause
-    write_json(result, options.result_file)
+    write_result(result, options.result_file)
     print_views(iter_views(options, result))
     if error is not None:
         with report_bad_input():
