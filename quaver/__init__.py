@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from quaver.conversion.check import assert_float8_training
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training, convert_to_high_precision
-from quaver.conversion.delayed import (
+from quaver.conversion.freeze import freeze_to_float8
+from quaver.conversion.high_precision import set_high_precision_matmuls
+from quaver.conversion.layer_recipes import LayerRecipes
+from quaver.conversion.persistent_scales import (
     Float8ScalingState,
     TensorScaleReport,
     calibrate_float8_static_scales,
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.freeze import freeze_to_float8
-from quaver.conversion.high_precision import set_high_precision_matmuls
-from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp, reduce_gradients_in_float8
 from quaver.experts.grouped_mm import float8_grouped_mm

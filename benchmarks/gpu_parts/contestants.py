@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Lab
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.persistent_scales import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao
 from quaver.lab.settings.float8 import BFLOAT16

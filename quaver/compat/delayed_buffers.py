@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import float8_scaling_state, list_named_slots
+from quaver.conversion.persistent_scales import float8_scaling_state, list_named_slots
 from quaver.linear.scale_state import compute_scale
 from quaver.runtime.names import strip_wrappers
 

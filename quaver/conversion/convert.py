@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from torch import nn
 from torch.nn.utils import parametrize
 
-from quaver.conversion.delayed import add_persistent_scales
+from quaver.conversion.persistent_scales import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
 from quaver.conversion.report import (
     FILTER_REASON_ATTRIBUTE,

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
-from quaver.conversion.delayed import (
+from quaver.conversion.persistent_scales import (
     float8_scaling_state,
     load_checkpoint_scales,
     sync_float8_amax_and_scale_history,

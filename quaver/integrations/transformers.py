@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from quaver.conversion.check import assert_float8_training
-from quaver.conversion.delayed import (
+from quaver.conversion.persistent_scales import (
     Float8ScalingState,
     float8_scaling_state,
     load_checkpoint_scales,

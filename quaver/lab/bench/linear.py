@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.conversion.delayed import sync_float8_amax_and_scale_history
+from quaver.conversion.persistent_scales import sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation, time_alternating
 from quaver.lab.bench.options import ModeOptions, OperandOptions, RecipeOptions, ShapeOptions
 from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.persistent_scales import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.trainer.float8 import fuse_producers

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.conversion.delayed import sync_float8_amax_and_scale_history
+from quaver.conversion.persistent_scales import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.terminal.counts import format_count

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from quaver.conversion.delayed import Float8ScalingState
+from quaver.conversion.persistent_scales import Float8ScalingState
 from quaver.lab.runs.dcp import load_state, read_metadata
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import CHECKPOINT_HINT

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
-from quaver.conversion.delayed import float8_scaling_state
 from quaver.conversion.layer_recipes import HIGH_PRECISION
+from quaver.conversion.persistent_scales import float8_scaling_state
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.errors import OutputFailures, convert_to_not_written

@@ -19,7 +19,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.delayed import list_named_slots
+from quaver.conversion.persistent_scales import list_named_slots
 from tests.models import Block, rope_tables
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
