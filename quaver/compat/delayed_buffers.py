@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.persistent_scales import float8_scaling_state, list_named_slots
-from quaver.linear.scale_state import compute_scale
+from quaver.recipes.scaling import compute_persistent_scale
 from quaver.runtime.names import strip_wrappers
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, 
                         f"{prefix}fp8_amax_history_{old}: expected a vector of amaxes with one scale, got {both}"
                     )
                 history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
-                quant_scale = compute_scale(
+                quant_scale = compute_persistent_scale(
                     history.max(), state.format_max[slot], state.delayed_config, state.power_of_2
                 )
                 entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)

@@ -1,4 +1,4 @@
-"""Delayed and static scaling of a model: sync, calibrate, save, load, report. linear/scale_state.py holds the state."""
+"""Delayed and static scaling of a model: sync, calibrate, save, load, report. linear/scale_state.py has the state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from quaver.linear.module import Float8Linear
-from quaver.linear.scale_state import (
-    OPERANDS,
-    ConversionScaleSlots,
-    LinearScaleSlots,
-    NamedSlot,
-    compute_scale,
-    list_entries,
-    load_slots,
-)
+from quaver.linear.scale_entries import list_entries, load_slots
+from quaver.linear.scale_state import OPERANDS, ConversionScaleSlots, LinearScaleSlots, NamedSlot
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
@@ -162,7 +155,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
         _check_measured({name: float(amaxes[state][slot]) for name, state, slot in named})
         for (scales, _), (state, slots) in zip(before, slots_of.items(), strict=True):
             amax, format_max = amaxes[state][slots], state.format_max[slots]
-            scales[slots] = compute_scale(amax, format_max, state.delayed_config, state.power_of_2)
+            scales[slots] = scaling.compute_persistent_scale(amax, format_max, state.delayed_config, state.power_of_2)
     finally:
         for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False

@@ -1,4 +1,4 @@
-"""The persistent scales of a model: the state of delayed and static scaling, and the rule that updates it.
+"""The persistent scales of a model: the state of delayed and static scaling, and the sync that updates it.
 
 `ConversionScaleSlots` holds T slots for the linears of one conversion. A slot is one operand (input, weight, or
 grad_output).
@@ -40,7 +40,7 @@ object with the same `quant_scale._version`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ from torch.distributed import ProcessGroup
 
 from quaver.kernels.persistent_cast import record_observed
 from quaver.recipes import scaling
-from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
@@ -61,7 +61,6 @@ from quaver.torch_private.versions import get_version
 
 OPERANDS = ("input", "weight", "grad_output")
 
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
 _UNCOPIED_ATTRIBUTES = ("linear_scales", "_persistent", "weight_versions")
@@ -186,7 +185,7 @@ class ConversionScaleSlots:
         self.history.copy_(torch.where(recorded.unsqueeze(1), shifted, self.history))
         largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
         usable = recorded & (largest > 0) & largest.isfinite()
-        scale = compute_scale(largest, self.format_max, config, self.power_of_2)
+        scale = scaling.compute_persistent_scale(largest, self.format_max, config, self.power_of_2)
         self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
@@ -349,82 +348,4 @@ class LinearScaleSlots:
         return LinearScaleSlots, (self.state, self.slots)  # a copy has views of the copied state
 
 
-def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
-    """Return the quant_scale for an expected `amax`, float32 of its shape, valid for amax > 0.
-
-    This is TransformerEngine's formula, with the largest float32 if the quotient overflows. The division runs in
-    float64 to be bit-identical on every device ([Note: one division, two formulas] in scaling.py).
-    """
-    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
-    scale = scale.clamp(max=_LARGEST_FLOAT32)
-    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
-
-
 NamedSlot = tuple[str, ConversionScaleSlots, int]
-
-
-def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
-    """Return views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
-    entries: dict[str, Tensor] = {}
-    for name, state, slot in named_slots:
-        is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED
-        if is_delayed or slot in state.calibrated_slots:
-            entries[f"{name}.quant_scale"] = state.quant_scale[slot]
-        if is_delayed:
-            entries[f"{name}.amax_history"] = state.history[slot]
-    return entries
-
-
-@torch.no_grad()
-def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> None:
-    """Copy `saved` into `list_entries(named_slots)`, and zeros (a cold start) into missing entries.
-
-    A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
-
-    Raises:
-        RuntimeError: static scales are being calibrated.
-        TypeError: `saved` is no mapping.
-        ValueError: an entry is not a tensor of floating point with values, has another number of dims, or is not finite
-            in float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves
-            them.
-    """
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(saved).__name__}")
-    if any(state.calibrating for _, state, _ in named_slots):
-        raise RuntimeError("calibrate_float8_static_scales would discard the loaded scales: load them after that block")
-    entries = list_entries(named_slots)
-    may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
-    sources = {
-        name: _convert_entry(name, saved[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
-        for name, view in entries.items()
-        if name in saved
-    }
-    loaded: dict[str, Tensor] = {}
-    for name, view in entries.items():
-        source = sources.get(name, view.new_zeros(()))
-        if view.dim() and source.dim() and len(source) != len(view):
-            source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
-        loaded[name] = torch.empty_like(view).copy_(source.clamp(min=0))  # may fail, so before the first write
-    for name, view in entries.items():
-        view.copy_(loaded[name])
-    for state in {id(state): state for _, state, _ in named_slots}.values():
-        state.record_load()
-
-
-def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:
-    """Return a checked entry in float32, the dtype of the state."""
-    if not isinstance(entry, Tensor) or entry.dim() != dims:
-        got = entry.dim() if isinstance(entry, Tensor) else "no tensor"
-        raise ValueError(f"{name}: expected a tensor of {dims} dims, got {got}")
-    if not entry.is_floating_point():
-        raise ValueError(f"{name}: expected floating point, got {entry.dtype}")
-    has_value = not isinstance(entry, FakeTensor)
-    if has_value and entry.is_meta:
-        raise ValueError(f"{name}: expected a tensor with values, got one on the meta device")
-    converted = entry.float()
-    is_bad = converted.isnan() if may_be_infinite else ~converted.isfinite()
-    if has_value and bool(is_bad.any()):
-        expected = "a finite scale" if dims == 0 else "amaxes but NaN" if may_be_infinite else "finite amaxes"
-        value = entry[is_bad][0].item()
-        raise ValueError(f"{name}: expected {expected} in float32, got {value}; load an earlier checkpoint")
-    return converted

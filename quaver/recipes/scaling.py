@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes import e2m1
+from quaver.recipes.delayed_config import DelayedScalingConfig
 from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, get_format
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
 from quaver.recipes.scale_rules import SCALE_RULES, compute_scales_by_rule, divides, get_rule
@@ -198,6 +199,19 @@ def round_down_to_power_of_2(scale: Tensor) -> Tensor:
     """Clear the mantissas of positive float32 numbers; NaN stays NaN."""
     rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)  # clearing the mantissa of a NaN would give inf
+
+
+def compute_persistent_scale(
+    amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool
+) -> Tensor:
+    """Return the quant_scale for an expected `amax`, float32 of its shape, valid for amax > 0.
+
+    This is TransformerEngine's formula, with the largest float32 if the quotient overflows. The division runs in
+    float64 to be bit-identical on every device ([Note: one division, two formulas]).
+    """
+    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    return round_down_to_power_of_2(scale) if power_of_2 else scale
 
 
 def to_dequant_scale(quant_scale: Tensor) -> Tensor:
