@@ -83,7 +83,8 @@ def sync_float8_amax_and_scale_history(
     `torch.compile(fullgraph=True)` traces it, with bit-identical results.
 
     The ranks exchange 8 bytes per tensor in one all-reduce. The number of kernels does not depend on the number of
-    tensors. The first eager call checks in a collective of 16 bytes that the ranks agree; compiled code does not check.
+    tensors. The first eager call, and the next one after a load of scales, checks in a collective of 16 bytes that the
+    ranks agree; compiled code does not check.
 
     Args:
         model: the module that was given to `convert_to_float8_training`, or a module around or inside it.
@@ -92,7 +93,7 @@ def sync_float8_amax_and_scale_history(
             stage. None for all ranks of the default process group.
     Raises:
         ValueError: `fp8_layers` has a module that is no Float8Linear.
-        RuntimeError: on every rank, if ranks have different tensors or configs, or inside
+        RuntimeError: on every rank, if ranks have different tensors, configs or loaded scales, or inside
             `calibrate_float8_static_scales`, whose amaxes the sync would discard.
     """
     check_is_module(model, argument="model")
