@@ -107,16 +107,18 @@ class Float8Optimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of all parameters that have gradients.
 
-        Raises the errors of `check_step`, before anything changes.
+        Raises the errors of `check_step`, before anything changes. A param group whose step fails, for example for lack
+        of memory, is not counted.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.check_step()
-        for group, steps in zip(self.param_groups, self._count_steps(), strict=True):
+        for group, steps in zip(self.param_groups, self._prepare_steps(), strict=True):
             self._step_group(group, steps)
             for parameter, _, _ in steps:
+                self.state[parameter]["step"] += 1
                 _write_to_empty_shard(parameter)
                 if "master" in self.state[parameter]:
                     self._versions[parameter] = get_version(get_local_tensor(parameter))
@@ -154,8 +156,8 @@ class Float8Optimizer(Optimizer):
         parameters = {parameter for group in self.param_groups for parameter in group["params"]}
         self._names |= {parameter: name for name, parameter in model.named_parameters() if parameter in parameters}
 
-    def _count_steps(self) -> list[list[ParameterStep]]:
-        """Count a step of each parameter with a gradient, and list them by param group."""
+    def _prepare_steps(self) -> list[list[ParameterStep]]:
+        """Prepare the states of all parameters with gradients, and list their next steps by param group."""
         positions = itertools.count()  # also of parameters without a gradient, so that random bits depend on none
         steps: list[list[ParameterStep]] = []
         for group in self.param_groups:
@@ -163,12 +165,12 @@ class Float8Optimizer(Optimizer):
             for parameter in group["params"]:
                 position = next(positions)
                 if parameter.grad is not None:
-                    step = self._count_step(parameter, group)
+                    step = self._prepare_step(parameter, group)
                     steps[-1].append(ParameterStep(parameter, step, make_step_key(group["seed"], step, position)))
         return steps
 
-    def _count_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
-        """Count a step of a parameter and return its number. The first step creates the parameter's state.
+    def _prepare_step(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return the number of a parameter's next step. The first step creates the parameter's state.
 
         A write to the parameter since the last step, such as `load_state_dict`, is copied into its master.
         """
@@ -178,8 +180,7 @@ class Float8Optimizer(Optimizer):
             self.state[parameter].update(make_state(parameter, group))
         elif "master" in self.state[parameter] and self._is_written(parameter):
             update_master(parameter, self.state[parameter]["master"])
-        self.state[parameter]["step"] += 1
-        return int(self.state[parameter]["step"].item())
+        return int(self.state[parameter]["step"].item()) + 1
 
     def _is_written(self, parameter: Tensor) -> bool:
         """Return whether a parameter was written to since its last step, or that is unknown."""
@@ -339,7 +340,6 @@ class Float8Optimizer(Optimizer):
                 if state_dict["state"].get(index):
                     states[parameter] = convert_torch_state(parameter, group, state_dict["state"][index], position)
                 position += 1
-        self._versions.clear()
         self.state = states
         for group, loaded_options in zip(self.param_groups, options, strict=True):
             group.update(loaded_options)

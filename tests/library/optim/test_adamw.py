@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
-from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, base, buckets, make_param_groups, update
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, adamw, base, buckets, make_param_groups, muon, update
 from quaver.optim.blocks import RowSpan, make_grid, number_blocks
 from quaver.optim.rounding import (
     dequantize_moment,
@@ -135,6 +136,33 @@ def test_weights_that_are_loaded_between_steps_replace_float32_masters(optimizer
     its_optimizer.step()
     assert torch.equal(parameter, loaded)
     assert torch.equal(master[32:], before[32:])
+
+
+def test_a_state_that_is_loaded_alone_does_not_bring_back_old_weights():
+    (parameter,), optimizer = train(shapes=[(64, 128)], dtype=torch.bfloat16, masters="float32")
+    old, weights = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+    optimizer.param_groups[0].update(lr=1.0)
+    make_steps([parameter], optimizer, [3])
+    optimizer.load_state_dict(old)
+    optimizer.param_groups[0].update(lr=0.0)
+    moved = parameter.detach().clone()
+    optimizer.step()
+    assert torch.equal(parameter, moved)
+    assert not torch.equal(parameter, weights)
+
+
+@pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
+def test_a_step_that_fails_is_not_counted(optimizer, monkeypatch):
+    """The step that follows has the number, and the random bits, of the one that failed."""
+    expected, failing = train(optimizer, shapes=[(64, 128)]), build_parameters(optimizer, shapes=[(64, 128)])
+    for seed in range(3):
+        give_gradients(failing[0], seed)
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            for module in (adamw, muon):
+                patch.setattr(module, "get_local_gradient", mock.Mock(side_effect=MemoryError))
+            failing[1].step()
+        failing[1].step()
+    assert_same_states(failing, expected)
 
 
 def test_a_parameter_of_other_strides_is_updated_in_place():
@@ -260,7 +288,14 @@ def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     assert len({make_step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 
 
-def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported():
+def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported(monkeypatch):
+    counters, run_updates = [], adamw.run_updates
+
+    def record_counter(updates, scalars, get_counter, **options):
+        counters.append(get_counter(torch.device("cpu")))
+        run_updates(updates, scalars, get_counter, **options)
+
+    monkeypatch.setattr(adamw, "run_updates", record_counter)
     (parameter,), optimizer = train(steps=1, shapes=[(64, 512)])
     before, old_state = parameter.detach().clone(), copy.deepcopy(optimizer.state[parameter])
     parameter.grad[3, 300] = torch.inf
@@ -275,7 +310,7 @@ def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported():
     assert torch.equal(state["exp_avg_fp8"][3, 256:], old_state["exp_avg_fp8"][3, 256:])
     assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], old_state["exp_avg_sq_root_scale"][3, 1])
     assert optimizer.skipped_blocks == 1
-    optimizer._skipped[torch.device("cpu")].add_(2)  # as a GPU does after step() has returned
+    counters[-1].add_(2)  # as a GPU does after step() has returned
     for call, count in ((optimizer.state_dict, 2), (optimizer.step, 1)):
         with pytest.warns(RuntimeWarning, match=f"not finite in {count} blocks") as warned:
             call()
