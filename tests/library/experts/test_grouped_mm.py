@@ -375,8 +375,14 @@ def test_dtensors_are_refused(name, one_rank):
         float8_grouped_mm(**tensors)
 
 
-def test_ranges_are_padded_no_further_than_to_multiples_of_16():
-    places, ends, rows = gpu_gemm._place_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
-    assert ends.tolist() == [16, 16, 48, 80]
-    assert rows == 112  # the most that four groups of 37 rows can take
-    assert places.tolist() == [0, *range(16, 33), *range(48, 65), rows, rows]
+def test_ranges_are_padded_no_further_than_to_multiples_of_16(monkeypatch):
+    multiply = mock.Mock(wraps=gpu_gemm.grouped_mm)
+    monkeypatch.setattr(gpu_gemm, "grouped_mm", multiply)
+    tokens, ends = torch.ones(37, 32).bfloat16(), torch.tensor([1, 1, 18, 35], dtype=torch.int32)
+    with virtual_gpu("h100"):
+        gpu_gemm.multiply_widened(Operand(tokens), Operand(tokens), ends, ExpertMatmul.GRAD_WEIGHT, False)
+    (left, right), padded_ends = multiply.call_args.args, multiply.call_args.kwargs["offs"]
+    assert padded_ends.tolist() == [16, 16, 48, 80]
+    assert left.shape[1] == right.shape[0] == 112  # the most that four groups of 37 rows can take
+    rows = [0, *range(16, 33), *range(48, 65)]
+    assert left[0].nonzero().flatten().tolist() == rows
