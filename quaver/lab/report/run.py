@@ -109,16 +109,19 @@ def _read(path: Path, label: str) -> RunData:
             f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}"
             + _name_runs_in(path)
         )
-    records = read_json_lines(metrics) if metrics.is_file() else []
+    for file in (numerics, metrics, conversion, starts, summary):
+        if file.exists() and not file.is_file():  # reading a FIFO would block
+            raise InputError(f"{str(file)!r} is not a file; remove it")
+    records = read_json_lines(metrics) if metrics.exists() else []
     return RunData(
         label,
         path,
         records=records,
-        conversion=read_json(conversion, _CONVERSION_ADAPTER, "remove the file") if conversion.is_file() else None,
-        starts=read_starts(starts) if starts.is_file() else [],
+        conversion=read_json(conversion, _CONVERSION_ADAPTER, "remove the file") if conversion.exists() else None,
+        starts=read_starts(starts) if starts.exists() else [],
         end=read_summary(summary),
         torn_files=_list_torn_files([metrics, numerics, starts]),
-        **(_read_numerics(numerics) if numerics.is_file() else {}),
+        **(_read_numerics(numerics) if numerics.exists() else {}),
     )
 
 

@@ -125,6 +125,14 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
+def test_what_is_no_file_in_the_folder_of_a_run_is_named_in_one_line(tmp_path, refused, name):
+    folder = write_run(tmp_path / "run", layers=["a"])
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    assert f"{str(folder / name)!r} is not a file; remove it" in refused("report", folder)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
