@@ -14,6 +14,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.runs.provenance import describe_cpu
 from quaver.lab.terminal.counts import format_count
 from quaver.linear.backends import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear
@@ -41,7 +42,8 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     Args:
         try_compile: try torch.compile, which takes some seconds.
     """
-    devices = {"cpu": _describe_cpu()}
+    threads = format_count(torch.get_num_threads(), "thread")
+    devices = {"cpu": f"{_find_cpu_name()}, {describe_cpu()}, {threads}"}
     if has_cuda():
         for index in range(torch.cuda.device_count()):
             major, minor = get_compute_capability(index)
@@ -130,13 +132,12 @@ def _try_compile() -> str:
     return "works"
 
 
-def _describe_cpu() -> str:
+def _find_cpu_name() -> str:
     name = platform.processor() or platform.machine()
     if platform.system() == "Linux":
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    units = "bfloat16 units" if has_bfloat16_units(torch.device("cpu")) else "no bfloat16 units"
-    return f"{name}, {format_count(torch.get_num_threads(), 'thread')}, {units}"
+    return name
 
 
 def _find_version(name: str) -> str:

@@ -11,6 +11,7 @@ from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.terminal.byte_sizes import format_bytes
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.numerics.history import make_order_key
 from quaver.numerics.record import Record
@@ -80,11 +81,6 @@ def describe_first_nonfinite(record: Record) -> str:
     first = min(tensors, key=lambda tensor: make_order_key(layers.index(tensor["layer"]), tensor["operand"]))
     more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
     return f"NaN or infinities since step {record.steps[sample]:,}, in {format_tensor_name(first)}{more}"
-
-
-def format_count(number: int, word: str) -> str:
-    """Format a count, such as "1,000 samples"."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def list_facts(run: RunData) -> list[tuple[str, str]]:

@@ -87,7 +87,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the hardware and the versions that results depend on."""
     is_cuda = is_cuda_device(device)
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else _describe_cpu(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else describe_cpu(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -115,7 +115,8 @@ def find_git_revision(folder: Path) -> dict[str, Any] | None:
     return {"commit": revision, "is_modified": bool(run_git("status", "--porcelain", "--untracked-files=no"))}
 
 
-def _describe_cpu() -> str:
+def describe_cpu() -> str:
+    """Return the architecture of the CPU and the instructions that decide the speed of casts and matmuls."""
     features = torch.backends.cpu.get_cpu_capability()
     units = " with AMX" if has_amx_tiles() else ""
     if not has_bfloat16_units(torch.device("cpu")):
