@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quaver.lab.plan.cluster import LINK_SHARE, NETWORK_SHARE, PROTOCOLS, Cluster
+from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
 from quaver.lab.plan.compute import count_held_parameters, time_block, time_embedding, time_head
 from quaver.lab.plan.exchanges import list_block_exchanges, list_end_exchanges
 from quaver.lab.plan.run import PlannedRun
@@ -127,8 +127,8 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
 def time_send(cluster: Cluster, tensor_bytes: float, stride: int) -> float:
     """Return the time to send a tensor from a stage to the next one, whose ranks are `stride` away."""
     if stride < cluster.gpus_per_node:
-        return PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)
-    return PROTOCOLS[-1].between_s + tensor_bytes / (1e9 * cluster.network_gbps / 8 * NETWORK_SHARE)
+        return NCCL_PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)
+    return NCCL_PROTOCOLS[-1].between_s + tensor_bytes / (1e9 * cluster.network_gbps / 8 * NETWORK_SHARE)
 
 
 def _add_stage(

@@ -21,7 +21,7 @@ from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.sent_bytes import RING_PASSES, count_sent_bytes
 
 
-class Protocol(NamedTuple):
+class NcclProtocol(NamedTuple):
     """A protocol of NCCL: seconds to start a ring and of a hop inside and between nodes, and share of a link's rate."""
 
     start_s: float
@@ -31,10 +31,10 @@ class Protocol(NamedTuple):
     most_gb_per_s: float = float("inf")
 
 
-PROTOCOLS = (
-    Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5, 141.0),  # LL, with its largest rate on Hopper
-    Protocol(14.0e-6, 1.9e-6, 4.0e-6, 0.92),  # LL128
-    Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0),  # Simple
+NCCL_PROTOCOLS = (
+    NcclProtocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5, 141.0),  # LL, with its largest rate on Hopper
+    NcclProtocol(14.0e-6, 1.9e-6, 4.0e-6, 0.92),  # LL128
+    NcclProtocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0),  # Simple
 )
 """tuning.cc: baseLat of the ring, hwLat of NVLINK and NET, and each protocol's share of the bus bandwidth."""
 
@@ -100,7 +100,7 @@ class Cluster:
             + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.inside_s
             + self._count_hops(kind, nodes) * protocol.between_s
             + sent / (1e9 * min(protocol.share * rate, protocol.most_gb_per_s))
-            for protocol in PROTOCOLS
+            for protocol in NCCL_PROTOCOLS
         )
 
     @staticmethod
@@ -114,6 +114,6 @@ class Cluster:
         per_node = ranks / nodes
         near = tensor_bytes * (per_node - 1) / ranks / inside
         far = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbps / 8)
-        simple = PROTOCOLS[-1]
+        simple = NCCL_PROTOCOLS[-1]
         hop_s = simple.between_s if nodes > 1 else simple.inside_s
         return simple.start_s + hop_s + max(near, far) / (1e9 * EXCHANGE_SHARE)

@@ -162,18 +162,18 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
     Raises:
         InputError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
-    training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
+    training, activation_checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
         raise InputError(
             "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not simulated"
         )
-    if checkpoint.mode == "memory_budget":
+    if activation_checkpoint.mode == "memory_budget":
         raise InputError(
             "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
             "the compiler decides what it recomputes"
         )
-    every = parse_selective_option(checkpoint.selective_ac_option)
+    every = parse_selective_option(activation_checkpoint.selective_ac_option)
     modes: dict[str, Checkpointing] = {
         "none": "none",
         "full": "full",
@@ -191,14 +191,14 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         recipe=float8.recipe if float8.enable_float8_linear else None,
         in_float8=find_float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
-        checkpointing=modes[checkpoint.mode],
+        checkpointing=modes[activation_checkpoint.mode],
         checkpointed_blocks=count_checkpointed_blocks(config),
         reshard_after_forward=typing.cast(Resharding, config.parallelism.fsdp_reshard_after_forward),
         reduce=typing.cast(Reduction, training.reduce),
         float8_gradients=config.comm.float8_gradients,
         grad_weight_from_codes=float8.grad_weight_from_codes,
         casts_weights_once=float8.cast_weights_once or dims.world_size == 1,
-        stores_in_float8=checkpoint.store_in_float8,
+        stores_in_float8=activation_checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
         saves_in_background=config.checkpoint.async_mode != "disabled",
         residual_bytes=_get_itemsize(training.residual_stream_dtype),
@@ -209,10 +209,10 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
 
 def count_checkpointed_blocks(config: TrainConfig) -> int:
     """Return the number of checkpointed blocks."""
-    checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
-    if checkpoint.mode == "selective":
-        return blocks // (parse_selective_option(checkpoint.selective_ac_option) or 1)
-    return blocks if checkpoint.mode == "full" else 0
+    activation_checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
+    if activation_checkpoint.mode == "selective":
+        return blocks // (parse_selective_option(activation_checkpoint.selective_ac_option) or 1)
+    return blocks if activation_checkpoint.mode == "full" else 0
 
 
 def _get_itemsize(dtype: str) -> int:
