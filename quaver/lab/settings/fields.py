@@ -127,8 +127,11 @@ class Settings:
         """Raise InputError if a field of `names` is set that nothing reads: `unless` or `beside` something."""
         condition = f"with {beside}" if beside else f"unless {unless}"
         for name in names:
-            default = type(self).__dataclass_fields__[name].default
-            self.require(getattr(self, name) == default, name, f"its default, {default!r}, {condition}", hint)
+            default, value = type(self).__dataclass_fields__[name].default, getattr(self, name)
+            if default is None and value is not None:
+                end = f"; {hint}" if hint else ""
+                raise InputError(f"{self.name_field(name)} must not be given {condition}, got {value!r}{end}")
+            self.require(value == default, name, f"its default, {default!r}, {condition}", hint)
 
 
 def require(holds: bool, name: str, expected: str, value: object, hint: str = "") -> None:

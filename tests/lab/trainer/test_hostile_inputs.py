@@ -51,7 +51,7 @@ WORDS = {
         "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "
         "blocks, a multiple of 128 features on each rank, got 64 (out_features 128 on 2 ranks); 256 in all"
     ),
-    "--dry-run --no-dry-run --ranks 1": "--ranks must be its default, None, unless --dry-run is given",
+    "--dry-run --no-dry-run --ranks 1": "--ranks must not be given unless --dry-run is given",
 }
 
 
