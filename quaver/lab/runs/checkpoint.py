@@ -64,6 +64,10 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._saved_step = -1
 
+    def update_description(self, changes: dict[str, Any]) -> None:
+        """Replace parts of the description in the records of later checkpoints."""
+        self.description = self.description | changes
+
     @property
     def has_failed(self) -> bool:
         """Whether a save in the background has failed, as far as this rank's thread knows; never blocks."""

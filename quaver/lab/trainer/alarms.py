@@ -3,29 +3,23 @@
 The first rank has the record and raises the alarms. After sampled steps it tells the other ranks what to do.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
-from quaver.conversion.layer_recipes import HIGH_PRECISION
-from quaver.conversion.persistent_scales import float8_scaling_state
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
-from quaver.lab.settings import Float8, Numerics
+from quaver.lab.settings import Numerics
 from quaver.lab.trainer.display import Display
-from quaver.lab.trainer.float8 import fuse_producers, make_linear_config
-from quaver.lab.trainer.mixture import Experts
-from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.float8 import find_layer_name
+from quaver.lab.trainer.training_run import TrainingRun
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED_RULES
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError
 
 
 @dataclass
@@ -69,7 +63,7 @@ class RunAlarms:
         if self.config.on_alarm == "stop" and not self.stop_reason:
             self.stop_reason = event.message
         elif self.config.on_alarm == "fallback" and event.rule in REMEDIED_RULES:
-            module = _find_module_name(self.model, event.layer)
+            module = find_layer_name(self.model, event.layer)
             if module not in self.fallen_back:
                 self.fallen_back.add(module)
                 self.fallbacks[module] = self.config.fallback_recipe
@@ -90,42 +84,18 @@ class _RunSink(AlarmSink):
                 raise NotWrittenError(str(error)) from error
 
 
-def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
-    """Change the recipes of linears during training. `trained.config` is updated to name these recipes.
-
-    Parameters, their gradients and the optimizer's state stay. All weights of a layer of experts change together.
-    Later checkpoints have the new config. Discards all code that this process has compiled, so that the next step
-    compiles the blocks with their new recipes.
-
-    Raises:
-        InputError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
-    """
-    model, config, float8 = trained.model, trained.config, trained.config.float8
-    with blame_input():
-        changes = {_find_module_name(model, name): recipe for name, recipe in layers.items()}
-    recipes = {**dict(float8.parse_layer_recipes().layers), **changes}
-    entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
-    trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
-    for name, recipe in changes.items():
-        _convert_layer(model.get_submodule(name), float8, recipe)
-    if float8.fused_producers:
-        fuse_producers(model)
-    torch.compiler.reset()
-    trained.scaling = float8_scaling_state(model)
-    report = conversion_report(model).to_dict()
-    checkpoints.description = checkpoints.description | {"config": asdict(trained.config), "conversion_report": report}
-
-
-def _find_module_name(model: nn.Module, name: str) -> str:
-    """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError if none is."""
-    modules = dict(model.named_modules())
-    for module_name in (name, name.rpartition(".")[0]):
-        if isinstance(modules.get(module_name), (nn.Linear, Experts)):
-            return module_name
-    raise ValueError(f"{name!r} is neither a linear nor an expert weight of this model")
-
-
-def _convert_layer(module: nn.Module, config: Float8, recipe: str) -> None:
-    convert_to_high_precision(module)
-    if recipe != HIGH_PRECISION:
-        convert_to_float8_training(module, config=make_linear_config(config, recipe))
+def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
+    """Change the recipes of the layers that alarms of the last step named. A collective."""
+    step, model = run.progress.step, run.models[0]
+    if alarms.config.on_alarm != "fallback" or model.monitor is None or not model.monitor.is_sampled(step):
+        return
+    with run.watch(f"the fallback after step {step}"):
+        layers: dict[str, str] = run.ranks.all_gather_objects(alarms.take_fallbacks())[0]
+        if not layers:
+            return
+        model.close_monitor()
+        run.checkpoints.update_description(model.change_recipes(layers))
+    run.progress.fallbacks |= layers
+    for name, recipe in layers.items():
+        alarms.display.print_line(f"step {step}: fallback: {name} computes in {recipe} from now on")
+    model.open_monitor(alarms.sink, completed_steps=step)

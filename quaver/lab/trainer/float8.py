@@ -16,11 +16,13 @@ from quaver import (
     Float8LinearConfig,
     auto_filter_for_recipe,
     conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
     set_high_precision_matmuls,
 )
 from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.high_precision import iter_float8_modules
-from quaver.conversion.layer_recipes import convert_layers
+from quaver.conversion.layer_recipes import HIGH_PRECISION, convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8
@@ -164,3 +166,19 @@ def _find_skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
         f"float8.skip_first_layers = {first}": blocks[:first],
     }
     return {module: reason for reason, end in ends.items() for block in end for module in block.modules()}
+
+
+def find_layer_name(model: nn.Module, name: str) -> str:
+    """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError if none is."""
+    modules = dict(model.named_modules())
+    for module_name in (name, name.rpartition(".")[0]):
+        if isinstance(modules.get(module_name), (nn.Linear, Experts)):
+            return module_name
+    raise ValueError(f"{name!r} is neither a linear nor an expert weight of this model")
+
+
+def convert_layer(module: nn.Module, config: Float8, recipe: str) -> None:
+    """Convert a linear or experts in place, whatever they compute in now, to `recipe` or high precision."""
+    convert_to_high_precision(module)
+    if recipe != HIGH_PRECISION:
+        convert_to_float8_training(module, config=make_linear_config(config, recipe))

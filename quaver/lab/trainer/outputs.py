@@ -18,7 +18,6 @@ from quaver.lab.trainer.loggers import Logger, list_scalars, open_loggers
 from quaver.lab.trainer.memory import read_device_memory
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.profiling import Profiler
-from quaver.lab.trainer.run_monitor import close_monitor, open_monitor
 from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel, ValidationResult
 from quaver.lab.trainer.training_run import TrainingRun
@@ -122,8 +121,8 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
             if is_first:
                 with failures.catch():
                     alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
-            stack.callback(close_monitor, run)
-            open_monitor(run, alarms)
+            stack.callback(run.models[0].close_monitor)
+            run.models[0].open_monitor(alarms.sink, completed_steps=run.progress.step)
         failures.raise_on_all_ranks()
         profiler = Profiler(run.config, folder.path, run.ranks.rank, run.device, failures)
         yield Outputs(run, metrics, loggers, scales, display, stack.enter_context(profiler), alarms, failures)
@@ -131,7 +130,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
 
 def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s = run.config.training.step_tokens / result.seconds
-    flops = run.flops_per_token[model.name]
+    flops = model.flops_per_token
     if model.precision != model.name:  # float8.high_precision_schedule
         flops = model.count_flops_per_token()
     return {

@@ -43,7 +43,7 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
         for note in dict.fromkeys(note for model in run.models for note in model.notes):
             display.print_line(f"{'':<12} {note}")
     peaks = {"bfloat16": run.peak.flops_per_s}
-    if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
+    if run.peak.float32_flops_per_s and any("float32" in model.flops_per_token for model in run.models):
         peaks["float32"] = run.peak.float32_flops_per_s
     for name, flops_per_s in peaks.items():
         display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")

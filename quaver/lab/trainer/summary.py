@@ -41,7 +41,7 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        used = compute_utilization(run.flops_per_token[model.name], tokens_per_s / dims.world_size, run.peak)
+        used = compute_utilization(model.flops_per_token, tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
         "validation_loss": model.validation.loss,

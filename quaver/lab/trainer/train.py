@@ -14,6 +14,7 @@ from quaver.lab.runs.dcp import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.runs.json_lines import RecordKind
 from quaver.lab.runs.status import RunStatus
+from quaver.lab.trainer.alarms import apply_fallbacks
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
@@ -27,7 +28,6 @@ from quaver.lab.trainer.process import (
 )
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_end import conclude
-from quaver.lab.trainer.run_monitor import apply_fallbacks
 from quaver.lab.trainer.run_start import print_nothing_left, print_run_description
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun

@@ -15,7 +15,6 @@ from quaver.lab.runs.file_names import CONVERSION_FILE, DATA_FILE
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
-from quaver.lab.trainer.alarms import fall_back
 from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.process import Watchdog
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
@@ -50,7 +49,6 @@ class TrainingRun:
         self.checkpoints, self.progress, self.notes = checkpoints, progress, [*notes]
         self.began_at_step = progress.step
         self.peak = get_peak_flops(setup.device)
-        self.flops_per_token = {model.name: model.count_flops_per_token() for model in models}
 
     @property
     def has_ended(self) -> bool:
@@ -149,6 +147,6 @@ def _restore_fallbacks(models: list[TrainedModel], checkpoints: Checkpointer, pr
     if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
         return
     try:
-        fall_back(models[0], checkpoints, progress.fallbacks)
+        checkpoints.update_description(models[0].change_recipes(progress.fallbacks))
     except InputError as error:
         raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error

@@ -16,7 +16,7 @@ from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer import flops as flops_module
-from quaver.lab.trainer.alarms import RunAlarms, fall_back
+from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
@@ -87,7 +87,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     flops = count_flops_per_token_by_precision(
         run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
     )
-    assert run.flops_per_token == {run.models[0].name: flops}
+    assert run.models[0].flops_per_token == flops
     record = read_record(run.checkpoints.folder.find_checkpoint(3))
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
@@ -100,7 +100,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     resumed_recipe = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert resumed_recipe == recipe
     assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
-    assert resumed.flops_per_token == run.flops_per_token
+    assert resumed.models[0].flops_per_token == flops
     assert train(resumed)["status"] == "finished"
 
 
@@ -173,7 +173,7 @@ def test_tensor_parallel_linears_cannot_fall_back(watched_config):
     (trained,) = run.models
     trained.config = changed(trained.config, parallelism={"tensor_parallel_degree": 2})
     with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree"):
-        fall_back(trained, run.checkpoints, {LAYER: "high_precision"})
+        trained.change_recipes({LAYER: "high_precision"})
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
