@@ -249,7 +249,7 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
 
 def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
-        return f"the folder {str(path)!r} has files but is not a run, without {CONFIG_FILE}; give another job.name"
+        return f"the folder {str(path)!r} is no run: it has files but no {CONFIG_FILE}; give another job.name"
     can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
     fix = f"resume it with --resume {path}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
