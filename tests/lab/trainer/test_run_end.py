@@ -361,35 +361,41 @@ def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, before_each_ste
     assert run.folder.curves_path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
-    tiny_config, drawn_curves, monkeypatch, before_each_step, capsys
-):
+@pytest.fixture
+def one_step_run(tiny_config):
+    """Train for one step. Return the run's folder, and a function that resumes to a later step."""
     config = changed(tiny_config, training={"steps": 1}, lr_scheduler={"schedule": "constant"})
     folder = run_to_end(config).folder.path
+    return folder, lambda steps: main(["train", "--resume", str(folder), f"--training.steps={steps}"])
 
-    def resume(steps: int) -> int:
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".partial.curves.png"])
+def test_a_full_disk_ends_the_run_with_one_line(name, drawn_curves, one_step_run, monkeypatch, capsys):
+    folder, resume_to = one_step_run
+
+    def fill_disk(*_: object) -> list[str]:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/full")
+        return []
+
+    kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run, "begin_folder", fill_disk)
         capsys.readouterr()
-        return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
-
-    for name, file in (("metrics.jsonl", "metrics.jsonl"), (".partial.curves.png", "curves.png")):
-
-        def fill_disk(*_: object, path: Path = folder / name) -> list[str]:
-            path.unlink(missing_ok=True)
-            path.symlink_to("/dev/full")
-            return []
-
-        kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
-        with monkeypatch.context() as patch:
-            patch.setattr(training_run, "begin_folder", fill_disk)
-            assert resume(2) == 4
-        assert f"{folder / file}': No space left on device" in read_error_line(capsys)
-        assert list_checkpoints(folder)[0] == "step-00000001"
-        (folder / "metrics.jsonl").unlink()
-        kept.rename(folder / "metrics.jsonl")
-    assert resume(3) == 0
+        assert resume_to(2) == 4
+    assert f"{folder / name.removeprefix('.partial.')}': No space left on device" in read_error_line(capsys)
+    assert list_checkpoints(folder)[0] == "step-00000001"
+    (folder / "metrics.jsonl").unlink()
+    kept.rename(folder / "metrics.jsonl")
+    assert resume_to(3) == 0
     assert list_checkpoints(folder)[-1] == "step-00000003"
+
+
+def test_a_removed_folder_ends_the_run_with_one_line(one_step_run, before_each_step, capsys):
+    folder, resume_to = one_step_run
     before_each_step(lambda model, step: shutil.rmtree(folder))
-    assert resume(4) == 4
+    capsys.readouterr()
+    assert resume_to(2) == 4
     assert "was removed while the run trained" in read_error_line(capsys)
 
 
