@@ -47,7 +47,7 @@ SUBFOLDER_SETTINGS = (
 )
 """Settings that name a folder in the run folder."""
 
-PLACE_SETTINGS = ("job.name", "job.dump_folder")
+RUN_FOLDER_SETTINGS = ("job.name", "job.dump_folder")
 """Settings that name the run folder, which may be moved."""
 
 
@@ -345,7 +345,7 @@ def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
         f"{section}.{name}": [before[section][name], value]
         for section, values in now.items()
         for name, value in values.items()
-        if f"{section}.{name}" not in PLACE_SETTINGS and before[section][name] != value
+        if f"{section}.{name}" not in RUN_FOLDER_SETTINGS and before[section][name] != value
     }
     for name, (old, new) in changed_settings.items():
         expected = f"{old!r}, that of the run in {str(path)!r}"
