@@ -112,8 +112,8 @@ class RecordWriter:
             _rewind(self.path, line["step"])
             self._header = line
         elif self._header is not None and not (self.path.is_file() and self.path.stat().st_size):
-            logger.warning("%r was moved or truncated: a new record begins at step %s", str(self.path), line["step"])
             self._append({**self._header, "step": line["step"]})
+            logger.warning("%r was moved or truncated: a new record begins at step %s", str(self.path), line["step"])
         self._append(line)
 
     def _append(self, line: dict[str, Any]) -> None:

@@ -42,14 +42,12 @@ def check_state_dict(state_dict: object, *, optimizer: Optimizer) -> None:
         got = list(state_dict) if isinstance(state_dict, dict) else state_dict
         raise ValueError(f"expected a state dict of {name} with 'state' and 'param_groups', got {got!r:.200}")
     groups, states = state_dict["param_groups"], state_dict["state"]
-    if not isinstance(groups, Sequence) or not all(map(_is_param_group, groups)):
+    if not isinstance(groups, Sequence) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
+    ):
         raise ValueError(f"expected param_groups of {name}, each a dict with a list of 'params', got {groups!r:.200}")
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
         raise ValueError(f"expected a 'state' of {name} with a dict for each parameter, got {states!r:.200}")
-
-
-def _is_param_group(group: object) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
 
 
 def save_with_hooks(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.lab.runs.provenance import describe_cpu
+from quaver.lab.runs.cpu_description import describe_cpu
 from quaver.lab.terminal.counts import format_count
 from quaver.linear.backends import find_cast_kind, find_native_failure, list_matmul_casts
 from quaver.linear.module import Float8Linear

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.terminal.console import print_line
 from quaver.runtime.agreement import run_on_every_rank
 
 
@@ -57,11 +56,12 @@ class OutputFailures:
         except Exception as error:  # noqa: BLE001 - `raise_on_all_ranks` raises it
             self._first_error = self._first_error or error
 
-    def print_unless_raised(self, error: Exception) -> None:
-        """Print the error that this rank has kept, unless it is the `error` that ended the run."""
+    def describe_other_error(self, ending_error: Exception) -> str:
+        """Return the error that this rank has kept in one line; "" if it is the `ending_error`, or there is none."""
         kept = self._first_error
-        if kept is not None and kept is not error:
-            print_line(str(kept) if isinstance(kept, NotWrittenError) else f"{type(kept).__name__}: {kept}")
+        if kept is None or kept is ending_error:
+            return ""
+        return str(kept) if isinstance(kept, NotWrittenError) else f"{type(kept).__name__}: {kept}"
 
     def raise_on_all_ranks(self) -> None:
         """Raise the error of the lowest rank that has kept one, on every rank. A collective.

@@ -16,11 +16,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.json_file import STRICT
+from quaver.lab.runs.cpu_description import describe_cpu
 from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import is_cuda_device
-from quaver.torch_private.hardware import has_amx_tiles
 
 
 class RunStart(TypedDict):
@@ -113,15 +112,6 @@ def find_git_revision(folder: Path) -> dict[str, Any] | None:
     if revision is None:
         return None
     return {"commit": revision, "is_modified": bool(run_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def describe_cpu() -> str:
-    """Return the architecture of the CPU and the instructions that decide the speed of casts and matmuls."""
-    features = torch.backends.cpu.get_cpu_capability()
-    units = " with AMX" if has_amx_tiles() else ""
-    if not has_bfloat16_units(torch.device("cpu")):
-        units = " without bfloat16 instructions"
-    return f"{platform.machine()} CPU, {features}{units}"
 
 
 def _abbreviate_commit(revision: dict[str, Any] | None) -> str:

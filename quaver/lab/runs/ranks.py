@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from quaver.lab.data.cache import LOCK_TIMEOUT_S
 from quaver.runtime.devices import MissingDeviceError, get_cuda_device, is_cuda_device
 from quaver.runtime.errors import InputError
 
 STORE_TIMEOUT_S = 300
 """How long a rank waits for the others to reach the launcher's store; imports from a cold disk are slow."""
 
-INPUT_TIMEOUT_S = LOCK_TIMEOUT_S
-"""How long the first rank waits for the others to check their input. A host whose cache lacks the tokens makes them."""
+INPUT_TIMEOUT_S = 3600
+"""How long the first rank waits for the others to check their input: as long as a host whose cache lacks the tokens
+waits for the process that makes them (LOCK_TIMEOUT_S of data/cache.py, which imports more than `quaver doctor` has)."""
 
 _POLL_S = 0.1
 

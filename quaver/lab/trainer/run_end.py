@@ -107,7 +107,7 @@ def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
         if is_writable:
             with failures.catch():
                 end.write_curves()
-        if ending_error is not None:
-            failures.print_unless_raised(ending_error)
+        if ending_error is not None and (other_error := failures.describe_other_error(ending_error)):
+            print_line(other_error)
     failures.raise_on_all_ranks()
     end.print_summary()

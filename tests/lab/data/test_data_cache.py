@@ -23,6 +23,7 @@ from quaver.lab.data.cache import resolve_cache_folder
 from quaver.lab.data.progress import CacheProgress
 from quaver.lab.data.source import TextSource
 from quaver.lab.data.token_files import SplitWriter
+from quaver.lab.runs.ranks import INPUT_TIMEOUT_S
 from quaver.lab.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
 from tests.lab.data.texts import TEXTS, train_tokenizer, write_jsonl, write_parquet
@@ -243,6 +244,7 @@ def test_a_lock_that_stays_held_is_named_and_ends_the_wait(text_folder, load, ca
     load(text_folder, cache_folder=cache)
     assert lines == ["checking the sha256 of 14.87 KiB of tokens"]
     shutil.rmtree(entry)
+    assert cache_module.LOCK_TIMEOUT_S == INPUT_TIMEOUT_S
     monkeypatch.setattr(cache_module, "LOCK_TIMEOUT_S", 0.05)
     with FileLock(f"{entry}.lock"), pytest.raises(TimeoutError, match=f"waited 0.05 s for .* holds '{entry}.lock'; "):
         load(text_folder, cache_folder=cache)
