@@ -45,6 +45,7 @@ from quaver.runtime.slow_paths import list_slow_paths
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once
+from quaver.weights.primary_weight import Float8PrimaryWeight
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +146,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
     Raises:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
-            DistributedDataParallel holds a `Float8AllGatherWeight`, it is parametrized, or its class derives from a
-            float8 class without `replaces`.
+            DistributedDataParallel holds a `Float8AllGatherWeight`, its weight is a `Float8PrimaryWeight`, it is
+            parametrized, or its class derives from a float8 class without `replaces`.
     """
     check_is_module(module, argument="module")
     modules = list(module.modules())
@@ -362,6 +363,11 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     if is_cast_once(weight):
         raise RuntimeError(
             f"{format_module_name(name)} cannot be converted back inside cast_weights_once; leave the scope before that"
+        )
+    if isinstance(weight.parameter, Float8PrimaryWeight):
+        raise RuntimeError(
+            f"{format_module_name(name)} cannot be converted back: its weight is a float8 primary weight; load the "
+            "model's state_dict, which holds the masters, into a model in high precision"
         )
     if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
         obstacle = "fully_shard shards its frozen float8 weight"
