@@ -226,7 +226,7 @@ class Float8ScalingState:
             RuntimeError: inside `calibrate_float8_static_scales`, whose exit would discard the scales.
             TypeError: `state_dict` is no mapping.
             ValueError: an entry is not a tensor, is on the meta device, has a wrong number of dims, or is a scale of
-                inf or NaN. Nothing is loaded after an error.
+                inf or NaN; or there are entries, and none is of this model. Nothing is loaded after an error.
         """
         entries = list_entries(self._slots)
         load_slots(self._slots, state_dict)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quaver.linear.scale_state import NamedSlot
 from quaver.recipes.config import ScalingType
+from quaver.runtime.names import join_names
 from quaver.torch_private.tracing import FakeTensor
 
 
@@ -36,13 +37,18 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
         TypeError: `saved` is no mapping.
         ValueError: an entry is not a tensor of floating point with values, has another number of dims, or is not finite
             in float32; nothing is loaded. Infinite amaxes are loaded with `nonfinite_amax="keep_scale"`, which saves
-            them.
+            them. Or `saved` has entries, and none is of these slots.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(saved).__name__}")
     if any(state.calibrating for _, state, _ in named_slots):
         raise RuntimeError("calibrate_float8_static_scales would discard the loaded scales: load them after that block")
     entries = list_entries(named_slots)
+    if saved and entries and not entries.keys() & saved.keys():
+        raise ValueError(
+            f"state_dict: expected names such as {next(iter(entries))}, got {join_names([*map(str, saved)])}; pass the "
+            "entry that float8_scaling_state(model).state_dict() returned"
+        )
     may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
     sources = {
         name: _convert_entry(name, saved[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)

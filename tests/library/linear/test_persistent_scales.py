@@ -171,6 +171,10 @@ def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad, expected):
     for no_state in ([], None):
         with pytest.raises(TypeError, match="state_dict: expected a mapping from names to tensors, got"):
             float8_scaling_state(module).load_state_dict(no_state)
+    with pytest.raises(
+        ValueError, match=r"expected names such as input.quant_scale, got model, float8; pass the entry"
+    ):
+        float8_scaling_state(module).load_state_dict({"model": {}, "float8": before})
     assert_same(before, copy_scales(module))
 
 
