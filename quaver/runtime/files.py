@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +22,9 @@ _NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield the path where the block writes a new file, which replaces `path` when the block ends.
 
-    The new file is on disk before it replaces `path`. An error leaves `path` as it was. The name of the new file begins
-    with a dot and ends as the name of `path` does. If `path` is a symlink, the file that it points to is replaced, in
-    that file's folder.
+    The new file is on disk before it replaces `path`, and gets the permissions of a file there. An error leaves `path`
+    as it was. The name of the new file begins with a dot and ends as the name of `path` does. If `path` is a symlink,
+    the file that it points to is replaced, in that file's folder.
 
     Raises:
         BlockingIOError: another block replaces the file.
@@ -37,6 +38,8 @@ def replace_file(path: Path) -> Iterator[Path]:
         try:
             yield partial
             flush_to_disk(partial)
+            if target.exists():
+                shutil.copymode(target, partial)
             partial.replace(target)
             flush_to_disk(target.parent)
         finally:

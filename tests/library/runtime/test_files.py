@@ -28,12 +28,14 @@ def test_a_symlink_stays_one_and_its_target_is_replaced(tmp_path, exists):
     target.parent.mkdir()
     if exists:
         target.write_text("old")
+        target.chmod(0o640)
     link.symlink_to(target)
     with replace_file(link) as partial:
         assert (partial.parent, partial.suffix) == (target.parent, ".png")
         partial.write_text("new")
     assert link.is_symlink()
     assert target.read_text() == "new"
+    assert not exists or target.stat().st_mode & 0o777 == 0o640
     assert [file.name for file in target.parent.iterdir()] == ["0123"]
 
 
