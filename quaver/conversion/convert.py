@@ -113,10 +113,13 @@ def convert_by_name(
     serving: str | None,
     module_filter_fn: ModuleFilter | None,
     include_subclasses: bool,
+    *,
+    verb: str = "convert",
 ) -> nn.Module:
     """Run `convert_to_float8_training` with the config that `config_of` returns for the name of each layer.
 
-    Layers with the same config, not merely an equal one, share the state of delayed and static scales.
+    Layers with the same config, not merely an equal one, share the state of delayed and static scales. `verb`: what the
+    caller does with linears, for the warning that there are none.
     """
     if serving is not None:
         module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
@@ -133,7 +136,7 @@ def convert_by_name(
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
         vars(child).update({FILTER_REASON_ATTRIBUTE: reason} if reason else {})
-    _report_conversion(conversion_report(module), bool(chosen.layers), chosen.obstacles)
+    _report_conversion(conversion_report(module), chosen, verb)
     return module
 
 
@@ -394,14 +397,14 @@ def _check_can_restore_class(module: Float8Module, name: str) -> None:
         check_not_split(module)
 
 
-def _report_conversion(report: ConversionReport, has_converted: bool, obstacles: dict[str, list[str]]) -> None:
+def _report_conversion(report: ConversionReport, chosen: _Choice, verb: str) -> None:
     logger.info(report.summary())
     logged = list_slow_paths()
     for note in report.notes:
         if note not in logged:
             logger.warning(note)
-    for obstacle, names in obstacles.items():
+    for obstacle, names in chosen.obstacles.items():
         layers = "layer stays" if len(names) == 1 else "layers stay"
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
-    if not has_converted:
-        warn_user(report.explain_no_conversion())
+    if not chosen.layers:
+        warn_user(report.explain_no_conversion(verb=verb))

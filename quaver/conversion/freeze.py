@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import ModuleFilter, apply_filter, convert_to_float8_training
+from quaver.conversion.convert import ModuleFilter, apply_filter, convert_by_name
 from quaver.conversion.report import find_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
@@ -41,6 +41,7 @@ from quaver.recipes.scaling import compute_amax
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.names import find_parameter_names, format_module_name
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
+from quaver.weights.primary_weight import Float8PrimaryWeight
 
 
 def make_blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
@@ -97,12 +98,7 @@ def freeze_to_float8(
     if problem is not None:
         raise ValueError(problem)
     high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
-    convert_to_float8_training(
-        module,
-        config=config,
-        module_filter_fn=lambda _, name: decisions[name],
-        include_subclasses=include_subclasses,
-    )
+    convert_by_name(module, lambda _: config, None, lambda _, name: decisions[name], include_subclasses, verb="freeze")
     with ExitStack() as undo:
         undo.callback(share_inputs, module, Float8Linear)
         undo.callback(stop_sharing_inputs, module)
@@ -259,6 +255,8 @@ def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]
     name = format_module_name(name)
     if isinstance(weight, FrozenFloat8Weight):
         return f"the weight of {name} is frozen already, with another config: call convert_to_high_precision first"
+    if isinstance(weight, Float8PrimaryWeight):
+        return f"the weight of {name} is a float8 primary weight; freeze instead of use_float8_primary_weights"
     if type(weight) is not nn.Parameter:
         return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
     if weight.dtype not in HP_DTYPES:

@@ -115,12 +115,12 @@ class ConversionReport:
         total = sum(layer.flops_per_token for layer in self.layers)
         return sum(layer.float8_flops_per_token for layer in self.layers) / total if total else 0.0
 
-    def explain_no_conversion(self) -> str:
-        """Return why nothing was converted, in one line."""
+    def explain_no_conversion(self, *, verb: str = "convert") -> str:
+        """Return why nothing was converted, in one line. `verb`: what the caller does with linears."""
         if not self.layers:
-            return "nothing to convert: the module has no nn.Linear"
+            return f"nothing to {verb}: the module has no nn.Linear"
         reasons = [f"{format_module_name(layer.name)}: {layer.reason}" for layer in self.layers]
-        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({join_names(reasons, '; ')})"
+        return f"nothing to {verb}: all {len(reasons)} matmul weights were skipped ({join_names(reasons, '; ')})"
 
     def summary(self) -> str:
         """Return the counts in one line."""

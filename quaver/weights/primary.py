@@ -303,6 +303,8 @@ def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -
     parameter, casts = weight.parameter, weight.config.casts
     if isinstance(parameter, Float8AllGatherWeight):
         return "its config has enable_fsdp_float8_all_gather; convert without it, or under FSDP2 use cast_weights_once"
+    if isinstance(parameter, Float8PrimaryWeight):
+        return "it is one already"
     if type(parameter) is not nn.Parameter or not weight.is_whole:
         return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:

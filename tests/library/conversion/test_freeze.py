@@ -20,6 +20,7 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
     freeze_to_float8,
+    use_float8_primary_weights,
 )
 from quaver.conversion.freeze import make_blockwise_config, store_float8_weight
 from quaver.experts.grouped_mm import get_frozen_operands, multiply_by_weight
@@ -505,9 +506,21 @@ def freeze_partly():
     return net
 
 
+def make_primary():
+    net = convert_to_float8_training(build_model(), config="tensorwise")
+    use_float8_primary_weights(net, torch.optim.SGD(net.parameters()))
+    return net
+
+
+def test_nothing_to_freeze_is_a_warning():
+    with pytest.warns(UserWarning, match="nothing to freeze: all 2 matmul weights were skipped"):
+        freeze_to_float8(build_model(), module_filter_fn=lambda module, name: False)
+
+
 @pytest.mark.parametrize(
     ("make", "config", "message"),
     [
+        (make_primary, "tensorwise", "the weight of 0 is a float8 primary weight; freeze instead of use_float8_prim"),
         (build_not_finite, None, "the weight of 2 holds NaN or inf"),
         (tie_weights, None, "the weight of 0 is tied to 1, so it cannot be stored in float8; untie them, or filter"),
         (freeze_partly, None, "2 requires a gradient and other weights do not: call freeze_to_float8 before adapters"),
