@@ -85,6 +85,10 @@ class AttachedProbes:
         for probe in self._probes.values():
             probe.clear()
 
+    def is_any_training(self) -> bool:
+        """Return whether a module with a probe is in training mode. In `eval()` mode it is not sampled."""
+        return any(weight.module.training for weight in self._weights.values())
+
     def list_names(self) -> list[str]:
         """Return the names of the weights."""
         return list(self._weights)

@@ -15,6 +15,7 @@ A step that is not sampled costs one call per cast and result.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,11 +49,14 @@ from quaver.runtime.errors import check_is_module
 from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
 
+logger = logging.getLogger(__name__)
+
 
 class Monitor:
     """Samples the numerics of a model's float8 linears and experts until it is closed, as at the end of a `with`.
 
-    Until then it keeps the model alive. `Monitor.find(model)` returns a monitor that the program no longer holds.
+    It skips forwards in `eval()` mode. It keeps the model alive until it closes. `Monitor.find(model)` returns a
+    monitor that the program no longer holds.
 
     Args:
         model: a converted model, wrapped or not. Every rank makes a monitor, in the same order and with equal options.
@@ -97,6 +101,8 @@ class Monitor:
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
+        self._has_warned = False
+        """Whether a warning said that the layers are in eval() mode."""
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
         self._in_hook: list[Monitor] = []
@@ -286,6 +292,13 @@ class Monitor:
         """Make the line of this step and append it to `samples`. Returns None if nothing ran."""
         tensors = self._attached.tensors
         if gathered.slots.equal(make_slots(len(tensors), torch.device("cpu"))):
+            if not self._has_warned and not self._attached.is_any_training():
+                self._has_warned = True
+                logger.warning(
+                    "the monitor sampled nothing in step %s: all float8 layers are in eval() mode, which it takes for "
+                    "validation; call model.train()",
+                    f"{self.completed_steps:,}",
+                )
             return None
         weights = [tensor.weight_numel for tensor in tensors]
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}

@@ -280,7 +280,8 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
     samples = [line for line in lines if line["kind"] == "sample"]
     if not samples:
         raise InputError(
-            f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
+            f"{str(path)!r} has no samples: the run ended before its first, or the model was in eval() mode; train "
+            "longer, sample more often, or call model.train()"
         )
     names = list(dict.fromkeys(name for header in headers for name in header["statistics"]))
     tensors = {TensorKey.from_header(tensor): tensor for header in headers for tensor in header["tensors"]}

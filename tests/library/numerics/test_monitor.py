@@ -231,6 +231,18 @@ def test_validation_is_not_sampled():
     assert [sample["step"] for sample in watch.samples] == [1]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_training_in_eval_mode_is_named_once(by_hand, caplog):
+    model = make().eval()
+    with monitor(model, every=1, steps_by_hand=by_hand) as watch:
+        for _ in range(2):
+            train(model, count=1)
+            watch.step()
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "the monitor sampled nothing in step 1: all float8 layers are in eval() mode, which it takes for validation"
+    ]
+
+
 def test_step_ends_a_step_without_an_optimizer_once():
     model = make()
     with monitor(model, every=1) as watch:
