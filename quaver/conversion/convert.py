@@ -15,6 +15,7 @@ from quaver.conversion.persistent_scales import add_persistent_scales
 from quaver.conversion.quantized_configs import drop_false_quantization
 from quaver.conversion.report import (
     FILTER_REASON_ATTRIBUTE,
+    SLOW_PATH_HEAD,
     ConversionReport,
     conversion_report,
     find_conversion_obstacle,
@@ -41,7 +42,6 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, check_is_module
 from quaver.runtime.names import find_weight_modules, format_module_name, join_names
-from quaver.runtime.slow_paths import list_slow_paths
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once
@@ -399,9 +399,8 @@ def _check_can_restore_class(module: Float8Module, name: str) -> None:
 
 def _report_conversion(report: ConversionReport, chosen: _Choice, verb: str) -> None:
     logger.info(report.summary())
-    logged = list_slow_paths()
     for note in report.notes:
-        if note not in logged:
+        if not note.startswith(SLOW_PATH_HEAD):  # slow paths were logged
             logger.warning(note)
     for obstacle, names in chosen.obstacles.items():
         layers = "layer stays" if len(names) == 1 else "layers stay"

@@ -35,6 +35,8 @@ from quaver.torch_private.dtensor import get_local_tensor
 FILTER_REASON_ATTRIBUTE = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
+SLOW_PATH_HEAD = "in this process: "
+"""What a note about a slow path begins with: slow paths are not known by model."""
 
 NOT_CONVERTED_REASON = "not converted, or new since the conversion"
 """The reason of a linear in high precision, if nothing else is known."""
@@ -96,7 +98,7 @@ class ConversionReport:
     layers: list[LayerReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Notes about these configs, about what expert parallelism sends, about mixtures whose number of active experts is
-    unknown, and about the slow paths that this process took (slow_paths.py)."""
+    unknown, and about the slow paths that this process took for any model (slow_paths.py)."""
     convolutions: int = 0
     """The number of convolutions. They stay in high precision, and `float8_flops_fraction` does not count them, because
     their FLOPs depend on the size of the input."""
@@ -189,7 +191,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "
             "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
-    notes += list_slow_paths() if configs else []
+    notes += [f"{SLOW_PATH_HEAD}{message}" for message in list_slow_paths()] if configs else []
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
     return ConversionReport("\n".join(config_numbers), layers, list(dict.fromkeys(notes)), convolutions)
 

@@ -328,7 +328,7 @@ def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     with torch.no_grad(), mock.patch.object(Float8Linear, "_describe_backends", return_value="native and exact"):
         note_run(model[0], torch.device("cuda:0"))
     report = conversion_report(model)
-    assert report.notes == ["slow on cuda:0"]
+    assert report.notes == ["in this process: slow on cuda:0"]
     assert [layer.backend for layer in report.layers] == ["native and exact", "not run yet", ""]
     assert json.loads(json.dumps(report.to_dict()))["layers"][0]["backend"] == "native and exact"
     rows = str(report).splitlines()[-3:]
