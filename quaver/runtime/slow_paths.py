@@ -44,7 +44,12 @@ def error_on_slow_path(error: bool = True) -> AbstractContextManager[object]:
     """Make slow paths raise RuntimeError in every thread; with `error=False`, log them again.
 
     As a context manager (`with error_on_slow_path(): ...`) it restores the previous setting on exit.
+
+    Raises:
+        TypeError: `error` is not a bool.
     """
+    if not isinstance(error, bool):
+        raise TypeError(f"error: expected True or False, got {error!r}")
     restore = ExitStack()
     restore.callback(_set_raises, _raises_errors)
     _set_raises(error)

@@ -55,6 +55,8 @@ def test_the_switch_raises_every_time():
             report_slow_path("key", "slow")
         with pytest.raises(RuntimeError, match="slow"):
             report_slow_path("key", "slow")
+    with pytest.raises(TypeError, match="error: expected True or False, got 'no'"):
+        error_on_slow_path("no")
     report_slow_path("key", "slow")
     scope = error_on_slow_path(True)  # as a function, it holds until it is called again
     try:
