@@ -111,7 +111,7 @@ def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -
 
 def _meet_ranks(group: dist.ProcessGroup) -> None:
     """Raise RuntimeError if another rank of `group` does not call: its collective in the backward would be another."""
-    meet_ranks(group, "the reduction of gradients", advice="call reduce_gradients_in_float8 on all ranks")
+    meet_ranks(group, "reduce_gradients_in_float8 was called", advice="call it on all ranks")
 
 
 class Float8ReduceScatter:

@@ -138,7 +138,7 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
     if weight.name in state.agreed:
         for group in groups:
-            meet_ranks(group, _GATHERED_WEIGHTS, advice=ADVICE_FOR_MODULES)
+            meet_ranks(group, f"{_GATHERED_WEIGHTS} changed", advice=ADVICE_FOR_MODULES)
     check_ranks_agree(_describe_weights(named), *groups, what=_GATHERED_WEIGHTS)
     for _, member in named:
         get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)

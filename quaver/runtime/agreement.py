@@ -121,7 +121,7 @@ def check_ranks_agree_once(
     if groups := find_groups():
         if what in agreed:
             for group in groups:
-                meet_ranks(group, what, advice=ADVICE_FOR_MODULES)
+                meet_ranks(group, f"{what} changed", advice=ADVICE_FOR_MODULES)
         check_ranks_agree(describe(), *groups, what=what)
         _agreed_subjects.setdefault(module, {})[what] = subjects
 
@@ -130,12 +130,12 @@ ADVICE_FOR_MODULES = "change modules, configs and loaded scales on all ranks bet
 """The `advice` of `meet_ranks` about what follows from a model's modules."""
 
 
-def meet_ranks(group: ProcessGroup, what: str, *, advice: str) -> None:
+def meet_ranks(group: ProcessGroup, event: str, *, advice: str) -> None:
     """Wait until every rank of `group` has called this as often, without a collective.
 
     Args:
-        what: the name of what changed, by which the store counts the calls.
-        advice: how to change it, for the error message.
+        event: a clause that says what happened on this rank, by which the store counts the calls.
+        advice: how to do it on all ranks, for the error message.
     Raises:
         RuntimeError: not every rank called within half the time limit of the store. This call then does not count, so
             that ranks can still meet later.
@@ -143,16 +143,16 @@ def meet_ranks(group: ProcessGroup, what: str, *, advice: str) -> None:
     if dist.get_backend(group) == "fake":  # one process without other ranks, whose store holds nothing
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)
-    counter = f"quaver: calls about {what}"
+    counter = f"quaver: calls: {event}"
     calls = store.add(counter, 1)
-    everyone = f"quaver: all ranks, time {-(-calls // ranks)}, about {what}"
+    everyone = f"quaver: all ranks, time {-(-calls // ranks)}: {event}"
     if calls % ranks == 0:
         store.set(everyone, "")
     try:
         store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
         store.add(counter, -1)
-        raise RuntimeError(f"{what} changed on rank {dist.get_rank()}, but not on every rank: {advice}") from error
+        raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

@@ -147,8 +147,7 @@ def _reduce_alone(make):
 def test_a_rank_that_calls_alone_raises(make):
     _, message = run(2, _reduce_alone, make, collective_timeout=4)
     assert message == (
-        "RuntimeError: the reduction of gradients changed on rank 1, but not on every rank: call "
-        "reduce_gradients_in_float8 on all ranks"
+        "RuntimeError: reduce_gradients_in_float8 was called on rank 1, but not on every rank: call it on all ranks"
     )
 
 
