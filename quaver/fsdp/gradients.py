@@ -35,7 +35,7 @@ from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
 from quaver.runtime.agreement import meet_ranks
 from quaver.runtime.errors import check_is_module
-from quaver.torch_private.fsdp import find_fsdp_module_class, list_reductions
+from quaver.torch_private.fsdp import find_fsdp_module_class, has_comm_hook, list_reductions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -59,7 +59,8 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     Raises:
         ValueError: the model uses neither, a rank has fewer than `MIN_GRADIENTS` of a group's gradients, or gradients
             are reduced in another dtype than float32, bfloat16 or float16.
-        RuntimeError: other ranks that share gradients did not call it within half the time limit of their store.
+        RuntimeError: DDP has a communication hook already, for example of an earlier call; or other ranks that share
+            gradients did not call it within half the time limit of their store.
     """
     check_is_module(model, argument="model")
     fsdp_class = find_fsdp_module_class()
@@ -146,6 +147,11 @@ def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     elements = sum(parameter.numel() for parameter in trained) // group.size()
     for dtype in {parameter.dtype for parameter in trained}:
         _check_reduction(elements, group.size(), dtype, "the model")
+    if has_comm_hook(model):
+        raise RuntimeError(
+            "this DistributedDataParallel has a communication hook already, and DDP accepts one: call "
+            "reduce_gradients_in_float8 once, and without register_comm_hook"
+        )
     _meet_ranks(group)
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
     model.register_comm_hook(group, lambda group, bucket: _average_bucket(group, bucket))

@@ -1,4 +1,4 @@
-"""Internals of FSDP2.
+"""Internals of FSDP2 and DDP.
 
 - `COLLECTIVES_MODULE`: torch.distributed.fsdp._fully_shard._fsdp_collectives, whose functions allocate the buffers of
   all-gathers and reduce-scatters; its name identifies their Python frames. No replacement.
@@ -9,6 +9,7 @@
 - `find_fsdp_module_class()`: public API, without the import of torch.distributed.fsdp; see [Note: import time] in
   dtensor.py.
 - `list_reductions`: the sizes and dtypes of parameter groups. No replacement.
+- `has_comm_hook(model)`: DistributedDataParallel._comm_hooks. No replacement.
 - `hide_from_policies()`: wraps methods of FSDPState and FSDPParamGroup, and marks the wrappers with `_HIDES_OPS`.
   Remove when FSDP2 hides its hooks from selective checkpoints, as https://github.com/pytorch/pytorch/pull/196862
   proposes.
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 COLLECTIVES_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+
+
+def has_comm_hook(model: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether `register_comm_hook` was called, which DDP accepts once."""
+    return bool(model._comm_hooks)
 
 
 def find_fsdp_module_class() -> type[FSDPModule] | None:

@@ -130,6 +130,8 @@ def test_models_that_cannot_reduce_in_float8_are_refused():
     wide = DistributedDataParallel(make_model().double())
     assert "the model has gradients in torch.float64; expected" in refusal(reduce_gradients_in_float8, wide)
     reduce_gradients_in_float8(fully_shard(make_model().double(), mp_policy=FLOAT32))
+    again = refusal(reduce_gradients_in_float8, replicate())
+    assert "RuntimeError: this DistributedDataParallel has a communication hook already" in again
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
     assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
