@@ -96,6 +96,9 @@ def _wrap_cache(
 ) -> tuple[Any, dict[str, Any]]:
     """Wrap the cache of an attention in one that records amaxes, as a pre-hook."""
     argument = str(_find_cache_argument(module))
+    position = list(inspect.signature(module.forward).parameters).index(argument)
+    if position < len(args):
+        return (*args[:position], _RecordingCache(amaxes, args[position]), *args[position + 1 :]), kwargs
     return args, {**kwargs, argument: _RecordingCache(amaxes, kwargs.get(argument))}
 
 
@@ -111,6 +114,8 @@ class _RecordingCache:
         return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_cache" or name.startswith("__"):  # copy and pickle ask before `_cache` is set
+            raise AttributeError(name)
         return getattr(self._cache, name)
 
 

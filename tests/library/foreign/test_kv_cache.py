@@ -1,5 +1,6 @@
 """Tests the scales of a float8 KV cache beside transformers' cache and compressed-tensors, which applies them."""
 
+import copy
 import json
 
 import pytest
@@ -127,6 +128,21 @@ def test_what_cannot_be_measured_or_kept_is_refused():
         set_kv_scales(model, {"elsewhere.k_scale": 1.0})
     assert compute_scales(model) == before
     assert hooks == dict(model.model.layers[0].self_attn._forward_pre_hooks)
+
+
+class PositionalAttention(torch.nn.Module):
+    """Takes its cache by position, and updates a copy of it."""
+
+    def forward(self, states, past_key_values=None, scale=1.0):
+        return copy.copy(past_key_values).update(states, states * scale, 0)
+
+
+def test_a_cache_that_is_passed_by_position_is_measured_and_can_be_copied():
+    model = torch.nn.Sequential(PositionalAttention())
+    with calibrate_kv_cache(model):
+        keys, _ = model[0](torch.full((1, 1, 2, 4), 448.0), DynamicCache(), 2.0)
+    assert keys.shape == (1, 1, 2, 4)
+    assert quaver.export.kv_cache.get_kv_scales(model) == {"0.k_scale": 1.0, "0.v_scale": 2.0}
 
 
 @pytest.mark.nightly
