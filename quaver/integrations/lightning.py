@@ -35,7 +35,7 @@ from quaver.conversion.persistent_scales import (
 from quaver.fsdp.weight_group import precompute_scales
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import FILE_NAME
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 
 
 def _combine_bases(names: dict[str, str], attribute: str, submodule: str = "") -> Any:
@@ -69,6 +69,9 @@ class _PrecisionPlugin:
         config: as `convert_to_float8_training` takes it.
         module_filter_fn: as `convert_to_float8_training` takes it; names begin at the LightningModule.
         autocast_dtype: the dtype of autocast for everything except float8 matmuls; None for no autocast.
+    Raises:
+        ValueError: an unknown recipe.
+        TypeError: `config` has a wrong type, or `module_filter_fn` is not a function.
     """
 
     precision: Any = "bf16-mixed"
@@ -80,6 +83,9 @@ class _PrecisionPlugin:
         module_filter_fn: ModuleFilter | None = None,
         autocast_dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:
+        resolve_config(config)
+        if module_filter_fn is not None and not callable(module_filter_fn):
+            raise TypeError(f"module_filter_fn: expected a function of a module and its name, got {module_filter_fn!r}")
         self.config, self.module_filter_fn, self.autocast_dtype = config, module_filter_fn, autocast_dtype
         self._references: list[weakref.ref[nn.Module]] = []
         """The converted modules, the last one at the end."""

@@ -209,6 +209,14 @@ def test_a_module_that_is_sharded_already_is_refused():
         Float8Precision("rowwise").convert_module(module)
 
 
+@pytest.mark.parametrize("plugin", [Float8Precision, Float8FabricPrecision])
+def test_wrong_arguments_are_refused_before_a_module_is_converted(plugin):
+    with pytest.raises(ValueError, match="rowise"):
+        plugin("rowise")
+    with pytest.raises(TypeError, match="module_filter_fn: expected a function of a module and its name, got 3"):
+        plugin("rowwise", module_filter_fn=3)
+
+
 PROGRAM_OF_LIGHTNING = """
 import lightning as L
 import torch
