@@ -102,7 +102,11 @@ def _prepare_compiler() -> None:
 
 
 def stop_storing_activations(model: nn.Module) -> None:
-    """Undo `store_activations_in_float8`."""
+    """Undo `store_activations_in_float8`.
+
+    `torch._inductor.config.custom_partitioner_fn` stays set, for other models: it partitions graphs of modules that
+    do not store as Inductor does.
+    """
     for module in model.modules():
         unwrap_forward(module, _Storing)
         unwrap_forward(module, _Skipping)
