@@ -14,12 +14,14 @@ from quaver.torch_private.versions import get_version
 class ScaledShardState:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("computed_from", "name", "observed", "scales", "writes")
+    __slots__ = ("are_precomputed", "computed_from", "name", "observed", "scales", "writes")
 
     def __init__(self, name: str) -> None:
         self.name = name
         """The name of the module's parameter."""
         self.scales: Sequence[CastScales] | None = None
+        self.are_precomputed = False
+        """Whether `precompute_scales` computed the last scales, which a write may have dropped since."""
         self.computed_from: tuple[Tensor, int, int] | None = None
         """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
         self.observed: Tensor | None = None
@@ -36,9 +38,9 @@ class ScaledShard(WrapperWeight):
 
     shard_state: ScaledShardState
 
-    def set_scales(self, scales: Sequence[CastScales], parameter: Tensor) -> None:
+    def set_scales(self, scales: Sequence[CastScales], parameter: Tensor, *, are_precomputed: bool) -> None:
         """Store the scales of the whole weight `parameter` until the shard is written to."""
-        self.shard_state.scales = scales
+        self.shard_state.scales, self.shard_state.are_precomputed = scales, are_precomputed
         self.shard_state.computed_from = self.wrapped, get_version(self.wrapped), get_version(parameter)
 
     def get_scales(self, parameter: Tensor) -> Sequence[CastScales] | None:

@@ -43,6 +43,8 @@ GatheringSubject = tuple[Float8LinearConfig, int]
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
+_WRITE = "a weight to all-gather in float8 was written to after its scales were precomputed"
+_ADVICE_FOR_WRITES = "write to weights on all ranks, and precompute scales after it"
 
 
 class WeightGroup:
@@ -135,13 +137,17 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     shard = get_current_shard(weight)
     sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
     named = [(name, member) for name, member in sharded if get_current_shard(member).ranks == shard.ranks]
-    groups = [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
+    groups = _list_groups(shard)
     if weight.name in state.agreed:
         for group in groups:
             meet_ranks(group, f"{_GATHERED_WEIGHTS} changed", advice=ADVICE_FOR_MODULES)
     check_ranks_agree(_describe_weights(named), *groups, what=_GATHERED_WEIGHTS)
     for _, member in named:
         get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)
+
+
+def _list_groups(shard: LocatedShard) -> list[ProcessGroup]:
+    return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
 
 
 def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
@@ -151,7 +157,12 @@ def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
 def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
-    If they are unknown, one collective computes the scales of every weight of the group that lacks them.
+    If they are unknown, one collective computes the scales of every weight of the group that lacks them. If a write
+    dropped precomputed scales, the ranks first meet, because a rank that wrote alone would enter the collective alone.
+    Without precomputed scales every step comes here after its optimizer's writes, and does not wait for other ranks.
+
+    Raises:
+        RuntimeError: a write dropped precomputed scales on this rank only.
     """
     scales = _get_scaled_shard(weight).get_scales(weight.parameter)
     if scales is not None:
@@ -163,7 +174,11 @@ def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
         if _needs_scales(member) and _get_scaled_shard(member).get_scales(member.parameter) is None
     ]
     shard = get_current_shard(weight)
-    _compute_and_set_scales(_group_by_collective(unknown)[_make_collective_key(weight, shard)])
+    named = _group_by_collective(unknown)[_make_collective_key(weight, shard)]
+    if any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named):
+        for group in _list_groups(shard):
+            meet_ranks(group, _WRITE, advice=_ADVICE_FOR_WRITES)
+    _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
 
 
@@ -183,12 +198,12 @@ def _group_by_collective(named: NamedWeights) -> dict[CollectiveKey, NamedShards
     return groups
 
 
-def _compute_and_set_scales(named: NamedShards) -> None:
+def _compute_and_set_scales(named: NamedShards, *, are_precomputed: bool) -> None:
     weights, shards = [weight for _, weight, _ in named], [shard for _, _, shard in named]
     with torch.no_grad():
         scales = compute_whole_scales(shards, weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
-        _get_scaled_shard(weight).set_scales(weight_scales, weight.parameter)
+        _get_scaled_shard(weight).set_scales(weight_scales, weight.parameter, are_precomputed=are_precomputed)
 
 
 def _describe_weights(named: NamedWeights) -> list[str]:
@@ -235,7 +250,7 @@ def precompute_scales(module: nn.Module) -> None:
     _check_weights_agree(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
-        _compute_and_set_scales(group)
+        _compute_and_set_scales(group, are_precomputed=True)
 
 
 def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:

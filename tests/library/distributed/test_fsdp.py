@@ -15,7 +15,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import STEPS, find_different_operands, train_cases
-from tests.ranks import on_ranks, run
+from tests.ranks import on_ranks, refusal, run
 from tests.reference import RECIPES
 from tests.thinned import at_night, first
 
@@ -36,6 +36,24 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
             for parameter in model.parameters():
                 parameter.mul_(1.0)
         assert find_different_operands(model, whole, config) == [], recipe
+
+
+def _write_alone():
+    """Run forwards after writes on both ranks, then one after a write on rank 0 alone."""
+    config = models.config_of("tensorwise", enable_fsdp_float8_all_gather=True)
+    model, batch = models.shard_model(config), models.part_of(models.batches(1, 2)[0])
+    for alone in (False, True):
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        if dist.get_rank() == 0 or not alone:
+            with torch.no_grad():
+                model[0].up.weight.to_local().mul_(1.5)
+        message = refusal(model, batch) if alone else model(batch)
+    return message
+
+
+def test_a_rank_that_writes_to_a_weight_alone_raises():
+    message, _ = run(2, _write_alone, collective_timeout=6)
+    assert "was written to after its scales were precomputed on rank 0, but not on every rank: write to" in message
 
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
