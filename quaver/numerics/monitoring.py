@@ -58,6 +58,10 @@ class Monitor:
     It skips forwards in `eval()` mode. It keeps the model alive until it closes. `Monitor.find(model)` returns a
     monitor that the program no longer holds.
 
+    Until an optimizer of the model's parameters has stepped, each `step()` of any optimizer in the process is a
+    collective, because that optimizer may hold copies of the parameters. Every rank must then step the same optimizers,
+    or set `steps_by_hand`.
+
     Args:
         model: a converted model, wrapped or not. Every rank makes a monitor, in the same order and with equal options.
         every: sample step 1 and every multiple of this.
@@ -70,8 +74,8 @@ class Monitor:
         history_len: how many of the last samples `samples` holds.
         hardware: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with extras.
             The model may run on any device.
-        steps_by_hand: only `step()` ends a step, and every call ends one. Set it in a loop that calls `step()` in
-            every step.
+        steps_by_hand: only `step()` ends a step, and every call ends one; the steps of optimizers are then
+            not collectives. Set it in a loop that calls `step()` in every step.
         group: the ranks to gather from; None for all.
     Raises:
         ValueError: a number is out of range, `hardware` is unknown or is given without `extras_every`, the model has
