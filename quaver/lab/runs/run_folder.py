@@ -109,6 +109,9 @@ class RunFolder:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
                 if abandoned := self.get_checkpoint_folder(config.checkpoint).abandon_after(step):
                     removed = [*removed, f"the checkpoints of step {', '.join(map(str, abandoned))}"]
+                if self._has_later_post_mortem(step):
+                    self.post_mortem_path.unlink()
+                    removed = [*removed, POST_MORTEM_FILE]
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
                 write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
@@ -118,6 +121,10 @@ class RunFolder:
             start = f"goes on after step {step}" if step else "begins again at step 0"
             notes.append(f"the run {start} and removes {', '.join(removed)}")
         return notes
+
+    def _has_later_post_mortem(self, step: int) -> bool:
+        path = self.post_mortem_path
+        return path.exists() and any(line["step"] > step for line in read_json_lines(path))
 
     def check_exists(self) -> None:
         """Raise NotWrittenError if the folder was removed: what the run still writes would be lost."""

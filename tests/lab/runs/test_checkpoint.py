@@ -329,12 +329,15 @@ def test_a_resume_tells_of_each_setting_that_changes_and_of_what_it_removes(conf
     changes = {"comm": {"watchdog_seconds": 7}, "numerics": {"every": 1}, "metrics": {"log_freq": 3}}
     with (saved / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"ste')
+    (saved / "numerics_post_mortem.jsonl").write_text('{"kind":"header","step":2}\n{"kind":"sample","step":3}\n')
     run = prepare_run(changed(set_steps(config, 8, resume="must", load_step=2, interval=3), **changes))
     run.folder.release()
     names = {"checkpoint.interval", "comm.watchdog_seconds", "metrics.log_freq", "numerics.every", "training.steps"}
     assert run.folder.changed_settings.keys() - {"data.path"} == names
     lines = ["4 recorded steps of metrics.jsonl", "4 recorded steps of float8_scales.jsonl"]
     removed = ["the incomplete last line of metrics.jsonl", *lines, "the checkpoints of step 4, 6"]
+    removed.append("numerics_post_mortem.jsonl")
+    assert not run.folder.post_mortem_path.exists()
     assert run.notes == [f"the run goes on after step 2 and removes {', '.join(removed)}"]
 
 
