@@ -18,6 +18,7 @@ from typing import Any
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.history import EARLIER_SAMPLES
 from quaver.numerics.record import AnySink, RecordWriter, make_sink, read_last_samples
+from quaver.runtime.files import replace_file
 
 RECALLED_SAMPLES = 64
 """Samples that are read when a run resumes; more than the `EARLIER_SAMPLES` of any rule."""
@@ -99,13 +100,14 @@ class AlarmSink:
 
     def _write_post_mortem(self, path: Path, alarm: Alarm) -> None:
         """Write the kept samples and the alarm as a record, which replaces an earlier one."""
-        path.unlink(missing_ok=True)
-        writer = RecordWriter(path)
-        written_header = None
-        for header, sample in self._last:
-            if header is not written_header:
-                writer.write({**header, "step": sample["step"]})
-            written_header = header
-            writer.write(sample)
-        writer.write(alarm.to_dict())
-        writer.close()
+        with replace_file(path) as partial:
+            partial.unlink(missing_ok=True)  # of a process that was killed
+            writer = RecordWriter(partial)
+            written_header = None
+            for header, sample in self._last:
+                if header is not written_header:
+                    writer.write({**header, "step": sample["step"]})
+                written_header = header
+                writer.write(sample)
+            writer.write(alarm.to_dict())
+            writer.close()

@@ -1,10 +1,12 @@
 """Tests alarms beside a run: their lines in the record, the callback, and the samples before a non-finite value."""
 
+from unittest import mock
+
 import pytest
 
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
-from quaver.numerics.record import Record
+from quaver.numerics.record import Record, RecordWriter
 from tests.library.numerics.samples import LAYERS, make_header, make_sample
 
 NAN = {(LAYERS[2], "input"): {"nonfinite": 8}}
@@ -35,6 +37,16 @@ def test_the_samples_before_a_nonfinite_value_are_kept(tmp_path):
     record = Record.read(tmp_path / "post_mortem.jsonl")
     assert record.steps.tolist() == [6, 7, 8, 9]
     assert [alarm["layer"] for alarm in record.alarms] == [LAYERS[2]]
+
+
+def test_a_post_mortem_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    post_mortem = tmp_path / "post_mortem.jsonl"
+    post_mortem.write_text("earlier")
+    sink = AlarmSink(post_mortem=post_mortem)
+    write(sink, make_header(), make_sample(1))
+    with mock.patch.object(RecordWriter, "write", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+        sink.write(make_sample(2, NAN))
+    assert post_mortem.read_text() == "earlier"
 
 
 def test_the_samples_before_a_resume_keep_the_header_of_their_tensors(tmp_path):
