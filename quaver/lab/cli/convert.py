@@ -1,5 +1,6 @@
 """`quaver convert hf-to-quaver` and `quaver convert quaver-to-hf`: weights from and to Hugging Face's Llama."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +60,8 @@ def _import(argv: list[str]) -> None:
         model = import_hf(Path(options.hf_folder), out, options.dtype)
     parameters = sum(tensor.numel() for tensor in make_file_state(model).values())
     print(f"{out}: {parameters:,} parameters in {options.dtype}")
-    print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
+    words = ["quaver", "train", str(out / "model.toml"), "--checkpoint.initial_load_path", str(out)]
+    print(f"train with: {shlex.join(words)}")
 
 
 def _export(argv: list[str]) -> None:

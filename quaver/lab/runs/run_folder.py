@@ -5,6 +5,7 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -258,7 +259,7 @@ def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} is no run: it has files but no {CONFIG_FILE}; give another job.name"
     can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
-    fix = f"resume it with --resume {path}" if can_resume else "remove it"
+    fix = f"resume it with --resume {shlex.quote(str(path))}" if can_resume else "remove it"
     return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
 
 

@@ -1,5 +1,6 @@
 """The end of a run: its status, the summary and the curves, and the last lines on the terminal."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,7 +72,7 @@ class RunEnd:
         print_results(self.summary)
         print_line(f"run folder: {run.folder.path}")
         if self.status in (RunStatus.INTERRUPTED, RunStatus.ALARM) and run.checkpoints.folder.list_steps():
-            print_line(f"resume with: quaver train --resume {run.folder.path}")
+            print_line(f"resume with: quaver train --resume {shlex.quote(str(run.folder.path))}")
 
 
 @contextmanager

@@ -247,7 +247,9 @@ def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, ref
     whole = train_run(saved_run.parent, "whole", 3)
     for words in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
         refused("train", "--resume", run, *words.split())
-    assert "resume it with --resume" in refused("train", run / "config.toml")
+    spaced = shutil.copytree(run, run.with_name("my run"))
+    line = refused("train", run / "config.toml", f"--job.dump_folder={run.parent}", "--job.name=my run")
+    assert line.endswith(f"resume it with --resume '{spaced}'")
     assert main(["train", "--resume", str(run), MORE]) == 0
     keys = ("step", "loss", "grad_norm", "validation_loss")
     records, expected = (read_json_lines(path / "metrics.jsonl") for path in (run, whole))

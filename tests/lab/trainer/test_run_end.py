@@ -292,7 +292,7 @@ def test_a_run_goes_on_without_its_stdout(tiny_config, monkeypatch, capsys, open
 
 @pytest.mark.parametrize(("disposition", "last"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 4)], ids=["plain", "nohup"])
 def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
-    resumable_config, before_each_step, disposition, last
+    resumable_config, before_each_step, disposition, last, capsys
 ):
     def close_terminal(model: TrainedModel, step: int) -> None:
         for _ in range(2 if step == 3 else 0):  # by the shell and by the kernel
@@ -301,10 +301,11 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
     before_each_step(close_terminal)
     before = signal.signal(signal.SIGHUP, disposition)
     try:
-        run = prepare_run(resumable_config)
+        run = prepare_run(changed(resumable_config, job={"name": "my run"}))
         assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
     finally:
         signal.signal(signal.SIGHUP, before)
+    assert (f"resume with: quaver train --resume '{run.folder.path}'\n" in capsys.readouterr().out) == (last == 3)
     assert list_checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
 
 
