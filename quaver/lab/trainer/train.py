@@ -163,7 +163,8 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
         _save(run, waits=True)
     except CheckpointError as save_error:
         return f"; {save_error}"
-    return f"; the checkpoint of step {run.progress.step} is from before that step"
+    checkpoint = f"the checkpoint of step {run.progress.step} is from before that step"
+    return f"; {checkpoint}; if it fails again, give an earlier checkpoint.load_step, or begin again"
 
 
 def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:

@@ -105,10 +105,14 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
     assert run.progress.step == 5
 
 
+SAVED = "the checkpoint of step 2 is from before that step"
+EARLIER = "give an earlier checkpoint.load_step, or begin again"
+
+
 @pytest.mark.parametrize(
     ("compare", "bad_step", "ruined", "saved", "message"),
     [
-        (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before that step"),
+        (False, 3, False, ["step-00000002"], f"; {SAVED}; if it fails again, {EARLIER}"),
         (False, 3, True, [], "; the weights are not finite, and are not saved"),
         (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
     ],
