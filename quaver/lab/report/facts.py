@@ -18,7 +18,7 @@ from quaver.numerics.record import Record
 
 MEMORY_LABELS = {
     "memory_active_bytes": "peak memory of tensors",
-    "memory_rss_bytes": "peak resident memory",
+    "memory_peak_rss_bytes": "peak resident memory",
 }
 NO_STATISTICS_NOTE = "no statistics of float8 matmuls; --numerics.every 100 records them"
 

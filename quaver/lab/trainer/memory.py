@@ -81,7 +81,7 @@ def read_device_memory(device: torch.device) -> dict[str, Any]:
 
     CUDA: `memory_active_*` is the memory of tensors, and `memory_reserved_*` the memory of the allocator.
     `memory_retries` counts the allocations since the process started that first had to empty the allocator's cache, a
-    sign that memory is nearly full. CPU: `memory_rss_*` is the peak resident memory of the process since it started.
+    sign that memory is nearly full. CPU: `memory_peak_rss_*` is the peak resident memory of the process so far.
     """
     if is_cuda_device(device):
         stats = torch.cuda.memory_stats(device)
@@ -95,13 +95,14 @@ def read_device_memory(device: torch.device) -> dict[str, Any]:
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"memory_rss_bytes": peak, "memory_rss_share": peak / total}
+    return {"memory_peak_rss_bytes": peak, "memory_peak_rss_share": peak / total}
 
 
 def describe_memory(record: dict[str, Any]) -> str:
     """Return the `read_device_memory` in `record` as text for the log."""
-    kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
+    labels = {"active": "active", "reserved": "reserved", "peak_rss": "peak rss"}
     return ", ".join(
-        f"{format_bytes(record[f'memory_{kind}_bytes'])} ({record[f'memory_{kind}_share']:.0%}) {kind}"
-        for kind in kinds
+        f"{format_bytes(record[f'memory_{kind}_bytes'])} ({record[f'memory_{kind}_share']:.0%}) {label}"
+        for kind, label in labels.items()
+        if f"memory_{kind}_bytes" in record
     )

@@ -16,8 +16,8 @@ def test_memory_of_a_cpu_is_the_peak_of_the_process_in_bytes(platform, unit, mon
     monkeypatch.setattr("resource.getrusage", lambda who: usage)
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2 << 20}.__getitem__)
     record = read_device_memory(torch.device("cpu"))
-    assert record == {"memory_rss_bytes": 3 << 30, "memory_rss_share": 3 / 8}
-    assert describe_memory(record) == "3 GiB (38%) rss"
+    assert record == {"memory_peak_rss_bytes": 3 << 30, "memory_peak_rss_share": 3 / 8}
+    assert describe_memory(record) == "3 GiB (38%) peak rss"
 
 
 def test_memory_of_a_gpu_has_both_peaks(monkeypatch):
