@@ -117,7 +117,7 @@ class Runs:
         folder = CheckpointFolder(self.get_path(name) / "checkpoint")
         steps = folder.list_steps()
         for step in steps:
-            check_manifest(folder.find_checkpoint(step))
+            check_manifest(folder.get_path(step))
         newest = max(steps, default=0)
         require(newest >= at_least, f"the checkpoint of step {at_least} was lost: there is {steps}")
         return newest

@@ -132,7 +132,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
-        path = self.folder.find_checkpoint(step)
+        path = self.folder.get_path(step)
         record = read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
         progress = RunProgress(**record["progress"])
         if progress.step != step:

@@ -117,7 +117,7 @@ class CheckpointFolder:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match[1]) for match in map(_COMPLETE_NAME.fullmatch, names) if match)
 
-    def find_checkpoint(self, step: int) -> Path:
+    def get_path(self, step: int) -> Path:
         """Return the path of the complete checkpoint of `step`."""
         return self.path / f"step-{step:08d}"
 
@@ -133,7 +133,7 @@ class CheckpointFolder:
             if abandoned.exists():  # of a still earlier history
                 abandoned.rename(self._get_removed_path(later))
                 self.remove_partials()
-            rename(self.find_checkpoint(later), abandoned)
+            rename(self.get_path(later), abandoned)
         return later_steps
 
     def begin(self, step: int) -> None:
@@ -150,7 +150,7 @@ class CheckpointFolder:
         """
         write_record(self.get_partial_path(step), record, digests)
         flush_folder(self.get_partial_path(step))
-        rename(self.get_partial_path(step), self.find_checkpoint(step))
+        rename(self.get_partial_path(step), self.get_path(step))
 
     def prune(self, keep_latest_k: int) -> None:
         """Remove abandoned and partial checkpoints, and all but the newest `keep_latest_k` complete ones.
@@ -159,7 +159,7 @@ class CheckpointFolder:
         """
         for step in self.list_steps()[:-keep_latest_k] if keep_latest_k else []:
             # An interrupted removal leaves nothing that looks complete.
-            self.find_checkpoint(step).rename(self._get_removed_path(step))
+            self.get_path(step).rename(self._get_removed_path(step))
         self.remove_partials()
         for abandoned in self.path.glob(".step-*.abandoned"):
             shutil.rmtree(abandoned)

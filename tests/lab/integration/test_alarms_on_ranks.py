@@ -39,7 +39,7 @@ def test_two_ranks_fall_back_together(tmp_path, compiles):
     words = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
     results = run(2, train_broken, [("falls", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
     assert [ended for ended, *_ in results] == [{"falls": (0, 1)}] * 2, results
-    record = read_record(CheckpointFolder(tmp_path / "falls" / "checkpoint").find_checkpoint(3))
+    record = read_record(CheckpointFolder(tmp_path / "falls" / "checkpoint").get_path(3))
     assert record["progress"]["fallbacks"] == {LAYER: "high_precision"}
     lines = [json.loads(line) for line in (tmp_path / "falls" / "numerics.jsonl").read_text().splitlines()]
     headers = [line for line in lines if line["kind"] == "header"]

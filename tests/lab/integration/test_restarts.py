@@ -101,7 +101,7 @@ def load_last_checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
     Files of equal tensors may have another order inside.
     """
-    dcp_to_torch_save(CheckpointFolder(run / "checkpoint").find_checkpoint(STEPS) / "tensorwise", run / "whole.pt")
+    dcp_to_torch_save(CheckpointFolder(run / "checkpoint").get_path(STEPS) / "tensorwise", run / "whole.pt")
     state, _ = tree_flatten_with_path(torch.load(run / "whole.pt", weights_only=False))
     return {str(path): value for path, value in state if isinstance(value, torch.Tensor) and "rng" not in str(path)}
 

@@ -109,7 +109,7 @@ def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start
     assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
     (step,) = open_checkpoints(run).list_steps()
     assert list(read_numbers(run)) == list(range(1, step + 1))
-    assert len(list((open_checkpoints(run).find_checkpoint(step) / "delayed").glob("*.distcp"))) == 2
+    assert len(list((open_checkpoints(run).get_path(step) / "delayed").glob("*.distcp"))) == 2
 
 
 def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(run_words, tmp_path):

@@ -122,7 +122,7 @@ def test_a_label_with_a_colon_is_no_name_of_a_file(config):
     assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
     resumed = run_to_end(set_steps(config, 2, name=run.folder.path.name, resume="must"))
     assert resumed.began_at_step == 1
-    assert open_checkpoint(run.checkpoints.folder.find_checkpoint(1), "rowwise:dequantized").weights.is_dir()
+    assert open_checkpoint(run.checkpoints.folder.get_path(1), "rowwise:dequantized").weights.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
@@ -164,7 +164,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
     monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
     monkeypatch.setattr(TrainedModel, "train_step", take_step)
     run = run_to_end(set_steps(config, 3, async_mode="async"))
-    manifests = [run.checkpoints.folder.find_checkpoint(2) / MANIFEST_FILE for run in (run, finished)]
+    manifests = [run.checkpoints.folder.get_path(2) / MANIFEST_FILE for run in (run, finished)]
     digests, expected = (json.loads(path.read_text())["files"] for path in manifests)
     names = [name for name in expected if name.endswith(".distcp")]
     assert len(names) == 2
@@ -251,7 +251,7 @@ def test_disabled_checkpoints_leave_nothing(config):
 
 
 def test_the_record_of_a_checkpoint(config, finished):
-    record = read_record(finished.checkpoints.folder.find_checkpoint(2))
+    record = read_record(finished.checkpoints.folder.get_path(2))
     assert record["models"] == ["delayed", "bfloat16"]
     assert record["progress"]["step"] == 2
     assert record["progress"]["consumed_sequences"] == 2 * config.training.local_batch_size
@@ -278,7 +278,7 @@ def test_a_start_that_was_killed_while_it_was_noted_is_removed(config, saved):
 
 def test_a_partial_checkpoint_does_not_count(config, saved):
     folder = CheckpointFolder(saved / "checkpoint")
-    folder.find_checkpoint(6).rename(folder.get_partial_path(6))
+    folder.get_path(6).rename(folder.get_partial_path(6))
     resumed = prepare_run(set_steps(config, 8, resume="auto"))
     assert resumed.began_at_step == 4
     train(resumed)
@@ -289,7 +289,7 @@ def test_a_partial_checkpoint_does_not_count(config, saved):
 def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and_says_so(config, capsys):
     run = run_to_end(set_steps(config, 2, resume="auto"))
     assert run.began_at_step == 0
-    run.checkpoints.folder.find_checkpoint(2).rename(run.checkpoints.folder.get_partial_path(2))
+    run.checkpoints.folder.get_path(2).rename(run.checkpoints.folder.get_partial_path(2))
     (run.folder.path / "summary.json").unlink()
     again = run_to_end(changed(set_steps(config, 2, resume="auto"), metrics={"log_freq": 3}))
     assert again.began_at_step == 0
@@ -376,7 +376,7 @@ def test_a_resume_says_what_does_not_continue_as_it_was_saved(config, saved, tmp
 
 def test_a_run_that_moves_from_a_cpu_to_a_gpu_keeps_the_state_of_the_cpu(finished, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
-    path = finished.checkpoints.folder.find_checkpoint(6) / "delayed"
+    path = finished.checkpoints.folder.get_path(6) / "delayed"
     torch.manual_seed(7)
     note = load_rng_states(path, 1, Ranks(), torch.device("cuda"))
     assert "the CUDA random number generator begins with training.seed" in note
@@ -406,7 +406,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
 
 
 def test_initial_weights_of_another_run(config, finished):
-    path = str(finished.checkpoints.folder.find_checkpoint(6))
+    path = str(finished.checkpoints.folder.get_path(6))
     second = prepare_run(set_steps(config, 2, initial_load_path=path))
     assert second.began_at_step == 0
     for model, expected in zip(second.models, finished.models, strict=True):
@@ -415,7 +415,7 @@ def test_initial_weights_of_another_run(config, finished):
 
 
 def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
-    weights = shutil.copytree(finished.checkpoints.folder.find_checkpoint(6), tmp_path / "weights")
+    weights = shutil.copytree(finished.checkpoints.folder.get_path(6), tmp_path / "weights")
     begun = set_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
     folder = run_to_end(begun).folder.path
     shutil.rmtree(weights)
@@ -426,7 +426,7 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     gone = f"--checkpoint.initial_load_path={finished.checkpoints.folder.path / 'step-00000001'}"
     line = refused("train", "--dry-run", folder / "config.toml", gone)
     assert "the folder does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
-    other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.find_checkpoint(4)}"
+    other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.get_path(4)}"
     line = refused("train", "--resume", folder, other)
     assert f"initial_load_path must be '{weights}', from which the run in" in line
 
@@ -434,7 +434,7 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
 def test_initial_weights_of_a_run_with_dynamic_scaling(config):
     """Delayed scaling begins as in a new model."""
     first = run_to_end(replace(set_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
-    path = str(first.checkpoints.folder.find_checkpoint(1))
+    path = str(first.checkpoints.folder.get_path(1))
     run_to_end(set_steps(config, 1, "second", initial_load_path=path))
 
 

@@ -252,7 +252,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
             return call_or_die
 
         again = CheckpointFolder(folder.path)
-        record = {**json.loads((folder.find_checkpoint(3) / "checkpoint.json").read_text()), "saved_at": "again"}
+        record = {**json.loads((folder.get_path(3) / "checkpoint.json").read_text()), "saved_at": "again"}
         with monkeypatch.context() as patch:
             for owner, name in FATAL:
                 patch.setattr(owner, name, make_fatal(getattr(owner, name)))
@@ -266,9 +266,9 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
                 died += 1
         assert again.list_steps() in ([1, 2, 3, 4], [1, 2, 3], [1, 2], [2, 3]), fatal
         for step in again.list_steps():
-            check_manifest(again.find_checkpoint(step))
+            check_manifest(again.get_path(step))
         abandoned = {path.name for path in again.path.glob("*.abandoned")}
-        is_new = 3 in again.list_steps() and read_record(again.find_checkpoint(3))["saved_at"] == "again"
+        is_new = 3 in again.list_steps() and read_record(again.get_path(3))["saved_at"] == "again"
         assert is_new or len(again.list_steps()) + len(abandoned) == 4
         again.remove_partials()
         names = {path.name for path in again.path.iterdir()}

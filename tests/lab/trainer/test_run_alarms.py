@@ -88,7 +88,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
         run.models[0].model, config.model, config.training.seq_len, "bfloat16", run.device
     )
     assert run.models[0].flops_per_token == flops
-    record = read_record(run.checkpoints.folder.find_checkpoint(3))
+    record = read_record(run.checkpoints.folder.get_path(3))
     assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
     headers = Record.read(run.folder.path).headers
     assert [header["step"] for header in headers] == [1, 3]
@@ -144,7 +144,7 @@ def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(wa
 def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
     run = prepare_run(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
     train(run)
-    checkpoint = run.checkpoints.folder.find_checkpoint(1)
+    checkpoint = run.checkpoints.folder.get_path(1)
     record = read_record(checkpoint)
     config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
     for layer, recipe, message in (
@@ -160,7 +160,7 @@ def test_a_resume_without_float8_notes_the_fallbacks_that_it_leaves(watched_conf
     numerics = {"every": 0, "extras_every": 20}
     run = prepare_run(changed(watched_config, training={"steps": 1}, numerics=numerics, job={"compare": True}))
     train(run)
-    checkpoint = run.checkpoints.folder.find_checkpoint(1)
+    checkpoint = run.checkpoints.folder.get_path(1)
     record = read_record(checkpoint)
     write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {LAYER: "rowwise"}}})
     config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})

@@ -227,7 +227,7 @@ def find_checkpoint(path: Path) -> Path | None:
         raise FileNotFoundError(
             f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
         )
-    return folder.find_checkpoint(steps[-1])
+    return folder.get_path(steps[-1])
 
 
 def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
