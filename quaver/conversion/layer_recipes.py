@@ -115,6 +115,14 @@ class LayerRecipes:
         return self.layers.get(name, self.recipe)
 
 
+def check_layer_names(module: nn.Module, recipes: LayerRecipes) -> None:
+    """Raise InputError unless all `layers` of `recipes` are linears or experts of `module`."""
+    modules = dict(module.named_modules())
+    for name in recipes.layers:
+        if not isinstance(modules.get(name), nn.Linear) and not (name in modules and is_experts(modules[name])):
+            raise InputError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
+
+
 def convert_layers(
     module: nn.Module,
     recipes: LayerRecipes,
@@ -137,10 +145,7 @@ def convert_layers(
         ValueError: `module` lacks a layer of `recipes`; or as `convert_to_float8_training`.
         TypeError, RuntimeError: as `convert_to_float8_training`.
     """
-    modules = dict(module.named_modules())
-    for name in recipes.layers:
-        if not isinstance(modules.get(name), nn.Linear) and not (name in modules and is_experts(modules[name])):
-            raise InputError(f"layer_recipes: {name!r} is not a linear, or experts, of this {type(module).__name__}")
+    check_layer_names(module, recipes)
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
     if serving is not None:

@@ -22,7 +22,7 @@ from quaver import (
 )
 from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.high_precision import iter_float8_modules
-from quaver.conversion.layer_recipes import HIGH_PRECISION, convert_layers
+from quaver.conversion.layer_recipes import HIGH_PRECISION, check_layer_names, convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8
@@ -87,11 +87,14 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
 
 def convert_filtered(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
+    recipes = config.parse_layer_recipes()
+    with blame_input("float8."):
+        check_layer_names(model, recipes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
         convert_layers(
             model,
-            config.parse_layer_recipes(),
+            recipes,
             config_of=partial(make_linear_config, config),
             serving=config.serving or None,
             module_filter_fn=decide,

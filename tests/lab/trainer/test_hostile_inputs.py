@@ -47,6 +47,7 @@ WORDS = {
     "--dry-run --ranks 3 --parallelism.tensor_parallel_degree 2": "must be the number of processes = 3",
     "--dry-run --checkpoint.initial_load_path nowhere": "is not a checkpoint: the folder does not exist; give",
     "--dry-run --float8.filter_fqns nothing": "is part of no linear's name",
+    "--dry-run --float8.layer_recipes nope=rowwise": "error: float8.layer_recipes: 'nope' is not a linear",
     "--dry-run --ranks 2 --parallelism.tensor_parallel_degree 2 --float8.recipe_name blockwise": (
         "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "
         "blocks, a multiple of 128 features on each rank, got 64 (out_features 128 on 2 ranks); 256 in all"
