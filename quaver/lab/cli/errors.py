@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 
 from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.terminal.escape import escape_controls
 from quaver.runtime.devices import MissingDeviceError
 from quaver.runtime.errors import InputError, describe_error
 
@@ -20,14 +21,10 @@ BAD_INPUT_ERRORS = (InputError, NotImplementedError, OSError, MissingDeviceError
 
 
 def print_error(message: object) -> None:
-    """Print `message`, a text or an exception, as one line on stderr, unless stderr is closed.
-
-    Control characters are escaped: a name in a stranger's file could otherwise control the terminal.
-    """
+    """Print `message`, a text or an exception, as one line on stderr, unless stderr is closed."""
     line = " ".join(describe_error(message).split())
-    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
     with suppress(OSError):
-        print(f"quaver: error: {line}", file=sys.stderr, flush=True)
+        print(f"quaver: error: {escape_controls(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

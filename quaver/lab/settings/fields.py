@@ -156,8 +156,8 @@ def expand_user(path: str) -> Path:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether `name` is empty or names one folder, on any system, and not a path."""
-    return name not in (".", "..") and not set(name) & set("/\\\0")
+    """Return whether `name` is empty or names one folder, on any system, in printable characters."""
+    return name not in (".", "..") and name.isprintable() and not set(name) & set("/\\")
 
 
 def get_types(cls: Any) -> dict[str, Any]:

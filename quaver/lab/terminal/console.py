@@ -11,6 +11,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from quaver.lab.terminal.escape import escape_controls
 from quaver.lab.terminal.tables import fit_table
 
 
@@ -64,7 +65,7 @@ def make_stdout_console(*, quiet: bool = False) -> Console:
 
 def print_line(text: str) -> None:
     """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
-    make_stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
+    make_stdout_console().print(escape_controls(text), soft_wrap=True, highlight=False, markup=False)
 
 
 class _Console(Console):
@@ -84,7 +85,9 @@ def print_views(views: Iterable[str | Table]) -> None:
     for view in views:
         if isinstance(view, Table):
             console.width = fit_table(view, width)
-        console.print(view, soft_wrap=isinstance(view, str))
+            console.print(view)
+        else:
+            console.print(escape_controls(view), soft_wrap=True)
 
 
 def print_views_or_json(views: Iterable[str | Table], content: dict[str, Any], *, as_json: bool) -> None:

@@ -11,6 +11,8 @@ from rich.containers import Lines
 from rich.table import Column, Table
 from rich.text import Text
 
+from quaver.lab.terminal.escape import escape_controls
+
 _UNBROKEN_PART = re.compile(r"(?:^\s+)?(?:[^\s./]|[./](?=\d))*[./]*\s*")
 """A part of a line that is not broken: a word, or a part of a name or path with the separator after it."""
 _MIN_BROKEN_COLUMNS = 6
@@ -41,17 +43,23 @@ def make_table(
 ) -> Table:
     """Make a table. Columns named in `wrapped` wrap their text; columns named in `right` are right-aligned."""
     # No lines between columns: a narrow terminal has no room for them.
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=None if title is None else escape_controls(title),
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     names = [*columns]
     for name in names:
-        is_wrapped = name in wrapped
+        header, is_wrapped = escape_controls(name), name in wrapped
         table.add_column(
-            _WrappedText(name) if is_wrapped else name,
+            _WrappedText(header) if is_wrapped else header,
             justify="right" if name in right else "left",
             no_wrap=not is_wrapped,
         )
     for row in rows:
-        table.add_row(*(_WrappedText(cell) if name in wrapped else cell for name, cell in zip(names, row, strict=True)))
+        cells = zip(names, map(escape_controls, row), strict=True)
+        table.add_row(*(_WrappedText(cell) if name in wrapped else cell for name, cell in cells))
     return table
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.console import make_stdout_console, print_line
+from quaver.lab.terminal.escape import escape_controls
 from quaver.lab.terminal.tables import fit_table, make_table
 from quaver.lab.trainer.memory import describe_memory
 
@@ -45,7 +46,7 @@ class Display:
 
     def print_line(self, text: str) -> None:
         """Print one line, without wrapping or styles."""
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self.console.print(escape_controls(text), soft_wrap=True, highlight=False, markup=False)
 
     def print_step(self, record: dict[str, Any]) -> None:
         """Show the record of one training step."""

@@ -32,6 +32,7 @@ from quaver.lab.cli import (
 )
 from quaver.lab.cli.doctor_model import SHOWN_RECIPES
 from quaver.lab.cli.doctor_model import iter_views as survey_views
+from quaver.lab.cli.errors import print_error
 from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.survey import SurveyedLinear
@@ -42,7 +43,7 @@ from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.terminal import progress
-from quaver.lab.terminal.console import print_views
+from quaver.lab.terminal.console import print_line, print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.display import print_results
@@ -106,6 +107,18 @@ def test_a_command_without_its_verb_lists_the_verbs(command, verbs, capsys):
 
 
 ROOFLINE = ["bench", "roofline", "--model", "llama-8b", "--pictures", "--recipes", "rowwise", "--output"]
+
+
+def test_text_of_a_file_does_not_control_the_terminal(capsys):
+    text = "x\x1b]0;pwn\x07\ny"
+    print_line(text)
+    print_views([text, make_table(text, [text], rows=[[text]])])
+    print_views([make_table(None, [text], rows=[[text]], wrapped=[text])])
+    print_error(text)
+    printed = "".join(capsys.readouterr())
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert printed.count(r"x\x1b]0;pwn\x07") == 8
 
 
 @pytest.mark.parametrize("wants_colour", [True, False])

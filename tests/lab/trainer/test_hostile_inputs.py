@@ -24,6 +24,7 @@ WORDS = {
     "--resume=~nosuchuser/run": "'~nosuchuser/run' begins with the home of",
     "--job.dump_folder=a\0b": "'a\\x00b' has a NUL character",
     "--job.name=a\0b": "job.name must be the name of one folder",
+    "--job.name=a\x1b]0;b": "job.name must be the name of one folder",
     "--data.cache_folder=a\0b": "'a\\x00b' has a NUL character",
     "--resume=a\0b": "'a\\x00b' has a NUL character",
     "--metrics.enable_tensorboard --metrics.save_tb_folder=a\0b": "a folder inside the run folder",
