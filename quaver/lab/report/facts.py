@@ -94,7 +94,8 @@ def list_facts(run: RunData) -> list[tuple[str, str]]:
         ("validation_loss", "validation loss", lambda values: f"{values[-1]:.4f}"),
         ("tokens_per_s", "median tokens/s", lambda values: f"{compute_median_after_warmup(values):,.0f}"),
     ):
-        for curve in collect_curves(run.records, key):
+        records = [record for record in run.records if key != "tokens_per_s" or not record.get("measures_memory")]
+        for curve in collect_curves(records, key):
             is_first = curve.model in ("", *models[:1])
             facts.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
     label, memory = select_memory_curves(run)

@@ -143,6 +143,7 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
         "lr": result.lr,
         "step_seconds": result.seconds,
         "tokens_per_s": tokens_per_s,
+        **({"measures_memory": True} if result.measures_memory else {}),
         **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
         **read_device_memory(run.device),
         **_find_fullest_expert(model),

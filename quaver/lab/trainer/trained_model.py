@@ -71,7 +71,8 @@ def make_autocast(training: Training, device: torch.device) -> torch.autocast:
 class StepResult:
     """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time.
 
-    `nonfinite` says what was not finite in a skipped step; otherwise it is empty.
+    `nonfinite` says what was not finite in a skipped step; otherwise it is empty. `measures_memory`: the time includes
+    the measuring of memory.
     """
 
     loss: float
@@ -79,6 +80,7 @@ class StepResult:
     lr: float
     seconds: float
     nonfinite: str = ""
+    measures_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ class TrainedModel:
         """
         self._schedule.apply(step)
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
-        if measure_memory and self.precision == self.name:
+        measures = measure_memory and self.precision == self.name
+        if measures:
             measure = measure_peak(
                 self.iter_resident_tensors(), device=self.device, is_countable=self.has_countable_memory
             )
@@ -234,7 +237,7 @@ class TrainedModel:
             self.peak = peak
         if self.precision == self.name and not nonfinite:
             self.step_seconds.append(seconds)
-        return StepResult(loss, grad_norm, rate, seconds, nonfinite)
+        return StepResult(loss, grad_norm, rate, seconds, nonfinite, measures)
 
     def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config

@@ -2,11 +2,14 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from quaver.lab.cli import main
 from quaver.lab.cli.report import ReportOptions
+from quaver.lab.report.facts import list_facts
+from quaver.lab.report.run import RunData
 from tests.command_line import TEXT, TINY
 from tests.lab.report.records import (
     make_alarm,
@@ -166,6 +169,14 @@ def test_a_run_without_statistics_has_a_page(tmp_path, run_quaver):
     printed = run_quaver("report", tmp_path / "a")
     assert "a: no statistics of float8 matmuls; --numerics.every 100 records them" in printed
     assert (tmp_path / "a" / "report.html").is_file()
+
+
+def test_steps_that_measure_memory_do_not_count_as_speed():
+    speeds = (1, 5, 1, 10, 5, 20)  # the second start begins after the third step
+    steps = [{"step": step, "tokens_per_s": speed} for step, speed in enumerate(speeds, start=1)]
+    for step in (2, 5):
+        steps[step - 1]["measures_memory"] = True
+    assert dict(list_facts(RunData("run", Path("run"), steps)))["median tokens/s"] == "20"
 
 
 def test_one_run_under_two_paths_is_given_twice():

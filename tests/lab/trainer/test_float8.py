@@ -82,7 +82,9 @@ def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
     *plain_losses, plain_last = read_losses(plain.folder.metrics_path, "tensorwise")
     assert losses == plain_losses
     assert last != plain_last
-    precisions = [(record["step"], record["precision"]) for record in read_steps(run.folder.metrics_path, "tensorwise")]
+    steps = read_steps(run.folder.metrics_path, "tensorwise")
+    assert [record["step"] for record in steps if record.get("measures_memory")] == [2]
+    precisions = [(record["step"], record["precision"]) for record in steps]
     assert precisions == [*((step, "tensorwise") for step in (1, 2, 3)), (4, "bfloat16")]
     validations = [record for record in read_records(run) if record["kind"] == "validation"]
     assert [record["precision"] for record in validations] == ["tensorwise", "bfloat16"]
