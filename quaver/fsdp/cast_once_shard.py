@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.scaled_shard import ScaledShard, ScaledShardState
+from quaver.fsdp.scaled_shard import AllGatherInputs, ScaledShard, ScaledShardState
 from quaver.linear.cast_once_weight import check_same_config, make_scope_error
 from quaver.torch_private.versions import get_version
-
-if TYPE_CHECKING:
-    from quaver.fsdp.gathered import AllGatherInputs
 
 
 class CastOnceShard:

@@ -41,7 +41,7 @@ import importlib
 import math
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight
-from quaver.fsdp.scaled_shard import ScaledShard, ScaledShardState
+from quaver.fsdp.scaled_shard import AllGatherInputs, AllGatherMetadata, ScaledShard, ScaledShardState
 from quaver.fsdp.scales import list_layouts
 from quaver.fsdp.shard import LocatedShard
 from quaver.fsdp.weight_group import (
@@ -86,19 +86,6 @@ class _Padding:
 
     def __init__(self) -> None:
         self.unused = True
-
-
-class _Metadata(NamedTuple):
-    """Passed by `fsdp_pre_all_gather` to `fsdp_post_all_gather`; without scales for a payload in high precision."""
-
-    scales: Sequence[CastScales]
-    layouts: list[ScaleLayout]
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
-"""The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
 
 
 class Float8AllGatherWeight(ScaledShard):
@@ -139,7 +126,7 @@ class Float8AllGatherWeight(ScaledShard):
         if not weight.config.casts.weight.is_float8:
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
-            return (_pad_to_chunk(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
+            return (_pad_to_chunk(shard, values, None),), AllGatherMetadata([], [], shard.size, values.dtype)
         cast_once = get_all_gather_state(module).cast_once_shards.get(weight.name)
         if cast_once is None:
             return self._make_inputs(mesh, weight)
@@ -178,12 +165,12 @@ class Float8AllGatherWeight(ScaledShard):
         ]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
-        return tuple(payloads), _Metadata(scales, layouts, shard.size, float8_dtype)
+        return tuple(payloads), AllGatherMetadata(scales, layouts, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Metadata,
+        metadata: AllGatherMetadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,

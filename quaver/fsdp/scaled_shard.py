@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quaver.linear.weight_form import WrapperWeight
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import CastScales
 from quaver.torch_private.versions import get_version
+
+
+class AllGatherMetadata(NamedTuple):
+    """Passed by `fsdp_pre_all_gather` to `fsdp_post_all_gather`; without scales for a payload in high precision."""
+
+    scales: Sequence[CastScales]
+    layouts: list[ScaleLayout]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+AllGatherInputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
+"""The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
 
 
 class ScaledShardState:

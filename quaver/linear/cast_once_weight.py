@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,14 +11,17 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
-if TYPE_CHECKING:
-    from quaver.linear.float8_module import Float8Module
+
+class HasFloat8Config(Protocol):
+    """A `Float8Module`, whose file imports this one."""
+
+    float8_config: Float8LinearConfig
 
 
 class CastOnceWeight:
     """The operands of a whole weight while the scope is open, and a check that the weight does not change."""
 
-    def __init__(self, module: Float8Module, name: str, operands: Operands, opened_by: str) -> None:
+    def __init__(self, module: HasFloat8Config, name: str, operands: Operands, opened_by: str) -> None:
         """`operands`: the casts of the parameter `name` of `module`. `opened_by`: see `open_scope`."""
         self.operands, self.opened_by = operands, opened_by
         self._module, self._config = module, module.float8_config

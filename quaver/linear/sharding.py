@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from quaver.linear.quantize import Quantizer
+from quaver.linear.scale_state import LinearScaleSlots
 from quaver.linear.shared_input import choose_quantizer
 from quaver.linear.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
+from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
-
-if TYPE_CHECKING:
-    from quaver.linear.module import Float8Linear
 
 
 def to_local(parameter: Tensor) -> Tensor:
@@ -46,6 +45,22 @@ def resolve_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
             "ranks of tensor parallelism; pad the sequence"
         )
     return dim
+
+
+class ShardedLinear(Protocol):
+    """The members of Float8Linear that a `LinearSharding` uses. The file of Float8Linear imports this one."""
+
+    in_features: int
+    out_features: int
+    weight: Tensor
+    scaling: LinearScaleSlots | None
+
+    @property
+    def config(self) -> Float8LinearConfig:
+        """The config of the linear."""
+
+    def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
+        """Run the linear on this rank's tensors."""
 
 
 class LinearSharding:
@@ -66,7 +81,7 @@ class LinearSharding:
         self.mesh = mesh
         self.group = mesh.get_group()
 
-    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """Run the forward of a sharded linear, by its `forward_local` on local tensors."""
         raise NotImplementedError
 
@@ -130,7 +145,7 @@ class ColwiseSharding(LinearSharding):
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_local(weight), None if bias is None else to_local(bias), None
 
-    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Shard(-1)."""
         if isinstance(input, DTensor):
             # redistribute() on a replicated input would reduce the gradient once for each linear that reads the input.
@@ -164,7 +179,7 @@ class RowwiseSharding(LinearSharding):
             return super().make_grad_output_quantizer(casts, hp_dtype, scale)
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
-    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Replicate() or Shard(sequence_dim)."""
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
@@ -193,7 +208,7 @@ class PartialSumSharding(RowwiseSharding):
             local_bias = local_bias - local_bias.detach()
         return weight, None, local_bias
 
-    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Partial()."""
         input = typing.cast(DTensor, input).redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         return DTensor.from_local(linear.forward_local(input, self), self.mesh, [Partial()], run_check=False)
@@ -216,14 +231,14 @@ class ReplicatedSharding(LinearSharding):
         local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
 
-    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor in `layout`."""
         local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
         output = linear.forward_local(local, self)
         return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
 
 
-def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
+def check_can_be_sharded(linear: ShardedLinear, weight_dim: int, ranks: int) -> None:
     """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale."""
     casts = linear.config.casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
@@ -242,7 +257,7 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
         )
 
 
-def derive_sharding(linear: Float8Linear, input: Tensor) -> LinearSharding:
+def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
     """Derive the sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
 
     The output has the placement that nn.Linear gives it: Shard(-1), Partial(), or the input's for a replicated weight.
