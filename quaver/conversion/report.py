@@ -36,7 +36,7 @@ FILTER_REASON_ATTRIBUTE = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
 SLOW_PATH_HEAD = "in this process: "
-"""What a note about a slow path begins with: slow paths are not known by model."""
+"""The prefix of a note about a slow path, which may be that of another model."""
 
 NOT_CONVERTED_REASON = "not converted, or new since the conversion"
 """The reason of a linear in high precision, if nothing else is known."""

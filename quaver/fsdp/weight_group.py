@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
 GatheringSubject = tuple[Float8LinearConfig, int]
-"""What decides how a weight is gathered: its config, and how often its persistent scales were loaded."""
+"""The state that decides how a weight is gathered: its config, and how often its persistent scales were loaded."""
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
@@ -63,7 +63,7 @@ class AllGatherState:
     shards: dict[str, tuple[Tensor, LocatedShard]] = field(default_factory=dict)
     """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
     agreed: dict[str, GatheringSubject] = field(default_factory=dict)
-    """What the ranks agreed about each weight by name."""
+    """The `GatheringSubject` of each weight at the last comparison of the ranks, by name."""
     cast_once_shards: dict[str, CastOnceShard] = field(default_factory=dict)
     """Shards by name, filled while a `cast_weights_once` is open."""
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outcome(enum.IntEnum):
-    """What happens at the end of a sampled step, by [Note: a sink that fails]. A larger one overrides a smaller one."""
+    """The outcome of a sampled step, by [Note: a sink that fails]. A larger one overrides a smaller one."""
 
     WRITTEN = 0
     MONITOR_CLOSES = 1
