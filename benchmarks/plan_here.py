@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quaver.lab.memory.runs.predict import make_train_step
+from quaver.lab.memory.train_step.predict import make_train_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes
 from quaver.lab.plan.run import make_planned_run

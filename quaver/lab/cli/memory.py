@@ -19,9 +19,9 @@ from quaver.lab.cli.memory_views import (
 from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
-from quaver.lab.memory.runs.links import predict_links
-from quaver.lab.memory.runs.measure import measure_memory, tabulate_side_by_side
-from quaver.lab.memory.runs.predict import RunMemory, predict_memory
+from quaver.lab.memory.train_step.links import predict_links
+from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
+from quaver.lab.memory.train_step.predict import RunMemory, predict_memory
 from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak

@@ -11,8 +11,8 @@ from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
 from quaver.lab.memory.reports.pitfalls import strip_phase
-from quaver.lab.memory.runs.links import Links
-from quaver.lab.memory.runs.predict import RunMemory
+from quaver.lab.memory.train_step.links import Links
+from quaver.lab.memory.train_step.predict import RunMemory
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.report import merge_layers
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
@@ -207,7 +207,7 @@ def summarize_advice(advice: Advice) -> list[str]:
 
 
 def make_side_by_side_table(compared: list[dict[str, Any]]) -> Table:
-    """Return the rows of `quaver.lab.memory.runs.measure.tabulate_side_by_side`; what was not measured stays empty."""
+    """Return the rows of `tabulate_side_by_side` as a table; what was not measured stays empty."""
     rows = []
     for row in compared:
         measured, ratio = row["measured_bytes"], row["ratio"]

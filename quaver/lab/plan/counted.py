@@ -16,7 +16,7 @@ from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
 from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import Fakes
-from quaver.lab.memory.runs.predict import fake_run, with_depth
+from quaver.lab.memory.train_step.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes, list_linears, time_linear
 from quaver.lab.plan.run import PlannedRun

@@ -9,9 +9,9 @@ with training.reduce = last whole float32 sums.
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.
 
-`quaver.lab.memory.runs.predict.predict_memory` runs the trainer's code with fake tensors, and predicts the peak to the
-byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down. The two share
-the trainer's shapes and degrees, and tests/lab/plan/test_estimate.py holds their results together.
+`quaver.lab.memory.train_step.predict.predict_memory` runs the trainer's code with fake tensors, and predicts
+the peak to the byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down.
+The two share the trainer's shapes and degrees, and tests/lab/plan/test_estimate.py holds their results together.
 docs/design/0020-plan.md says why there are two.
 """
 

@@ -37,7 +37,7 @@ from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.survey import SurveyedLinear
 from quaver.lab.doctor.survey_sums import MatmulSums
-from quaver.lab.memory.runs.links import Links, Traffic
+from quaver.lab.memory.train_step.links import Links, Traffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config

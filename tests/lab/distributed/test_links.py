@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quaver.lab.memory.runs.links import TrafficCounter, name_link, predict_links
-from quaver.lab.memory.runs.predict import make_train_step
+from quaver.lab.memory.train_step.links import TrafficCounter, name_link, predict_links
+from quaver.lab.memory.train_step.predict import make_train_step
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.parallelize import pretend_mesh

@@ -21,8 +21,8 @@ from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_r
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
-from quaver.lab.memory.runs import predict
-from quaver.lab.memory.runs.predict import predict_memory
+from quaver.lab.memory.train_step import predict
+from quaver.lab.memory.train_step.predict import predict_memory
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder

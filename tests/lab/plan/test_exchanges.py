@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.runs.links import predict_links
+from quaver.lab.memory.train_step.links import predict_links
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
 from quaver.lab.plan.run import make_planned_run

@@ -1,1 +1,0 @@
-"""The memory of a run of the trainer: predicted, measured, and under other settings."""

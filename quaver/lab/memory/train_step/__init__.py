@@ -1,0 +1,1 @@
+"""The memory and the collectives of a step of the trainer: predicted, and measured."""
