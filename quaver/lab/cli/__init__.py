@@ -10,6 +10,7 @@ from importlib.metadata import version
 from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
+from quaver.lab.terminal.escape import print_to_stderr
 from quaver.lab.terminal.progress import show_progress
 
 VERBS = {
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             _discard_stdout()
         raise
     except KeyboardInterrupt:
-        print("quaver: interrupted", file=sys.stderr)
+        print_to_stderr("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         _discard_stdout()

@@ -1,12 +1,11 @@
 """Turns bad input into one line on stderr and exit code 2, and a result that cannot be written into exit code 4."""
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.runs.errors import CheckpointError
-from quaver.lab.terminal.escape import escape_controls
+from quaver.lab.terminal.escape import print_to_stderr
 from quaver.runtime.devices import MissingDeviceError
 from quaver.runtime.errors import InputError, describe_error
 
@@ -21,10 +20,9 @@ BAD_INPUT_ERRORS = (InputError, NotImplementedError, OSError, MissingDeviceError
 
 
 def print_error(message: object) -> None:
-    """Print `message`, a text or an exception, as one line on stderr, unless stderr is closed."""
+    """Print `message`, a text or an exception, as one line on stderr."""
     line = " ".join(describe_error(message).split())
-    with suppress(OSError):
-        print(f"quaver: error: {escape_controls(line)}", file=sys.stderr, flush=True)
+    print_to_stderr(f"error: {line}")
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """The config of a run, from the file and the flags of a command."""
 
-import sys
 from pathlib import Path
 
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import Sections, list_turned_off, load_config
+from quaver.lab.terminal.escape import print_to_stderr
 
 
 def load_and_warn(path: Path | None, flags: Sections) -> TrainConfig:
@@ -17,5 +17,4 @@ def load_and_warn(path: Path | None, flags: Sections) -> TrainConfig:
 def print_turned_off(path: Path | None, flags: Sections) -> None:
     """Print one line on stderr that lists the settings that a flag turns off with float8, if there are any."""
     if turned_off := list_turned_off(path, flags):
-        line = f"quaver: float8.enable_float8_linear = false also turns off, of {path}: {', '.join(turned_off)}"
-        print(line, file=sys.stderr, flush=True)
+        print_to_stderr(f"float8.enable_float8_linear = false also turns off, of {path}: {', '.join(turned_off)}")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from quaver.lab.data.tokenizer import Tokenizer
 from quaver.lab.settings import require
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.terminal.byte_sizes import format_bytes
+from quaver.lab.terminal.escape import print_to_stderr
 
 LOCK_TIMEOUT_S = 3600
 """How long a process waits for another one, on this host or another, which makes the tokens."""
@@ -84,8 +84,7 @@ class TokenCache:
             entry, damage = self._open_entry()  # again: another process may have made it
             if entry is None:
                 if damage:
-                    line = f"the tokens in {self.entry_folder} are damaged ({damage}); making them again"
-                    print(f"quaver: {line}", file=sys.stderr, flush=True)
+                    print_to_stderr(f"the tokens in {self.entry_folder} are damaged ({damage}); making them again")
                 with self.progress.show_reading(label, total_bytes) as advance:
                     self._make_entry(build, advance)
                 entry = open_entry(self.entry_folder)

@@ -11,7 +11,6 @@ as the lock. It then removes the file of a killed process of the same host, and 
 import json
 import os
 import platform
-import sys
 import time
 import weakref
 from contextlib import suppress
@@ -22,6 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import TypeAdapter
 
 from quaver.lab.json_file import read_json
+from quaver.lab.terminal.escape import print_to_stderr
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
 
@@ -52,8 +52,8 @@ class RunLock:
             raise self._make_held_error() from error
         killed = self._read_holder()
         if killed is not None:
-            line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_describe(killed)}"
-            print(f"quaver: {line}", file=sys.stderr, flush=True)
+            folder = repr(str(self._folder))
+            print_to_stderr(f"took over the lock of {folder} from a run that was killed: {_describe(killed)}")
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
             with replace_file(self._folder / HOLDER) as partial:

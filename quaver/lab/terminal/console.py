@@ -11,7 +11,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from quaver.lab.terminal.escape import escape_controls
+from quaver.lab.terminal.escape import escape_controls, print_to_stderr
 from quaver.lab.terminal.tables import fit_table
 
 
@@ -48,9 +48,7 @@ class FailSafeStdout:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._file.fileno())
                 os.close(null)
-            with suppress(OSError):
-                line = f"quaver: cannot write to stdout: {error.strerror}; the run continues without display"
-                print(line, file=sys.stderr, flush=True)
+            print_to_stderr(f"cannot write to stdout: {error.strerror}; the run continues without display")
 
 
 def choose_color_system() -> typing.Literal["auto"] | None:

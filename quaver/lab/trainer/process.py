@@ -17,6 +17,7 @@ from types import FrameType
 import torch
 
 from quaver.lab.settings import TrainConfig
+from quaver.lab.terminal.escape import print_to_stderr
 from quaver.lab.trainer.model import Llama
 from quaver.recipes.linear_casts import MATMULS
 
@@ -100,7 +101,7 @@ def _stop_with_launcher(requests: SignalRequests, launcher_pid: int) -> Iterator
     libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(previous))
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM)):
         error = os.strerror(ctypes.get_errno())
-        print(f"quaver: this rank would train on if torchrun is killed: prctl: {error}", file=sys.stderr, flush=True)
+        print_to_stderr(f"this rank would train on if torchrun is killed: prctl: {error}")
     if os.getppid() != launcher_pid:  # it ended before, and Linux sends no signal for that
         requests.must_stop = True
     try:
@@ -175,7 +176,7 @@ class Watchdog:
             except OSError as error:
                 place = f"its stacks could not be written to {self.path}: {error.strerror or error}"
             if not is_reported:
-                print(f"quaver: {phase} takes longer than {seconds:g} s; {place}", file=sys.stderr, flush=True)
+                print_to_stderr(f"{phase} takes longer than {seconds:g} s; {place}")
                 is_reported = True
 
 
