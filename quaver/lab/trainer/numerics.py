@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
+from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
-from quaver.lab.trainer.loggers import Logger
+from quaver.lab.trainer.loggers import Loggers
 from quaver.numerics.record import RecordWriter
 
 LOGGED_STATISTICS = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
@@ -15,8 +15,8 @@ LOGGED_STATISTICS = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 class NumericsLog:
     """The sink of a run's monitor."""
 
-    def __init__(self, folder: RunFolder, loggers: Sequence[Logger], failures: OutputFailures) -> None:
-        self._writer, self._loggers, self._failures = RecordWriter(folder.numerics_path), loggers, failures
+    def __init__(self, folder: RunFolder, loggers: Loggers) -> None:
+        self._writer, self._loggers = RecordWriter(folder.numerics_path), loggers
         self._names: list[str] = []
 
     def write(self, line: dict[str, Any]) -> None:
@@ -26,10 +26,7 @@ class NumericsLog:
         if line["kind"] == "header":
             self._names = [make_logger_name(tensor) for tensor in line["tensors"]]
         elif line["kind"] == "sample":
-            scalars = dict(_iter_scalars(line, self._names))
-            for logger in self._loggers:
-                with self._failures.catch():
-                    logger.log(line["step"], scalars)
+            self._loggers.log(line["step"], dict(_iter_scalars(line, self._names)))
 
     def close(self) -> None:
         """Close the record. The run closes the loggers."""

@@ -14,7 +14,7 @@ from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
 from quaver.lab.trainer.flops import compute_utilization
-from quaver.lab.trainer.loggers import Logger, list_scalars, open_loggers
+from quaver.lab.trainer.loggers import Loggers, list_scalars
 from quaver.lab.trainer.memory import read_device_memory
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.profiling import Profiler
@@ -29,7 +29,7 @@ class Outputs:
 
     run: TrainingRun
     metrics: JsonLinesWriter | None
-    loggers: list[Logger]
+    loggers: Loggers
     scales: JsonLinesWriter | None
     """float8_scales.jsonl, for recipes with persistent scales."""
     display: Display
@@ -42,9 +42,7 @@ class Outputs:
         if self.metrics is not None:
             with self.failures.catch():
                 self.metrics.write(record)
-        for logger in self.loggers:
-            with self.failures.catch():
-                logger.log(record["step"], list_scalars(record))
+        self.loggers.log(record["step"], list_scalars(record))
 
     def record_step(self, model: TrainedModel, step: int, result: StepResult) -> None:
         """Write and show one step of `model`."""
@@ -107,12 +105,12 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
     """
     folder, config, is_first = run.folder, run.config.metrics, run.ranks.is_first
     with ExitStack() as stack:
-        loggers: list[Logger] = []
+        loggers = stack.enter_context(closing(Loggers()))
         metrics = scales = None
         if is_first:
             with failures.catch():
                 metrics = stack.enter_context(closing(JsonLinesWriter(folder.metrics_path)))
-                loggers = stack.enter_context(open_loggers(config, folder, asdict(run.config), failures))
+                loggers.open(config, folder, asdict(run.config))
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = stack.enter_context(closing(JsonLinesWriter(folder.float8_scales_path)))
         display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
@@ -120,7 +118,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
         if run.config.numerics.every:
             if is_first:
                 with failures.catch():
-                    alarms.sink = alarms.make_sink(NumericsLog(folder, loggers, failures), folder, failures)
+                    alarms.sink = alarms.make_sink(NumericsLog(folder, loggers), folder, failures)
             stack.callback(run.models[0].close_monitor)
             run.models[0].open_monitor(alarms.sink, completed_steps=run.progress.step)
         failures.raise_on_all_ranks()

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,10 @@ import torch
 
 from quaver import Float8Linear
 from quaver.export.folders import NotWrittenError
-from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.json_lines import read_json_lines
-from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
-from quaver.lab.trainer.loggers import open_loggers
+from quaver.lab.trainer.loggers import Loggers
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
@@ -153,10 +152,20 @@ def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
     assert wandb.options["id"]
 
 
-def test_an_error_of_wandb_is_one_line(watched_config, wandb):
-    wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("no API key\nat all"))
-    with pytest.raises(NotWrittenError, match="^Weights & Biases: RuntimeError: no API key$"):
-        train(prepare_run(changed(watched_config, metrics={"enable_wandb": True})))
+@pytest.mark.parametrize("method", ["init", "log", "finish"])
+def test_a_run_goes_on_without_wandb_if_it_fails(watched_config, wandb, capsys, method):
+    calls = []
+
+    def fail(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("the service is down\nat all")
+
+    setattr(wandb if method == "init" else wandb.init(), method, fail)
+    run = run_to_end(changed(watched_config, metrics={"enable_wandb": True}))
+    line = "quaver: the run goes on without Weights & Biases, which failed: RuntimeError: the service is down\n"
+    assert capsys.readouterr().err == line
+    assert len(calls) == 1
+    assert len(read_json_lines(run.folder.metrics_path)) == 6
 
 
 def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(tmp_path):
@@ -165,23 +174,25 @@ def test_tensorboard_shows_a_step_that_a_resumed_run_repeats_once(tmp_path):
 
     for resume_step, steps in ((None, [1, 2, 3, 4, 5]), (None, [1, 2, 3]), (1, [2, 3, 4])):  # the first saved nothing
         folder, config = RunFolder(tmp_path, resume_step), Metrics(enable_tensorboard=True)
-        with open_loggers(config, folder, {}, OutputFailures(Ranks())) as (logger,):
+        with closing(Loggers()) as loggers:
+            loggers.open(config, folder, {})
             for step in steps:
-                logger.log(step, {"loss": 1.0})
+                loggers.log(step, {"loss": 1.0})
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("method", ["__init__", "add_scalar"])
-def test_an_error_of_tensorboard_is_one_line(watched_config, monkeypatch, method):
+def test_a_run_goes_on_without_tensorboard_if_it_fails(watched_config, monkeypatch, capsys, method):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
 
     def fail(*_: object, **options: object) -> None:
         raise TypeError("no scalar\nat all")
 
     monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
-    with pytest.raises(NotWrittenError, match="^TensorBoard in '.*/tb': TypeError: no scalar$"):
-        train(prepare_run(changed(watched_config, metrics={"enable_tensorboard": True})))
+    run_to_end(changed(watched_config, metrics={"enable_tensorboard": True}))
+    line = "quaver: the run goes on without TensorBoard, which failed: TypeError: no scalar\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
