@@ -47,7 +47,8 @@ def read_device_spec(path: Path) -> DeviceSpec:
     if missing := [name for name in _REQUIRED_FIELDS if name not in values]:
         raise InputError(f"--spec {path}: expected {', '.join(_REQUIRED_FIELDS)}; {missing[0]} is missing")
     name = values["name"]
-    require(isinstance(name, str), f"--spec {path}: name", "a string", name)
+    is_printable = isinstance(name, str) and name.strip() != "" and name.isprintable()
+    require(is_printable, f"--spec {path}: name", "printable text", name)
     is_known = name.upper() in (spec.name.upper() for spec in DEVICE_SPECS)
     require(not is_known, f"--spec {path}: name", "that of a GPU whose rates quaver does not know", name)
     for field, (least, largest) in _BOUNDS.items():
