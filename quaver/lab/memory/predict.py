@@ -38,6 +38,8 @@ from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.recorder.timeline import record_timeline
 from quaver.torch_private.compiler import OptimizedModule, compile_like
 
+_AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -149,11 +151,17 @@ def explain(
     Raises:
         NotImplementedError: an operator's result, or a size, depends on values; the model is sharded, or a part of it
             is wrapped by `torch.compile`.
-        ValueError: the loss is not a scalar that depends on a parameter, the device is unknown, or `inputs` is a single
-            tensor.
+        ValueError: the loss is not a scalar that depends on a parameter, the device is unknown, autocast does not cast
+            to the dtype, `inputs` is a single tensor, or `optimizer` an optimizer.
     """
     if not isinstance(inputs, tuple | list):
         raise ValueError(f"expected inputs as a tuple of the forward's arguments, got {type(inputs).__name__}")
+    if isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"expected a function from parameters to an optimizer, got one; give {type(optimizer).__name__}"
+        )
+    if autocast not in _AUTOCAST_DTYPES:
+        raise ValueError(f"expected an autocast to bfloat16 or float16, or None, got {autocast!r}")
     compiled = has_compiled_code(model)
     with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
         fake = make_fake_copy(_unwrap(model), fakes)

@@ -107,6 +107,10 @@ def test_models_and_losses_that_cannot_be_predicted_are_refused(build, loss, mes
         explain(build(), (torch.empty(2, 64),), loss=loss)
     with pytest.raises(ValueError, match="expected inputs as a tuple of the forward's arguments, got Tensor"):
         explain(Block(), torch.empty(1, 64))
+    with pytest.raises(ValueError, match="a function from parameters to an optimizer, got one; give SGD"):
+        explain(Block(), (torch.empty(1, 64),), optimizer=torch.optim.SGD(Block().parameters()))
+    with pytest.raises(ValueError, match="autocast to bfloat16 or float16, or None, got torch.float32"):
+        explain(Block(), (torch.empty(1, 64),), autocast=torch.float32)
 
 
 def test_what_gloo_copies_is_counted():
