@@ -68,14 +68,14 @@ def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOpera
 
 def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of grad_output, after their cast."""
-    original = quaver.linear.function._make_grad_output_quantizer
+    original = quaver.linear.function.make_grad_output_quantizer
 
     def make_grad_quantizer(args: Any) -> Any:
         quantizer = original(args)
         is_linear = args.probe is not None and args.probe is linear.get_probe("weight")
         return make_changed_quantizer(quantizer, change) if is_linear else quantizer
 
-    patch(stack, quaver.linear.function, "_make_grad_output_quantizer", make_grad_quantizer)
+    patch(stack, quaver.linear.function, "make_grad_output_quantizer", make_grad_quantizer)
 
 
 def make_changed_quantizer(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
@@ -105,13 +105,13 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
     """Change the input of the first matmul after its cast, like a wrong kernel."""
-    original = quaver.linear.function._compute_output
+    original = quaver.linear.function.compute_output
 
     def compute_changed_output(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
         is_linear = args.probe is not None and args.probe is linear.get_probe("weight")
         return original(change(input) if is_linear else input, weight, bias, args, *rest)
 
-    patch(stack, quaver.linear.function, "_compute_output", compute_changed_output)
+    patch(stack, quaver.linear.function, "compute_output", compute_changed_output)
 
 
 def scale_dequant_scale(factor: float) -> OnOperand:

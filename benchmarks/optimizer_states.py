@@ -115,7 +115,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
             partial(store_activations_in_float8, modules=STORING_MODULES.get(name)),
         ),
         # torchao does not compile while a step is recorded.
-        mock.patch("quaver.lab.trainer.train._is_memory_due", return_value=False),
+        mock.patch("quaver.lab.trainer.train.is_memory_due", return_value=False),
     ):
         prepared = prepare_run(config)
         status = train(prepared)["status"]

@@ -58,7 +58,7 @@ PHASES = (
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     "torch.distributed.checkpoint.filesystem._write_item",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-    "quaver.lab.runs.checkpoint._check_readable",
+    "quaver.lab.runs.checkpoint.check_readable",
     "quaver.lab.runs.checkpoint_folder.write_manifest",
     "quaver.lab.runs.checkpoint_folder.flush_folder",
     "quaver.lab.runs.checkpoint_folder.rename",
@@ -358,7 +358,7 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
     )
 
 
-_WITHOUT_READING_BACK = {"quaver.lab.runs.checkpoint._check_readable": lambda *_: None}
+_WITHOUT_READING_BACK = {"quaver.lab.runs.checkpoint.check_readable": lambda *_: None}
 _WITHOUT_MANIFEST = {
     "quaver.lab.runs.checkpoint.hash_files_of_rank": lambda *_: {},
     "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
@@ -384,7 +384,7 @@ def time_manifests(saves: int) -> Iterator[str]:
                     for name, value in _PATCHES_OF_SAVES[step % 3].items():
                         stack.enter_context(mock.patch(name, value))
                     start = time.perf_counter()
-                    saver._write(step + 1, {"model": state}, {"format": 1})
+                    saver.write(step + 1, {"model": state}, {"format": 1})
                     seconds[step % 3].append(time.perf_counter() - start)
         size = sum(3 * 4 * math.prod(shape) for shape in shapes.values()) / 1e6
         low = [statistics.quantiles(samples, n=4)[0] for samples in seconds]

@@ -95,7 +95,7 @@ class _LinearFunction(torch.autograd.Function):
         )
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         save(ctx, (saved_input, saved_weight))
-        return _compute_output(
+        return compute_output(
             expect(input_q.row, "the input's codes for output"), weight_row, bias, args, input, weight
         )
 
@@ -104,7 +104,7 @@ class _LinearFunction(torch.autograd.Function):
         return *run_backward(_backward, ctx, grad_output), None
 
 
-def _compute_output(
+def compute_output(
     input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
 ) -> Tensor:
     """Multiply, then reduce under tensor parallelism, where the output may be [*leading, N] and sharded."""
@@ -129,7 +129,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     (saved_input, saved_weight), _ = load_saved(ctx)
     if not torch.compiler.is_compiling():
         clear_cached_operands()
-    quantizer = _make_grad_output_quantizer(args)
+    quantizer = make_grad_output_quantizer(args)
     # One read could make both row-wise casts. On a CPU they are made one by one, so that one set of codes is alive.
     one_by_one = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
@@ -227,7 +227,7 @@ def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
     return make_quantizer(args.config.casts.weight, args.hp_dtype, args.scales.weight)
 
 
-def _make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
+def make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
     make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.make_grad_output_quantizer
     return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
@@ -418,7 +418,7 @@ def apply_linear(
     else:
         input_row = _quantize_input(input, args, needs_grad_weight=False).row
         weight_row, _ = _quantize_weight(weight, args, needs_grad_input=False)
-        output = _compute_output(expect(input_row), weight_row, bias, args, input, weight)
+        output = compute_output(expect(input_row), weight_row, bias, args, input, weight)
     if linear is not None:
         column = None if weight_operands is None else weight_operands.column
         has_row_codes_only = column is not None and column.layout == ROWWISE

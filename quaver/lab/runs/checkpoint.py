@@ -100,7 +100,7 @@ class Checkpointer:
         if is_async:
             state = self._stage(progress.step, state)
         self._saved_step = progress.step
-        self._pending = _run_in_thread(self._write, progress.step, state, record)
+        self._pending = _run_in_thread(self.write, progress.step, state, record)
         if not is_async:
             self.wait()
 
@@ -177,7 +177,7 @@ class Checkpointer:
             ) from error
         return staged
 
-    def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
+    def write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Write and publish the checkpoint of `step`, and remove old ones. Runs in the thread.
 
         Raises CheckpointError on every rank.
@@ -192,7 +192,7 @@ class Checkpointer:
                 digest = partial(hash_files_of_rank, folder.get_partial_path(step), name, self.ranks.rank)
                 for rank_digests in self._run_on_every_rank(digest):
                     digests |= rank_digests
-            self._run_on_first_rank(partial(_check_readable, folder.get_partial_path(step), list(state)))
+            self._run_on_first_rank(partial(check_readable, folder.get_partial_path(step), list(state)))
             self._run_on_first_rank(partial(folder.publish, step, record, digests))
         except Exception as error:
             if self.ranks.is_first:
@@ -281,7 +281,7 @@ def _describe_newest(folder: CheckpointFolder) -> str:
     return f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier one"
 
 
-def _check_readable(checkpoint: Path, names: Sequence[str]) -> None:
+def check_readable(checkpoint: Path, names: Sequence[str]) -> None:
     """Check that the metadata of each model can be read, and that its files are long enough for it."""
     for name in names:
         CheckpointReader(checkpoint / name).read_metadata()

@@ -119,7 +119,7 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
             run.watch(f"step {step} of {model.name}", is_slow=is_first_here),
             outputs.profiling.profile(step, model.name, model.model, model.optimizer),
         ):
-            measure_memory = _is_memory_due(run, model, step, outputs.profiling)
+            measure_memory = is_memory_due(run, model, step, outputs.profiling)
             try:
                 result = model.train_step(step, batches, measure_memory=measure_memory)
             except NonFiniteError as error:
@@ -167,7 +167,7 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     return f"; {checkpoint}; if it fails again, give an earlier checkpoint.load_step, or begin again"
 
 
-def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
+def is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
