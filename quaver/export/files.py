@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.export.folders import NotWrittenError
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.names import join_names
 
 SAFETENSORS = ".safetensors"

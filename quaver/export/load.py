@@ -23,12 +23,12 @@ from quaver.export.files import (
     read_config,
     write_model,
 )
-from quaver.export.folders import check_new, new_folder
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.errors import InputError
+from quaver.runtime.folders import check_new, new_folder
 from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)

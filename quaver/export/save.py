@@ -19,7 +19,6 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_bundle
 from quaver.export.converted_view import Recipe
 from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, copy_files, encode_config, encode_json
-from quaver.export.folders import check_new, new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import ExportPlan, find_frozen_weights
@@ -27,6 +26,7 @@ from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
+from quaver.runtime.folders import check_new, new_folder
 from quaver.runtime.names import join_names
 
 logger = logging.getLogger(__name__)

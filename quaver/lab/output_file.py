@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quaver.export.folders import NotWrittenError, make_folder
 from quaver.lab.runs.file_names import CONFIG_FILE, RUN_FILES
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.files import MAX_NAME_BYTES, replace_file
+from quaver.runtime.folders import make_folder
 
 _BEGINNINGS = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),

@@ -1,1 +1,1 @@
-"""Process state that every layer may read: phases, devices, ranks, compilation, slow paths; and module names."""
+"""What every layer may ask of the process: phases, devices, ranks, compilation, slow paths; names, errors and files."""

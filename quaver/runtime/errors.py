@@ -1,5 +1,6 @@
-"""The error for bad input, which the `quaver` command shows without a traceback, a check, and the text of errors."""
+"""The errors for bad input and for results that cannot be written, which the `quaver` command prints in one line."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,24 @@ def check_is_module(module: object, *, argument: str) -> None:
     """Raise TypeError unless `module`, the value of `argument`, is an nn.Module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{argument}: expected an nn.Module, got {type(module).__name__}")
+
+
+class NotWrittenError(OSError):
+    """A result could not be written, for example because the disk is full."""
+
+
+def has_no_room(error: BaseException) -> bool:
+    """Return whether `error` is a write without room: a full disk, a quota, or the size limit of a file."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def make_write_error(error: OSError, target: str, remedy: str) -> OSError:
+    """Return an error that says that `target` cannot be written, why, and the `remedy`.
+
+    It is a NotWrittenError if there is no room, and otherwise of the class of `error`.
+    """
+    kind = NotWrittenError if has_no_room(error) else type(error)
+    return kind(f"cannot write {target}: {error.strerror or error}; {remedy}")
 
 
 def describe_error(error: object) -> str:

@@ -7,11 +7,11 @@ import sys
 from contextlib import suppress
 from importlib.metadata import version
 
-from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
 from quaver.lab.terminal.escape import print_to_stderr
 from quaver.lab.terminal.progress import show_progress
+from quaver.runtime.errors import NotWrittenError, has_no_room
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quaver.export.folders import NotWrittenError, has_no_room
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.terminal.escape import print_to_stderr
 from quaver.runtime.devices import MissingDeviceError
-from quaver.runtime.errors import InputError, describe_error
+from quaver.runtime.errors import InputError, NotWrittenError, describe_error, has_no_room
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3

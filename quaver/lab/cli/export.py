@@ -13,7 +13,6 @@ from annotated_types import Ge, Le
 from quaver.export import Float8Weights, save_float8, set_kv_scales
 from quaver.export.bundle import list_tokenizer_files
 from quaver.export.files import CONFIG_JSON
-from quaver.export.folders import check_new
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.plan import plan_export
@@ -27,6 +26,7 @@ from quaver.lab.terminal.progress import show_progress
 from quaver.lab.trainer.huggingface.convert import find_checkpoint
 from quaver.lab.trainer.huggingface.float8 import make_run_source
 from quaver.runtime.errors import InputError
+from quaver.runtime.folders import check_new
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.cli.dry_run import DryRunOptions, iter_views, plan_run
 from quaver.lab.cli.errors import (
     BAD_INPUT_ERRORS,
@@ -30,7 +29,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build_run
-from quaver.runtime.errors import describe_error
+from quaver.runtime.errors import NotWrittenError, describe_error
 
 
 @dataclass(frozen=True)

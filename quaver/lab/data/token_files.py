@@ -22,13 +22,12 @@ import numpy as np
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from quaver.export.folders import make_write_error
 from quaver.lab.data.documents import SPLITS
 from quaver.lab.data.samples import TokenSplit
 from quaver.lab.data.tokenizer import Tokens
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, make_write_error
 
 ENTRY_FORMAT = 1
 """Version of this layout and of how sources become tokens: raise it when either changes."""

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import tomli_w
 
-from quaver.export.folders import new_folder
 from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.runtime.errors import InputError
+from quaver.runtime.folders import new_folder
 
 
 def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:

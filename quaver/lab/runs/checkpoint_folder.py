@@ -26,13 +26,13 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
-from quaver.export.folders import flush_folder, rename
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, write_manifest
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError
+from quaver.runtime.folders import flush_folder, rename
 
 RECORD_FORMAT = 1
 RECORD_FILE = "checkpoint.json"

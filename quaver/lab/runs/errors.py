@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.ranks import Ranks
 from quaver.runtime.agreement import run_on_every_rank
+from quaver.runtime.errors import NotWrittenError
 
 
 class CheckpointError(RuntimeError):

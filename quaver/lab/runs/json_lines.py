@@ -11,10 +11,10 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.json_file import STRICT
 from quaver.lab.runs.errors import CheckpointError, convert_to_not_written
 from quaver.lab.settings.fields import NotNegative
+from quaver.runtime.errors import NotWrittenError
 from quaver.runtime.files import replace_file
 
 

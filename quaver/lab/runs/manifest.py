@@ -14,10 +14,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from xxhash import xxh3_128
 
-from quaver.export.folders import make_file_threads
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.errors import InputError
+from quaver.runtime.folders import make_file_threads
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1

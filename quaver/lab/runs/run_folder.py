@@ -14,7 +14,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from quaver.export.folders import NotWrittenError, make_folder, make_write_error
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.runs.file_names import (
@@ -38,7 +37,9 @@ from quaver.lab.settings.config_file import load_config, write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.terminal.counts import format_count
+from quaver.runtime.errors import NotWrittenError, make_write_error
 from quaver.runtime.files import replace_file
+from quaver.runtime.folders import make_folder
 
 SUBFOLDER_SETTINGS = (
     "checkpoint.folder",

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Numerics
@@ -19,7 +18,7 @@ from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED_RULES
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, NotWrittenError
 
 
 @dataclass

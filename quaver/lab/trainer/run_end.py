@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError, OutputFailures, convert_to_not_written
 from quaver.lab.runs.file_names import SUMMARY_FILE
 from quaver.lab.runs.status import RunStatus
@@ -15,6 +14,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.plot import draw_curves
 from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.training_run import TrainingRun
+from quaver.runtime.errors import NotWrittenError
 from quaver.runtime.files import replace_file
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import JsonLinesWriter, read_json_lines, rewind_json_lines
+from quaver.runtime.errors import NotWrittenError
 
 
 def test_json_lines_refuse_what_json_lacks(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quaver import Float8Linear
-from quaver.export.folders import NotWrittenError
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
@@ -19,6 +18,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
 from quaver.numerics.record import Record
+from quaver.runtime.errors import NotWrittenError
 from tests.lab.trainer.runs import changed, read_numbers, run_to_end
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear
-from quaver.export.folders import NotWrittenError
 from quaver.kernels import cpu
 from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.ranks import Ranks
@@ -21,6 +20,7 @@ from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
 from quaver.lab.trainer import profiling as profiling_module
 from quaver.lab.trainer.profiling import Profiler
+from quaver.runtime.errors import NotWrittenError
 
 CPU = torch.device("cpu")
 EVERY_STEP = {"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0}

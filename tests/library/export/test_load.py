@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
-from quaver.export.folders import NotWrittenError
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, NotWrittenError
 from tests.library.export.models import PROJECTIONS, Tiny, saved, tiny
 from tests.steps import assert_same
 

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from quaver.export.bundle import list_tokenizer_files
 from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
-from quaver.export.folders import check_new, new_folder
 from quaver.lab.runs.checkpoint_folder import (
     RECORD_FILE,
     RECORD_FORMAT,
@@ -54,6 +53,7 @@ from quaver.lab.trainer.huggingface.weights import (
     write_weights,
 )
 from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.folders import check_new, new_folder
 from quaver.runtime.names import join_names
 
 Section = TypeVar("Section", bound=Settings)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from quaver.runtime.errors import InputError
+from quaver.runtime.errors import InputError, NotWrittenError, has_no_room
 from quaver.runtime.files import MAX_NAME_BYTES, flush_to_disk, lock_name
 
 _PARTIAL_NAME = ".{}.partial"
@@ -16,24 +16,6 @@ _PARTIAL_NAME = ".{}.partial"
 
 _MAX_BYTES = MAX_NAME_BYTES - len(_PARTIAL_NAME.format(""))
 """The longest name of a folder that leaves room for its partial name."""
-
-
-class NotWrittenError(OSError):
-    """A result could not be written, for example because the disk is full."""
-
-
-def has_no_room(error: BaseException) -> bool:
-    """Return whether `error` is a write without room: a full disk, a quota, or the size limit of a file."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def make_write_error(error: OSError, target: str, remedy: str) -> OSError:
-    """Return an error that says that `target` cannot be written, why, and the `remedy`.
-
-    It is a NotWrittenError if there is no room, and otherwise of the class of `error`.
-    """
-    kind = NotWrittenError if has_no_room(error) else type(error)
-    return kind(f"cannot write {target}: {error.strerror or error}; {remedy}")
 
 
 def check_new(path: Path) -> None:
