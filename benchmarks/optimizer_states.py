@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.loss_curves import read_curve
 from benchmarks.record import ROOT, describe_provenance, make_markdown_table
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.lab.settings import Optimizer
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.optimizer import build_optimizer

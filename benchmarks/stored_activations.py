@@ -18,7 +18,7 @@ import torch
 from benchmarks import memory_modules
 from benchmarks.memory_modules import Case, Size
 from benchmarks.record import ROOT, describe_provenance, make_markdown_table, make_page_parser, record_and_show
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.torch_private.compiler import recompile_limit
 
 RECORD = ROOT / "benchmarks" / "results" / "stored_activations.json"

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.gpu_parts.contestants import make_inputs, make_step
 from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
 from quaver import convert_to_float8_training, float8_grouped_mm
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.optim import Float8AdamW

@@ -7,7 +7,7 @@ put there before. A second call changes nothing, unless another library replaced
     a float8 all-gather, a selective checkpoint of quaver, in torch.distributed.fsdp
         hooks of FSDP2, whose ops policies of selective checkpoints then do not see (torch_private/fsdp.py)
     store_activations_in_float8, in torch._inductor
-        `config.custom_partitioner_fn`, which changes only graphs of modules that store (checkpointing/partition.py)
+        `config.custom_partitioner_fn`, which changes only graphs of modules that store (activations/partition.py)
     import quaver.integrations.transformers, in transformers
         the registries of quantizers and of expert parallelism: "quaver" and "float8"
         `get_hf_quantizer`, which refuses a QuaverConfig for a folder with another quant_method

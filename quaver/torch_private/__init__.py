@@ -13,7 +13,7 @@
 | `fsdp` | where FSDP2 issues its collectives, and how to hide them from selective checkpoints |
 | `policies` | selective activation checkpoints |
 | `functional_collectives` | functional collectives, groups by name |
-| `checkpoint` | the files of torch.distributed.checkpoint |
+| `distributed_checkpoint` | the files of torch.distributed.checkpoint |
 | `fake_ranks` | one process as one rank of many |
 | `profiler` | named ranges, events |
 | `memory` | identities of storages, the CUDA allocator's history |

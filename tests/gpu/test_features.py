@@ -9,11 +9,11 @@ from torch import nn
 
 import quaver
 from quaver import convert_to_float8_training, freeze_to_float8, use_float8_primary_weights
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.optim import Float8AdamW, Float8Muon
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
-from tests.library.checkpointing.nets import build_net
+from tests.library.activations.nets import build_net
 from tests.library.experts.operands import ENDS, make_operands, step
 from tests.reference import BLOCK_RECIPES, RECIPES, lowest_sqnr_db, sqnr_db
 from tests.steps import draw, results_of, train

@@ -22,7 +22,7 @@ for name in {TRAIN_EXTRA_MODULES}:
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 PROGRAM = f"""{BLOCK}
-import quaver.export, quaver.optim, quaver.checkpointing, quaver.compat.float8
+import quaver.export, quaver.optim, quaver.activations, quaver.compat.float8
 for block in {README}:
     exec(block, {{}})
 print("the library works", file=sys.stderr)

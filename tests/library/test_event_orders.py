@@ -27,7 +27,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
     use_float8_primary_weights,
 )
-from quaver.checkpointing.store import stop_storing_activations, store_activations_in_float8
+from quaver.activations.store import stop_storing_activations, store_activations_in_float8
 from quaver.experts.module_weight import ModuleWeight
 from quaver.linear.class_change import get_class_parts
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon

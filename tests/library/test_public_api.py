@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import quaver
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.export import save_float8
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 

@@ -24,9 +24,9 @@ import quaver
 from quaver import torch_private
 from quaver.torch_private import (
     autograd,
-    checkpoint,
     compiler,
     dispatch,
+    distributed_checkpoint,
     dtensor,
     fake_ranks,
     fsdp,
@@ -396,7 +396,7 @@ def test_functional_collectives(mesh):
 def test_metadata_of_a_checkpoint_says_where_its_tensors_are(tmp_path):
     torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     (place,) = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.values()
-    assert place == checkpoint.StorageInfo(place.relative_path, place.offset, place.length)
+    assert place == distributed_checkpoint.StorageInfo(place.relative_path, place.offset, place.length)
 
 
 # ---- profiler, memory, hardware --------------------------------------------------------------------------------------

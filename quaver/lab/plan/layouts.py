@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from quaver.checkpointing.policy import parse_selective_option
+from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, with_precision
 from quaver.lab.plan.run import shares_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig

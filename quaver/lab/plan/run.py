@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from quaver import Float8Linear
-from quaver.checkpointing.policy import parse_selective_option
+from quaver.activations.policy import parse_selective_option
 from quaver.conversion.roles import LM_HEAD
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8, Model, TrainConfig

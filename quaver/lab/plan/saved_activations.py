@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from quaver.checkpointing.policy import parse_selective_option
+from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.run import EXPERTS, count_networks
 from quaver.lab.settings import TrainConfig
 from quaver.recipes.config import Float8LinearConfig
@@ -60,7 +60,7 @@ class SavedActivations:
         return queries, keys, self._compute_bytes * queries + FLOAT32_BYTES * self._model.n_heads
 
     def _count_saved_by_policy(self) -> int:
-        """Return the bytes per token that the policy of checkpointing/policy.py saves.
+        """Return the bytes per token that the policy of activations/policy.py saves.
 
         The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from quaver.runtime.errors import describe_error
-from quaver.torch_private.checkpoint import StorageInfo
+from quaver.torch_private.distributed_checkpoint import StorageInfo
 
 METADATA_FILE = ".metadata"
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quaver.checkpointing.policy import parse_selective_option
+from quaver.activations.policy import parse_selective_option
 from quaver.lab.settings.checkpoint import Checkpoint
 from quaver.lab.settings.data import Data, Validation
 from quaver.lab.settings.fields import Settings, require

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from quaver.checkpointing import MODES as CHECKPOINT_MODES
-from quaver.checkpointing.policy import find_operations, find_savable_operations, parse_selective_option
+from quaver.activations import CHECKPOINT_MODES
+from quaver.activations.policy import find_operations, find_savable_operations, parse_selective_option
 from quaver.lab.settings.fields import (
     AtLeast1,
     FiniteNotNegative,

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from quaver import Float8Linear, reduce_gradients_in_float8
-from quaver.checkpointing import apply_activation_checkpointing, store_activations_in_float8
+from quaver.activations import apply_activation_checkpointing, store_activations_in_float8
 from quaver.distributed import (
     Float8ColwiseParallel,
     Float8ExpertParallel,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.activations import apply_activation_checkpointing
 from quaver.lab.cli.memory_views import iter_comparison_lines
 from quaver.lab.memory import explain
 from quaver.lab.memory.reports.compare import compare

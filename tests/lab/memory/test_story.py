@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.reports.compare import compare

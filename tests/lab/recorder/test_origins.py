@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from quaver import Float8Linear
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory import record_timeline
 from quaver.lab.recorder.callers import NOT_MODEL_CODE
 from quaver.lab.recorder.report import merge_layers

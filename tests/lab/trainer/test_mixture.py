@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quaver import conversion_report, convert_to_float8_training
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.activations import apply_activation_checkpointing
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Model
 from quaver.lab.trainer.flops import count_flops_per_token_by_precision, list_linear_precisions

@@ -22,7 +22,7 @@ from quaver import (
     convert_to_high_precision,
     set_high_precision_matmuls,
 )
-from quaver.checkpointing import MODES, apply_activation_checkpointing
+from quaver.activations import CHECKPOINT_MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
@@ -116,7 +116,7 @@ def _train_with_nested_groups(mode, recipe, gathers):
     model, ranks = models.make_model(2, dim=32, hidden=64), dist.get_world_size()
     config = models.config_of(recipe, enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config)
-    if mode in MODES:
+    if mode in CHECKPOINT_MODES:
         apply_activation_checkpointing(model[:-1], mode=mode)
     for index, block in enumerate(model[:-1]):
         if mode in CONTEXTS:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from torch.torch_version import TorchVersion
 
 from quaver import convert_to_float8_training
-from quaver.checkpointing import store_activations_in_float8
+from quaver.activations import store_activations_in_float8
 from quaver.linear import function
 from quaver.linear.quantize import Quantizer
 from tests import ranks

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from quaver.checkpointing import activation_report, store_activations_in_float8
+from quaver.activations import activation_report, store_activations_in_float8
 from tests.ranks import mesh_of, on_ranks
 from tests.reference import sqnr_db
 from tests.steps import draw, full

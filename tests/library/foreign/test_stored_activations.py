@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from quaver.checkpointing import activation_report, stop_storing_activations, store_activations_in_float8
+from quaver.activations import activation_report, stop_storing_activations, store_activations_in_float8
 from quaver.integrations.transformers import Float8Callback
 from tests.library.foreign.accelerated import save_and_resume, train_by_accelerate_and_by_hand
 from tests.library.foreign.hf_trainer import checkpointing, losses_of, trained

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, freeze_to_float8
-from quaver.checkpointing import apply_activation_checkpointing, stop_storing_activations, store_activations_in_float8
+from quaver.activations import apply_activation_checkpointing, stop_storing_activations, store_activations_in_float8
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.linear.class_change import get_class_parts
 from quaver.recipes.config import resolve_config

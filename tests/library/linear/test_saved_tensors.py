@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from quaver import convert_to_float8_training
-from quaver.checkpointing.policy import make_selective_contexts
+from quaver.activations.policy import make_selective_contexts
 
 CONTEXTS = pytest.mark.parametrize("contexts", [noop_context_fn, make_selective_contexts], ids=["full", "op"])
 RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])

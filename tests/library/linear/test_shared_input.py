@@ -20,7 +20,7 @@ from quaver import (
     convert_to_high_precision,
     sync_float8_amax_and_scale_history,
 )
-from quaver.checkpointing.policy import apply_activation_checkpointing, make_selective_contexts
+from quaver.activations.policy import apply_activation_checkpointing, make_selective_contexts
 from quaver.linear import shared_input
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.scaling import CastScales

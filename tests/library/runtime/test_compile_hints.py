@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.checkpointing.policy import MATMUL_OPS
+from quaver.activations.policy import MATMUL_OPS
 from quaver.linear import function
 from quaver.runtime.compile_hints import add_dependency
 from tests.steps import assert_same

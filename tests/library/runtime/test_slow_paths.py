@@ -24,7 +24,7 @@ from quaver import (
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
-from quaver.checkpointing import apply_activation_checkpointing
+from quaver.activations import apply_activation_checkpointing
 from quaver.kernels import cast, cpu, operation
 from quaver.optim import Float8AdamW
 from quaver.runtime.devices import simulate_gpu

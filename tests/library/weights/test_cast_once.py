@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
-from quaver.checkpointing.policy import make_selective_contexts
+from quaver.activations.policy import make_selective_contexts
 from quaver.experts import grouped_mm
 from quaver.experts.module_weight import iter_model_weights
 from quaver.linear import quantize

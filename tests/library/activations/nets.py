@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from quaver import Float8LinearConfig, convert_to_float8_training
-from quaver.checkpointing.policy import apply_activation_checkpointing
+from quaver.activations.policy import apply_activation_checkpointing
 from tests.models import Block, rope_tables
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, store_tensors
+from quaver.activations.hooks import STORED_IN, ActivationStorage, StoringModule, skip_conversion, store_tensors
 from quaver.kernels.operation import library
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
 from quaver.linear.module import Float8Linear
@@ -95,7 +95,7 @@ def store_activations_in_float8(
 
 def _prepare_compiler() -> None:
     """Install the partitioner for the graphs that are compiled from now on. Raises RuntimeError."""
-    from quaver.checkpointing.partition import StoringPartitioner  # imports the compiler
+    from quaver.activations.partition import StoringPartitioner  # imports the compiler
     from quaver.torch_private.compiler import install_partitioner
 
     install_partitioner(StoringPartitioner())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quaver.checkpointing.hooks import ActivationCodes, PackedActivation, observer, skip_conversion
+from quaver.activations.hooks import ActivationCodes, PackedActivation, observer, skip_conversion
 from quaver.recipes.sqnr import compute_sqnr_db, to_decibels
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 from quaver.torch_private.memory import storage_key

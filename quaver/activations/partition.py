@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quaver.checkpointing.codes import STORABLE_DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
-from quaver.checkpointing.hooks import SMALL_RATIO, STORED_IN, StoringModule
-from quaver.checkpointing.policy import MATMUL_OPS
+from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
+from quaver.activations.hooks import SMALL_RATIO, STORED_IN, StoringModule
+from quaver.activations.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition

@@ -47,7 +47,7 @@ from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.functional_collectives import REDUCE_SCATTER
 from quaver.torch_private.policies import make_policy_contexts
 
-MODES = ("none", "full", "selective", "memory_budget")
+CHECKPOINT_MODES = ("none", "full", "selective", "memory_budget")
 
 _aten = torch.ops.aten
 
@@ -157,8 +157,8 @@ def apply_activation_checkpointing(
 def _check_options(
     mode: str, selective_ac_option: str | None, memory_budget: float | None, changes: PolicyChanges
 ) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if mode not in CHECKPOINT_MODES:
+        raise ValueError(f"mode: expected one of {', '.join(CHECKPOINT_MODES)}, got {mode!r}")
     if mode != "selective" and selective_ac_option is not None:
         raise ValueError(
             "selective_ac_option: expected none unless mode is selective, got "

@@ -25,11 +25,15 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.checkpointing import policy as checkpointing
-from quaver.checkpointing.policy import MATMUL_OPS, apply_activation_checkpointing
+from quaver.activations.policy import (
+    MATMUL_OPS,
+    apply_activation_checkpointing,
+    find_operations,
+    find_savable_operations,
+)
 from quaver.kernels import cpu
 from quaver.linear.class_change import get_class_parts
-from tests.library.checkpointing.nets import Net, build_net
+from tests.library.activations.nets import Net, build_net
 from tests.models import Block
 from tests.steps import assert_same, draw
 from tests.thinned import at_night, thinned
@@ -523,11 +527,11 @@ def test_operators_without_a_result_to_save_are_refused(name, reason):
 
 
 def test_operators_by_name():
-    assert checkpointing.find_savable_operations(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
-    named = checkpointing.find_operations(["aten.add", "aten.mul.Tensor"])
+    assert find_savable_operations(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
+    named = find_operations(["aten.add", "aten.mul.Tensor"])
     assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
     assert torch.ops.aten.mul.out not in named
     for name in ("abs", "aten.nothing", "nowhere.abs", "aten.abs.nothing", "", "aten.__class__", "aten.abs.default.x"):
         with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
-            checkpointing.find_operations([name])
+            find_operations([name])
         assert repr(name) in str(raised.value)

@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from quaver import convert_to_float8_training, convert_to_high_precision
-from quaver.checkpointing import activation_report, apply_activation_checkpointing, store_activations_in_float8
-from quaver.checkpointing import hooks as store_hooks
-from quaver.checkpointing.codes import MemoryLayout, dequantize_activation, quantize_activation
-from quaver.checkpointing.partition import StoringPartitioner
+from quaver.activations import activation_report, apply_activation_checkpointing, store_activations_in_float8
+from quaver.activations import hooks as store_hooks
+from quaver.activations.codes import MemoryLayout, dequantize_activation, quantize_activation
+from quaver.activations.partition import StoringPartitioner
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.checkpointing.nets import Net, build_net
+from tests.library.activations.nets import Net, build_net
 from tests.models import rope_tables
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, draw, results_of

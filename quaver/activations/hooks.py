@@ -40,7 +40,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quaver.checkpointing.codes import STORABLE_DTYPES, MemoryLayout, dequantize_activation, quantize_activation
+from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_activation, quantize_activation
 from quaver.kernels.operands import expect
 from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
