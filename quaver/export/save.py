@@ -101,22 +101,18 @@ def save_float8(
         """Open the folder or file on the rank that writes, which alone may have the options."""
         path, plan, copied = Path(folder), tensors.plan, _parse_files(files)
         check_new(path)  # before the logits are measured
-        _check_types(config, about, high_precision_model)
-        measured = () if high_precision_model is None else (("measure_tokens", measure_tokens),)
-        for name, number in (("max_shard_bytes", max_shard_bytes), *measured):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name}: expected an integer, 1 or more, got {number!r}")
         options = {"config": config, "files": copied, "high_precision_model": high_precision_model}
+        _check_types(config, about, high_precision_model)
+        _check_number("max_shard_bytes", max_shard_bytes)
         plan.format.check_target(path, plan.names, **options)
         check_copied_files(copied)
         record = {"format": format, "recipe": plan.recipe, **(about or {})}
         encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
         if plan.format.is_file:
             return _create_file(path, model, tensors, record)
-        full_config = _get_config(model) if config is None else config
-        config_json = _encode_quantized_config(full_config, model, tensors, dtype)
+        config_json = _encode_quantized_config(config, model, tensors, dtype)
         # A model whose logits cannot be measured is refused before anything is written.
-        logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model(), measure_tokens)
+        logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model, measure_tokens)
         return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
 
     _write(tensors, open_target, is_sharded=is_sharded)
@@ -124,14 +120,18 @@ def save_float8(
 
 
 def _check_types(config: object, about: object, high_precision_model: object) -> None:
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"config: expected the content of config.json, got a {type(config).__name__}")
-    if about is not None and not isinstance(about, Mapping):
-        raise TypeError(f"about: expected a mapping, got a {type(about).__name__}")
+    for name, value, content in (("config", config, "the content of config.json"), ("about", about, "a mapping")):
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{name}: expected {content}, got a {type(value).__name__}")
     is_function = callable(high_precision_model) and not isinstance(high_precision_model, nn.Module)
     if high_precision_model is not None and not is_function:
         got = type(high_precision_model).__name__
         raise TypeError(f"high_precision_model: expected a function that returns the model, got a {got}")
+
+
+def _check_number(name: str, number: object) -> None:
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{name}: expected an integer, 1 or more, got {number!r}")
 
 
 def _parse_files(files: Any) -> list[Path]:
@@ -184,8 +184,8 @@ def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
     _log_warnings(tensors.plan)
-    with new_folder(path, file=SINGLE_FILE) as staging:
-        writer = SafetensorsWriter(staging, None)
+    with new_folder(path, file=SINGLE_FILE) as partial:
+        writer = SafetensorsWriter(partial, None)
         yield writer
         writer.metadata[HEADER_KEY] = json.dumps(
             {"quaver": version("quaver"), **record, **_measure_costs(model, tensors)}
@@ -207,18 +207,18 @@ def _create_bundle(
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
     plan = tensors.plan
     _log_warnings(plan)
-    with new_folder(path) as staging:
-        writer = SafetensorsWriter(staging, max_shard_bytes)
+    with new_folder(path) as partial:
+        writer = SafetensorsWriter(partial, max_shard_bytes)
         yield writer
         writer.close()
-        (staging / CONFIG_JSON).write_text(config_json, encoding="utf-8")
+        (partial / CONFIG_JSON).write_text(config_json, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            generation.to_json_file(staging / GENERATION_CONFIG_FILE)
-        copy_files(files, staging)
+            generation.to_json_file(partial / GENERATION_CONFIG_FILE)
+        copy_files(files, partial)
         record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
-        record |= {"logits": None if logits is None else logits.compare(staging)}
-        write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)
+        record |= {"logits": None if logits is None else logits.compare(partial)}
+        write_bundle(partial, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
 def _measure_costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def _measure_costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
 
 
 def _encode_quantized_config(
-    config: Mapping[str, Any], model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
+    config: Mapping[str, Any] | None, model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
 ) -> str:
-    plan = tensors.plan
+    plan, config = tensors.plan, _get_config(model) if config is None else config
     quantization = plan.format.make_quantization_config(
         plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales)
     )
@@ -277,12 +277,14 @@ def _get_config(model: nn.Module) -> dict[str, Any]:
 class _LogitsMeasurement:
     """Measures how the logits of a model on random tokens change with the dequantized weights of a folder."""
 
-    def __init__(self, model: nn.Module, count: int) -> None:
-        """Compute the logits of the high-precision `model` on `count` tokens.
+    def __init__(self, make_model: Callable[[], nn.Module], count: int) -> None:
+        """Compute the logits of the high-precision model on `count` tokens.
 
         Raises:
             InputError: the model does not take tokens alone.
         """
+        _check_number("measure_tokens", count)
+        model = make_model()
         check_is_module(model, argument="the result of high_precision_model")
         self._model = model.eval()
         vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
