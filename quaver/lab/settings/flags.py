@@ -132,11 +132,16 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError, where argparse would end the process."""
-        raise InputError(message.removeprefix("argument "))
+        raise InputError(message.removeprefix("argument ").replace(": expected one argument", " must have a value"))
 
     def spell(self, argv: Iterable[str]) -> Iterator[str]:
         """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""
-        for word, after in itertools.pairwise([*argv, ""]):
+        words = list(argv)
+        for index in reversed(range(1, len(words))):
+            flag, value = words[index - 1 : index + 1]
+            if flag.startswith("--") and "=" not in flag and value[:1] == "-" != value[1:2]:
+                words[index - 1 : index + 1] = [f"{flag}={value}"]  # argparse takes no value that begins with a hyphen
+        for word, after in itertools.pairwise([*words, ""]):
             flag, equals, text = word.partition("=")
             flag = self._spellings.get(flag.replace("-", "_"), flag)
             if flag in self._switches and not equals and not self._is_value(after):

@@ -108,7 +108,7 @@ BAD_SETTINGS = {
     "--training.stepz 3": "unknown flag: '--training.stepz'; did you mean '--training.steps'",
     "--steps 3": "unknown flag: '--steps'; did you mean '--training.steps'",
     "--training.steps abc": "training.steps must be an integer, got 'abc'",
-    "--training.steps --compare": "--training.steps: expected one argument",
+    "--training.steps --compare": "--training.steps must have a value",
     "--float8.emulate maybe": "float8.emulate must be true or false, got 'maybe'",
     "--compare 1": "job.compare must be true or false, got '1'",
     "--optimizer.lr fast": "optimizer.lr must be a number, got 'fast'",

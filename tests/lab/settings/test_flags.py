@@ -49,6 +49,7 @@ def parse(*words: str) -> Options:
         ("block --modes compiled --json", Options("block", modes=("compiled",), json=True)),
         ("block --vs '--a.b c --d'", Options("block", vs="--a.b c --d")),
         ("block --vs=--a.b", Options("block", vs="--a.b")),
+        ("block --vs -5GB --json", Options("block", vs="-5GB", json=True)),
     ],
 )
 def test_words_become_values(words, expected):
@@ -63,13 +64,13 @@ def test_words_become_values(words, expected):
         ("block x", "^unexpected argument 'x'; see quaver none --help$"),
         ("block -x", "^unexpected argument '-x'"),
         ("block --sq-len 4", "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
-        ("block --seq-len", "^--seq-len: expected one argument; see quaver none --help$"),
+        ("block --seq-len", "^--seq-len must have a value; see quaver none --help$"),
         ("block --out=~nosuchuser/a", "^--out must be a path that does not begin with the home of an unknown user"),
         ("block --seq_len 0", "^--seq-len must be at least 1, got 0$"),
         ("block --seq-len 1.5", "^--seq-len must be an integer, got '1.5'$"),
         ("block --modes eager fast", "^--modes must be one of eager, compiled, got 'fast'$"),
         ("block --json=maybe", "^--json must be true or false, got 'maybe'$"),
-        ("block --vs --json", "^--vs: expected one argument; see"),
+        ("block --vs --json", "^--vs must have a value; see"),
     ],
 )
 def test_wrong_words_have_errors_of_one_line(words, message):
