@@ -21,6 +21,8 @@ from quaver.lab.runs.cpu_description import describe_cpu
 from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import is_cuda_device
 
+GIT_TIMEOUT_S = 10
+
 
 class RunStart(TypedDict):
     """A line of provenance.jsonl, written by each start of a run."""
@@ -96,7 +98,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def find_git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
+    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout.
+
+    `is_modified` is None if git fails, or takes longer than `GIT_TIMEOUT_S`, as on a network's disk.
+    """
     git = shutil.which("git")
     if git is None:
         return None
@@ -104,16 +109,21 @@ def find_git_revision(folder: Path) -> dict[str, Any] | None:
     def run_git(*arguments: str) -> str | None:
         # A git that is killed, as by a limit on the size of files, would leave the index locked.
         command = [git, "--no-optional-locks", "-C", str(folder), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
         return result.stdout.strip() if result.returncode == 0 else None
 
     # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
     revision = run_git("rev-parse", "HEAD") if run_git("ls-files", ".") else None
     if revision is None:
         return None
-    return {"commit": revision, "is_modified": bool(run_git("status", "--porcelain", "--untracked-files=no"))}
+    changes = run_git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": revision, "is_modified": None if changes is None else bool(changes)}
 
 
 def _abbreviate_commit(revision: dict[str, Any] | None) -> str:
-    """Return the commit, with "+" if files differ from it."""
-    return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
+    """Return the commit, with "+" if files differ from it, and "?" if that is not known."""
+    marks = {True: "+", False: "", None: "?"}
+    return "unknown" if revision is None else revision["commit"][:7] + marks[revision["is_modified"]]

@@ -55,12 +55,23 @@ def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
     assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
+@pytest.mark.parametrize("fails", ["exec sleep 60", "exit 1"])
+def test_changes_that_git_cannot_tell_are_not_known(tmp_path, monkeypatch, fails):
+    git = tmp_path / "git"
+    git.write_text(f"#!/bin/sh\ncase $* in *status*) {fails};; *) echo 0123;; esac\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(provenance, "GIT_TIMEOUT_S", 2)
+    assert find_git_revision(tmp_path) == {"commit": "0123", "is_modified": None}
+
+
 @pytest.mark.parametrize(
     ("revision", "commit"),
     [
         (None, "unknown"),
         ({"commit": "0123456789", "is_modified": False}, "0123456"),
         ({"commit": "0123456789", "is_modified": True}, "0123456+"),
+        ({"commit": "0123456789", "is_modified": None}, "0123456?"),
     ],
 )
 def test_results_name_versions_the_command_and_the_commit(revision, commit, monkeypatch):
