@@ -29,7 +29,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import build_run
-from quaver.runtime.errors import NotWrittenError, describe_error
+from quaver.runtime.errors import InputError, NotWrittenError, describe_error
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, 
         if setup.ranks.is_first:
             print_turned_off(config_path, flags)
         summary = train(training_run)
-    except (NonFiniteError, CheckpointError, NotWrittenError) as error:
+    except (NonFiniteError, CheckpointError, NotWrittenError, InputError) as error:
         if setup.ranks.is_first:
             print_error(error)
         return EXIT_NONFINITE if isinstance(error, NonFiniteError) else choose_exit_code(error)

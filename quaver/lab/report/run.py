@@ -91,7 +91,6 @@ def read_runs(paths: list[Path]) -> list[RunData]:
     Raises:
         OSError: a run or a file cannot be read.
         InputError: a path is not a run, or a file is damaged or of another version; one line.
-        CheckpointError: metrics.jsonl or provenance.jsonl is damaged; one line.
     """
     names = [path.resolve().name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]

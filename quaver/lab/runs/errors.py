@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quaver.lab.runs.ranks import Ranks
 from quaver.runtime.agreement import run_on_every_rank
-from quaver.runtime.errors import NotWrittenError
+from quaver.runtime.errors import InputError, NotWrittenError
 
 
 class CheckpointError(RuntimeError):
@@ -51,7 +51,7 @@ class OutputFailures:
         """Keep an error of the block, which ends with it; an unforeseen one, too."""
         try:
             yield
-        except (NotWrittenError, CheckpointError) as error:
+        except (NotWrittenError, InputError) as error:
             self._first_error = self._first_error or NotWrittenError(f"{self._prefix}{error}")
         except Exception as error:  # noqa: BLE001 - `raise_on_all_ranks` raises it
             self._first_error = self._first_error or error
@@ -66,7 +66,7 @@ class OutputFailures:
     def raise_on_all_ranks(self) -> None:
         """Raise the error of the lowest rank that has kept one, on every rank. A collective.
 
-        A NotWrittenError or CheckpointError becomes a NotWrittenError that names the rank.
+        A NotWrittenError or an InputError, of a damaged file of the run, becomes a NotWrittenError that names the rank.
         """
 
         def raise_kept() -> None:

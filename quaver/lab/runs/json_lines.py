@@ -12,9 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT
-from quaver.lab.runs.errors import CheckpointError, convert_to_not_written
+from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.settings.fields import NotNegative
-from quaver.runtime.errors import NotWrittenError
+from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.files import replace_file
 
 
@@ -46,7 +46,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines, without an incomplete last line: the run may go on, or was killed.
 
     Raises:
-        CheckpointError: a line is not a record.
+        InputError: a line is not a record.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -68,13 +68,13 @@ def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[list[str]]:
     reading or writing a file, leaves every file as it was.
 
     Raises:
-        CheckpointError: a line is not a record.
+        InputError: a line is not a record.
         OSError: a file cannot be read or written.
     """
     existing = [path for path in paths if path.exists()]
     for path in existing:
         if not path.is_file():  # reading a FIFO would block
-            raise CheckpointError(f"{str(path)!r} is not a file; remove it")
+            raise InputError(f"{str(path)!r} is not a file; remove it")
     removed = []
     with ExitStack() as replacements:
         for path in existing:
@@ -124,4 +124,4 @@ def _parse_record(line: bytes, path: Path, number: int) -> _Line:
     try:
         return _LINE_ADAPTER.validate_json(line)
     except ValidationError as error:
-        raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error
+        raise InputError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT
 from quaver.lab.runs.cpu_description import describe_cpu
-from quaver.lab.runs.errors import CheckpointError
 from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.errors import InputError
 
 GIT_TIMEOUT_S = 10
 
@@ -45,11 +45,11 @@ def read_starts(path: Path) -> list[RunStart]:
     """Return the lines of provenance.jsonl, without an incomplete last line.
 
     Raises:
-        CheckpointError: a line is not a start of a run, or `path` is not a file.
+        InputError: a line is not a start of a run, or `path` is not a file.
         OSError: the file cannot be read.
     """
     if not path.is_file():  # reading a FIFO would block
-        raise CheckpointError(f"{str(path)!r} is not a file; remove it")
+        raise InputError(f"{str(path)!r} is not a file; remove it")
     starts = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -58,7 +58,7 @@ def read_starts(path: Path) -> list[RunStart]:
                     starts.append(_START_ADAPTER.validate_json(line))
             except ValidationError as error:
                 problem = "is not a start of a run; remove the line"
-                raise CheckpointError(f"line {number} of {str(path)!r} {problem}") from error
+                raise InputError(f"line {number} of {str(path)!r} {problem}") from error
     return starts
 
 

@@ -95,7 +95,7 @@ class RunFolder:
         Returns:
             Notes for the user: what is removed or missing.
         Raises:
-            CheckpointError: the metrics or the provenance are damaged; nothing was written.
+            InputError: the metrics or the provenance are damaged; nothing was written.
             NotWrittenError: a file cannot be written.
         """
         step = self.resume_step or 0

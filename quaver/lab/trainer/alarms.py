@@ -18,7 +18,6 @@ from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Sink
 from quaver.numerics.rules import REMEDIED_RULES
-from quaver.runtime.errors import InputError, NotWrittenError
 
 
 @dataclass
@@ -77,10 +76,7 @@ class _RunSink(AlarmSink):
 
     def write(self, line: dict[str, Any]) -> None:
         with self._failures.catch(), convert_to_not_written(self._folder.post_mortem_path):
-            try:
-                super().write(line)
-            except InputError as error:  # a line of an earlier start is damaged
-                raise NotWrittenError(str(error)) from error
+            super().write(line)
 
 
 def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:

@@ -88,6 +88,7 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
         locked_folder: the run folder on the first rank, which holds its lock; None on the others.
     Raises:
         CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is unchanged.
+        InputError: on every rank, if the metrics or the provenance are damaged; the run folder is unchanged.
         NotWrittenError: on every rank, if the run folder cannot be written.
     """
     config, ranks = setup.config, setup.ranks
@@ -129,7 +130,7 @@ def begin_folder(folder: RunFolder | None, config: TrainConfig, description: dic
     Returns:
         Notes for the user, from `RunFolder.begin`.
     Raises:
-        CheckpointError: the metrics or the provenance are damaged.
+        InputError: the metrics or the provenance are damaged.
         NotWrittenError: a file cannot be written.
     """
     if folder is None:

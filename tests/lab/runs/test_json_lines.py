@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import JsonLinesWriter, read_json_lines, rewind_json_lines
-from quaver.runtime.errors import NotWrittenError
+from quaver.runtime.errors import InputError, NotWrittenError
 
 
 def test_json_lines_refuse_what_json_lacks(tmp_path):
@@ -57,7 +56,7 @@ def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
     good, bad = tmp_path / "metrics.jsonl", tmp_path / "float8_scales.jsonl"
     good.write_text('{"step": 1}\n{"step": 2}\n')
     bad.write_bytes(b'{"step": 1}\n' + DAMAGE[damage].encode("latin-1") + b"\n")
-    with pytest.raises(CheckpointError, match="line 2 of .*float8_scales.jsonl' is not a record"):
+    with pytest.raises(InputError, match="line 2 of .*float8_scales.jsonl' is not a record"):
         rewind(good, bad, step=1)
     assert good.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert len(list(tmp_path.iterdir())) == 2
@@ -68,7 +67,7 @@ def test_a_record_is_read_without_half_a_line_and_a_damaged_one_is_named(tmp_pat
     path.write_text('{"step": 1, "loss": 2.5, "more": [1]}\n{"step": 2, "lo')
     assert read_json_lines(path) == [{"step": 1, "loss": 2.5, "more": [1]}]
     path.write_text('{"step": 1}\n[]\n')
-    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics.jsonl' is not a record of a step; remove the line"):
+    with pytest.raises(InputError, match=r"line 2 of .*metrics.jsonl' is not a record of a step; remove the line"):
         read_json_lines(path)
 
 

@@ -26,6 +26,7 @@ from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
 from quaver.lab.runs.safe_dcp import METADATA_FILE, CheckpointReader
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import load_config
+from quaver.runtime.errors import InputError
 from tests.lab.data.texts import train_tokenizer
 
 EXAMPLES = pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_any_metrics_are_rewound_or_refused_in_one_line(examples, tmp_path):
         with rewind_json_lines([path], 3):
             pass
 
-    fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)
+    fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, InputError)
 
 
 @EXAMPLES
