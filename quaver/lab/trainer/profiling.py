@@ -35,6 +35,7 @@ from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.process import SignalRequests, count_snapshot_signals
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.files import replace_file
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
 
 MAX_HISTORY_ENTRIES = 100_000
@@ -126,11 +127,9 @@ class Profiler:
         file = self._name_file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
         title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
 
-        def write(path: Path) -> None:
-            path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
-            draw_timeline(report, path.with_suffix(".png"), title=title)
-
-        self._write(file, write)
+        text = json.dumps(report, allow_nan=False) + "\n"
+        self._write(file, lambda path: path.write_text(text, encoding="utf-8"))
+        self._write(file.with_suffix(".png"), lambda path: draw_timeline(report, path, title=title))
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
         """Return whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
@@ -141,13 +140,14 @@ class Profiler:
     def _name_file(self, folder: str, step: int, name: str, ending: str) -> Path:
         return self._folder / folder / f"step-{step:06d}" / f"{make_file_name(name)}-rank{self._rank}{ending}"
 
-    def _write(self, file: Path, write: Callable[[Path], None]) -> None:
-        """Create the folders of `file` in the run folder and write it; keep an error."""
+    def _write(self, file: Path, write: Callable[[Path], object]) -> None:
+        """Create the folders of `file` in the run folder and replace it; keep an error."""
         with self._failures.catch(), convert_to_not_written(file):
             *folders, _ = file.relative_to(self._folder).parents  # not the run folder, which may have been removed
             for folder in reversed(folders):
                 (self._folder / folder).mkdir(exist_ok=True)
-            write(file)
+            with replace_file(file) as partial_file:
+                write(partial_file)
 
 
 @contextmanager

@@ -118,6 +118,17 @@ def test_a_trace_that_torch_could_not_write_whole_is_an_output_error(tmp_path, m
         assert list_files(tmp_path) == []
 
 
+def test_a_trace_that_fills_the_disk_leaves_no_file(tmp_path, monkeypatch):
+    def fill_disk(trace, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiling_module.shutil, "copyfileobj", fill_disk)
+    with pytest.raises(NotWrittenError, match="No space"), profile_first_step(model := build_model(), tmp_path):
+        train_step(model)
+    assert list_files(tmp_path) == []
+
+
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
     snapshot = {"enable_memory_snapshot": True, "memory_snapshot_step": 1}
     with (
