@@ -51,6 +51,7 @@ from quaver.lab.trainer.optimizer import (
 )
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.precision_schedule import PrecisionSchedule
+from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import Sink
 from quaver.runtime.devices import synchronize
@@ -96,7 +97,8 @@ class ValidationResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    A step with matmuls that float8.high_precision_schedule runs in high precision records neither time nor memory.
+    A step with matmuls that float8.high_precision_schedule runs in high precision records neither time nor memory. The
+    step whose memory is measured records no time after the warm-up, which medians leave out.
 
     Each rank has its shard of the model and of the batches. `train_step`, `validate` and `precompute_scales` are
     collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times
@@ -235,7 +237,8 @@ class TrainedModel:
         seconds = time.perf_counter() - start
         if not nonfinite:  # a skipped step is repeated in `measure`
             self.peak = peak
-        if self.precision == self.name and not nonfinite:
+        is_late_measurement = measures and len(self.step_seconds) >= WARMUP_STEPS
+        if self.precision == self.name and not nonfinite and not is_late_measurement:
             self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds, nonfinite, measures)
 

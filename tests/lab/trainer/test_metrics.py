@@ -22,6 +22,15 @@ def test_median_leaves_out_the_warm_up():
     assert compute_median_after_warmup([5.0]) == 5.0
 
 
+def test_a_late_step_whose_memory_is_measured_is_not_timed(tiny_config):
+    run = prepare_run(tiny_config)
+    (model,) = run.models
+    batches = run.data.make_step_batches(tiny_config.training, 0, run.dims)
+    for step in range(1, 6):
+        model.train_step(step, batches, measure_memory=step in (1, 5))
+    assert len(model.step_seconds) == 4
+
+
 def test_a_spike_stands_out_from_the_noise_and_from_a_spike_before_it():
     generator = torch.Generator().manual_seed(0)
     recent: list[float] = []
