@@ -27,6 +27,9 @@ from quaver.runtime.files import replace_file
 
 LOCK, HOLDER = ".writer.lock", ".writer.json"
 
+TRY_S = 0.5
+"""How long to try to take the lock: longer than `check_is_free` of another start of the run holds it."""
+
 
 class RunLock:
     """The right of this process to write a run folder, from `acquire` to `release`, or as long as the object lives.
@@ -46,10 +49,7 @@ class RunLock:
             BlockingIOError: another run holds it; the message names its host and process.
             OSError: the folder cannot be written.
         """
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise self._make_held_error() from error
+        self._take_lock()
         killed = self._read_holder()
         if killed is not None:
             folder = repr(str(self._folder))
@@ -66,10 +66,7 @@ class RunLock:
     def check_is_free(self) -> None:
         """Raise BlockingIOError if another run holds the lock. Writes nothing."""
         if (self._folder / LOCK).exists():
-            try:
-                self._lock.acquire(timeout=0)
-            except Timeout as error:
-                raise self._make_held_error() from error
+            self._take_lock()
             self._lock.release()
 
     def release(self) -> None:
@@ -77,11 +74,14 @@ class RunLock:
         if self._finalizer is not None:
             self._finalizer()
 
-    def _make_held_error(self) -> BlockingIOError:
-        return BlockingIOError(
-            f"another run writes the run folder {str(self._folder)!r}: {_describe(self._read_holder())}; "
-            "wait until it ends, or stop it"
-        )
+    def _take_lock(self) -> None:
+        try:
+            self._lock.acquire(timeout=TRY_S)
+        except Timeout as error:
+            holder = _describe(self._read_holder())
+            raise BlockingIOError(
+                f"another run writes the run folder {str(self._folder)!r}: {holder}; wait until it ends, or stop it"
+            ) from error
 
     def _read_holder(self) -> dict[str, Any] | None:
         """Return what the file says about the holder, {} if it is damaged, None without one."""

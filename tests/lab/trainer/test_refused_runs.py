@@ -6,6 +6,7 @@ import pickle
 import platform
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from quaver.lab.cli import main
@@ -291,6 +293,12 @@ def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_not
     assert not (first.folder.path / HOLDER).exists()
     again = changed(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
     assert run_to_end(again).began_at_step == 4
+
+
+def test_a_run_takes_a_lock_that_another_start_only_checks(tmp_path):
+    (lock := FileLock(tmp_path / LOCK, thread_local=False)).acquire()
+    threading.Timer(0.1, lock.release).start()  # as the end of check_is_free in another process
+    RunLock(tmp_path).acquire()
 
 
 def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(run, capsys):
