@@ -3,8 +3,11 @@
 import importlib
 import io
 import os
+import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 from quaver.lab.cli.dispatch import find_verb
@@ -40,8 +43,8 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 def main(argv: list[str] | None = None) -> int:
     """Run `quaver VERB ...` and return its exit code.
 
-    0 done, 2 bad input or too little memory, 4 a result that cannot be written, 130 Ctrl-C, 141 a closed pipe; verbs
-    add others.
+    0 done, 2 bad input or too little memory, 4 a result that cannot be written, 130 Ctrl-C or SIGTERM, 141 a closed
+    pipe; verbs add others.
 
     Args:
         argv: the words after the program's name; None reads sys.argv.
@@ -52,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     try:
-        code = _run_verb(argv)
+        with _end_as_by_ctrl_c():
+            code = _run_verb(argv)
         sys.stdout.flush()  # else a closed pipe or a full disk is found when the interpreter exits
         return code
     except ModuleNotFoundError as error:
@@ -104,6 +108,20 @@ def _run_verb(argv: list[str]) -> int:
         if stopped.code:
             raise
         return 0
+
+
+@contextmanager
+def _end_as_by_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a SIGTERM in the block, unless the process ignores or handles it."""
+    is_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:

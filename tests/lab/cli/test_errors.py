@@ -1,6 +1,7 @@
 """Tests that bad input is one line and that a ValueError of a bug is a traceback."""
 
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from torch import nn
 
 from quaver import convert_to_float8_training
 from quaver.lab.cli import main
+from quaver.lab.runs.lock import HOLDER
 from tests.command_line import TEXT, TINY
 
 CLI = "quaver.lab.cli"
@@ -67,6 +69,16 @@ def test_an_error_without_text_is_shown_by_its_class(function, verb, tmp_path, m
     with pytest.raises(SystemExit, match="^2$"):
         main(f"{verb} {TRAIN}".split())
     assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: NotImplementedError"
+
+
+def test_a_sigterm_before_the_training_is_one_line_and_frees_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.setattr(f"{CLI}.train.build_run", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert main(f"train {TRAIN} --job.name=a".split()) == 130
+    assert capsys.readouterr().err == "quaver: interrupted\n"
+    assert not (tmp_path / "runs" / "a" / HOLDER).exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, monkeypatch):
