@@ -31,8 +31,8 @@ from quaver.runtime.folders import make_folder
 LOCK_TIMEOUT_S = 3600
 """How long a process waits for another one, on this host or another, which makes the tokens."""
 
-LARGE_ENTRY_BYTES = 1 << 30
-"""The sha256 of a larger entry takes more than about a second."""
+LARGE_ENTRY_BYTES = 1 << 32
+"""The hash of a larger entry takes more than about a second."""
 
 Build = Callable[[Path, Advance], None]
 """Writes an entry into a folder and reports the bytes of the source that it reads."""
@@ -97,7 +97,7 @@ class TokenCache:
         try:
             size = count_entry_bytes(self.entry_folder)
             if size > LARGE_ENTRY_BYTES:
-                self.progress.print_line(f"checking the sha256 of {format_bytes(size)} of tokens")
+                self.progress.print_line(f"checking the hash of {format_bytes(size)} of tokens")
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
                 if entry.description[name] != getattr(self.tokenizer, name):

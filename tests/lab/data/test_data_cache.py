@@ -1,7 +1,6 @@
 """Tests that the token cache is made once, whole or not at all, and again if it is damaged; `quaver prepare-data`."""
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filelock import FileLock
+from xxhash import xxh3_128
 
 from quaver.lab.cli import main
 from quaver.lab.data import cache as cache_module
@@ -155,7 +155,7 @@ def rewrite(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     (folder / name).write_bytes(content)
     splits = json.loads((folder / "entry.json").read_text())["splits"]
     split, part = name.split(".")
-    splits[split][part]["sha256"] = hashlib.sha256(content).hexdigest()
+    splits[split][part]["xxh3_128"] = xxh3_128(content).hexdigest()
     edit(folder, splits=splits)
 
 
@@ -242,7 +242,7 @@ def test_a_lock_that_stays_held_is_named_and_ends_the_wait(text_folder, load, ca
     monkeypatch.setattr(CacheProgress, "print_line", lambda progress, line: lines.append(line))
     monkeypatch.setattr(cache_module, "LARGE_ENTRY_BYTES", 1_000)
     load(text_folder, cache_folder=cache)
-    assert lines == ["checking the sha256 of 14.87 KiB of tokens"]
+    assert lines == ["checking the hash of 14.87 KiB of tokens"]
     shutil.rmtree(entry)
     assert cache_module.LOCK_TIMEOUT_S == INPUT_TIMEOUT_S
     monkeypatch.setattr(cache_module, "LOCK_TIMEOUT_S", 0.05)
