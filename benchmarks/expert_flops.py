@@ -1,6 +1,6 @@
 """The share of the FLOPs of mixtures of experts that runs in float8, with their linears alone and with their experts.
 
-    python -m benchmarks.expert_flops --update-docs
+    python -m benchmarks.expert_flops --update-docs     writes the table into docs/experts.md
 
 Builds models of transformers with published sizes on the meta device, converts them, and reads the report. No weights
 are needed, and nothing is timed.

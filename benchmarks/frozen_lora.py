@@ -2,7 +2,8 @@
 
     python -m benchmarks.frozen_lora                    # a Llama of the debug model's size, on the standard library
 
-The base is trained on one module of the library, the adapters on another. docs/fine-tuning.md quotes the numbers.
+The base is trained on one module of the library, the adapters on another. Prints a table, whose
+numbers docs/fine-tuning.md quotes.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def add_adapters(pretrained: torch.nn.Module, base: str, **options: object) -> p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-steps", type=int, default=150)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--base-steps", type=int, default=150, help="training steps of the base")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of the adapters")
     options = parser.parse_args()
     torch.manual_seed(0)
     pretrained = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, use_cache=False, **SIZES))

@@ -1,12 +1,12 @@
 """Forward and backward of grouped matmuls: quaver's recipes against bfloat16 and torchao's emulated MXFP8.
 
-    python -m benchmarks.grouped_mm --update-docs
-    python -m benchmarks.grouped_mm --recorded --update-docs
+    python -m benchmarks.grouped_mm --update-docs              writes benchmarks/results/grouped_mm.json and the table
+                                                               of docs/lab/performance.md
+    python -m benchmarks.grouped_mm --recorded --update-docs   the table again, from the recorded times
 
 Eight experts whose groups of tokens are ragged, on one thread of a CPU. Contestants alternate in one process.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -88,8 +88,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    options: argparse.Namespace = make_page_parser(__doc__).parse_args()
-    record_and_show(options, measure, RECORD, make_tables, PAGE)
+    record_and_show(make_page_parser(__doc__).parse_args(), measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=2048, help="features of the model")
+    parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of the seconds")
     options = parser.parse_args()
     for ranks in (1, 2):
         arguments = (ranks, options.width, options.layers, options.rounds)

@@ -3,7 +3,7 @@
     python -m benchmarks.ledger --update-docs              minutes; writes benchmarks/results/ledger.{json,png}
     python -m benchmarks.ledger --recorded --update-docs   the page again, from the recorded counts
 
-Runs COMMAND. `--recipe NAME ...` counts only these recipes.
+Runs `quaver bench ledger` for an H200, beside torchao.
 """
 
 import json
@@ -15,16 +15,16 @@ from quaver.lab.cli import main as quaver
 PAGE = ROOT / "docs" / "lab" / "block-cost.md"
 RECORD = ROOT / "benchmarks" / "results" / "ledger.json"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
-COMMAND = ("bench", "ledger", "--model", "llama-8b", "--gpu", "h200", "--peer", "torchao")
+COMMAND = ["bench", "ledger", "--model", "llama-8b", "--gpu", "h200", "--peer", "torchao", "--recipe", *RECIPES]
 
 
-def count_block(recipes: list[str]) -> dict[str, Any]:
+def count_block() -> dict[str, Any]:
     """Run the command, which writes RECORD and its picture."""
-    code = quaver([*COMMAND, "--recipe", *recipes, "--output", str(RECORD)])
+    code = quaver([*COMMAND, "--output", str(RECORD)])
     if code:
         raise SystemExit(code)
     results = json.loads(RECORD.read_text())
-    results["environment"]["command"] = f"quaver {' '.join([*COMMAND, '--recipe', *recipes])}"
+    results["environment"]["command"] = f"quaver {' '.join(COMMAND)}"
     return results
 
 
@@ -35,10 +35,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = make_page_parser(__doc__)
-    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=RECIPES)
-    options = parser.parse_args()
-    record_and_show(options, lambda: count_block(options.recipe), RECORD, make_tables, PAGE)
+    record_and_show(make_page_parser(__doc__).parse_args(), count_block, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

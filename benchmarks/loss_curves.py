@@ -7,7 +7,7 @@
 Trains the debug model, or the one with experts, on real text, one run after the other; the runs of a seed have the same
 weights and samples. A run takes two to five minutes on one CPU core. Each finished run is recorded at once, so the
 command can be stopped and continued. The second command makes the table and the picture of docs/results.md from the
-record.
+record, benchmarks/results/loss_curves.json or mixture_curves.json.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Tests the alarms of a monitor: which alarms seeded faults raise, after how many samples, and healthy runs.
 
-    python -m benchmarks.numerics_faults --json benchmarks/results/numerics_faults.json     # half an hour on two cores
-    python -m benchmarks.numerics_faults --only "weights of a layer"                      # runs with this in the name
-    python -m benchmarks.numerics_faults --tables benchmarks/results/numerics_faults.json   # writes the pages' tables
+    python -m benchmarks.numerics_faults --update-docs               half an hour on two cores; writes
+                                                                     benchmarks/results/numerics{_faults.json,.md}
+    python -m benchmarks.numerics_faults --recorded --update-docs    the pages again, from the recorded runs
+    python -m benchmarks.numerics_faults --only "weights of a layer" runs with this in the name, to the terminal
 
 The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
 """
@@ -10,7 +11,6 @@ The runs are those of train_configs/llama3_debug.toml at a quarter of the width,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
-from benchmarks.record import ROOT, describe_provenance, show_tables
+from benchmarks.record import ROOT, describe_provenance, make_page_parser, record_and_show, show_tables
 from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -34,6 +34,7 @@ from quaver.numerics.record import Record, RecordWriter
 
 STORIES_PAGE = ROOT / "docs" / "lab" / "alarms.md"
 PAGE = ROOT / "benchmarks" / "results" / "numerics.md"
+RECORD = ROOT / "benchmarks" / "results" / "numerics_faults.json"
 STORIES = (
     "an outlier channel x 2^17",
     "gradients below e5m2's subnormals",
@@ -200,16 +201,20 @@ def shorten(alarm: Alarm) -> dict[str, Any]:
 
 
 def make_tables(results: dict[str, Any]) -> dict[str, str]:
-    """Return the table of results/numerics.md ("faults") and that of docs/lab/alarms.md ("stories")."""
+    """Return the table of results/numerics.md by name."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(fault["found"] for fault in faults), sum(not run["alarms"] for run in healthy)
     lines = make_grouped_table(
         "alarm | faults that it named, and after how many samples", map(_describe_outcome, faults)
     )
     counts = f"{found} of {len(faults)} faults were named; {quiet} of {len(healthy)} healthy runs raised no alarm"
-    stories = ["story | alarm", "---|---"]
-    stories += [f"{fault['fault']} | {_find_message(fault)}" for fault in faults if fault["fault"] in STORIES]
-    return {"stories": "\n".join(stories), "faults": f"{lines}\n\n{counts}{describe_exceptions(healthy)}"}
+    return {"faults": f"{lines}\n\n{counts}{describe_exceptions(healthy)}"}
+
+
+def make_story_table(faults: list[dict[str, Any]]) -> str:
+    """Return the table of docs/lab/alarms.md."""
+    stories = [f"{fault['fault']} | {_find_message(fault)}" for fault in faults if fault["fault"] in STORIES]
+    return "\n".join(["story | alarm", "---|---", *stories])
 
 
 def make_grouped_table(head: str, pairs: Iterable[tuple[str, str]]) -> str:
@@ -254,27 +259,18 @@ def iter_scenarios(part: str) -> Iterator[Fault | Healthy]:
 
 def parse_options(description: str | None) -> argparse.Namespace:
     """Parse the options of a command that runs scenarios, or replays their records."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_page_parser(description)
     parser.add_argument("--only", default="", help="run those with this in their name")
     parser.add_argument("--records", type=Path, help="keep each run's numerics.jsonl in this folder")
-    parser.add_argument(
-        "--replay",
-        type=Path,
-        help="run nothing: alarm over the records of --records here; losses, if any, are --json's",
-    )
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--tables", type=Path, help="fill the page from this result, and run nothing")
-    return parser.parse_args()
+    parser.add_argument("--replay", type=Path, help="run nothing: alarm over the records of --records here")
+    options = parser.parse_args()
+    if options.only and (options.recorded or options.update_docs):
+        parser.error("--recorded and --update-docs are for all runs: leave out --only")
+    return options
 
 
-def main() -> None:
-    options = parse_options(__doc__)
-    if options.tables:
-        made = make_tables(json.loads(options.tables.read_text()))
-        show_tables({"stories": made.pop("stories")}, STORIES_PAGE, update=True)
-        show_tables(made, PAGE, update=True)
-        return
-    results: dict[str, Any] = {"faults": [], "healthy": []}
+def run_scenarios(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {**describe_provenance("numerics_faults"), "faults": [], "healthy": []}
     for scenario in iter_scenarios(options.only):
         sink = replay(scenario, options.replay) if options.replay else run_monitored(scenario, options.records)
         if isinstance(scenario, Fault):
@@ -283,9 +279,13 @@ def main() -> None:
             alarms = [shorten(alarm) for alarm in sink.raised]
             results["healthy"].append({"run": scenario.name, "samples": len(sink.samples), "alarms": alarms})
         print(scenario.name, *(f"\n    {format_event(event)}" for event in sink.events), file=sys.stderr, flush=True)
-        if options.json:
-            text = json.dumps({**describe_provenance("numerics_faults"), **results}, indent=1)
-            options.json.write_text(text + "\n")
+    return results
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    results = record_and_show(options, lambda: run_scenarios(options), RECORD, make_tables, PAGE)
+    show_tables({"stories": make_story_table(results["faults"])}, STORIES_PAGE, update=options.update_docs)
 
 
 def format_event(event: Alarm | AlarmCleared) -> str:

@@ -1,7 +1,7 @@
 """Trains with six faults and their remedies: the alarm, a picture of the run, and the effect of the remedy.
 
-    python -m benchmarks.numerics_stories --out /tmp/stories --update-docs               # all six
-    python -m benchmarks.numerics_stories --out /tmp/stories --only "dead expert"        # one
+    python -m benchmarks.numerics_stories --runs /tmp/stories --update-docs               # all six
+    python -m benchmarks.numerics_stories --runs /tmp/stories --only "dead expert"        # one
 
 Each is a run of `quaver train` of 60 steps with a fault from step 31 on. Its remedy comes after step 40; the same run
 without it is the control.
@@ -182,20 +182,20 @@ def _find_statistic(record: Record, story: Story, step: int) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the runs; those that it has stay")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs; those that it has stay")
     parser.add_argument("--only", default="", help="those with this in the name of the fault")
     parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/lab/alarms.md")
     options = parser.parse_args()
     results = []
     for story in (story for story in STORIES if options.only in story.fault):
-        runs = [train_story(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
+        runs = [train_story(story, options.runs / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
         results.append(measure_story(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
         image = runs[0] / "story.png"
         (run,) = read_runs(runs[:1])
         draw_run(image, run, next(statistic for statistic in STATISTICS if statistic.name == story.shown))
         if options.update_docs:
             shrink(image, IMAGES / f"story_{story.file}.png")
-    (options.out / "stories.json").write_text(json.dumps(results, indent=1))
+    (options.runs / "stories.json").write_text(json.dumps(results, indent=1))
     show_tables({"remedies": make_table(results)}, STORIES_PAGE, update=options.update_docs)
 
 

@@ -1,8 +1,9 @@
 """An independent test of the alarm rules, with runs and faults that were fixed before the first of them ran.
 
-    python -m benchmarks.numerics_unseen --json benchmarks/results/numerics_unseen.json     # a quarter of an hour
-    python -m benchmarks.numerics_unseen --only "one head"                                # runs with this in the name
-    python -m benchmarks.numerics_unseen --tables benchmarks/results/numerics_unseen.json   # writes results/numerics.md
+    python -m benchmarks.numerics_unseen --update-docs              a quarter of an hour; writes
+                                                                    benchmarks/results/numerics{_unseen.json,.md}
+    python -m benchmarks.numerics_unseen --recorded --update-docs   the page again, from the recorded runs
+    python -m benchmarks.numerics_unseen --only "one head"          runs with this in the name, to the terminal
 
 Models, optimizers and loops differ from those of numerics_faults.py: transformers' architectures train in plain PyTorch
 loops on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`,
@@ -11,6 +12,7 @@ by any rule. `invisible`, also fixed before the runs, says why no number of a ma
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -45,10 +47,11 @@ from benchmarks.numerics_loops import (
     make_training,
     make_undecayed_adamw,
 )
-from benchmarks.record import describe_provenance, show_tables
+from benchmarks.record import ROOT, describe_provenance, record_and_show
 from quaver.numerics.monitoring import Monitor
 from quaver.optim import Float8AdamW
 
+RECORD = ROOT / "benchmarks" / "results" / "numerics_unseen.json"
 FAULT_STEP = 31
 """The first step of a fault."""
 
@@ -444,13 +447,9 @@ def choose_runs(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
     yield from (run for run in runs if part in run.name)
 
 
-def main() -> None:
-    options = parse_options(__doc__)
-    if options.tables:
-        show_tables(make_tables(json.loads(options.tables.read_text())), PAGE, update=True)
-        return
-    results: dict[str, Any] = {"healthy": [], "faults": []}
-    before = json.loads(options.json.read_text()) if options.replay else results
+def run_scenarios(options: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {**describe_provenance("numerics_unseen"), "healthy": [], "faults": []}
+    before = json.loads(RECORD.read_text()) if options.replay else results
     losses = {result["run"]: result["losses"] for result in (*before["healthy"], *before["faults"])}
     for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):
         for scenario in choose_runs(runs, options.only):
@@ -461,11 +460,12 @@ def main() -> None:
             results[kind].append(judge(scenario, sink, run_losses))
             lines = (f"\n    {format_event(event)}" for event in sink.events)
             print(scenario.name, *lines, run_losses, file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(
-                    json.dumps({**describe_provenance("numerics_unseen"), **results}, indent=1) + "\n"
-                )
-    print("\n\n".join(make_tables(results).values()))
+    return results
+
+
+def main() -> None:
+    options = parse_options(__doc__)
+    record_and_show(options, lambda: run_scenarios(options), RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

@@ -174,23 +174,23 @@ def main() -> None:
         "--names", nargs="+", default=list_contestants(), choices=list(CONTESTANTS), help="which optimizers"
     )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "optimizer_states", help="folder of the runs")
-    parser.add_argument("--record", type=Path, default=RECORD, help="the file of the results")
+    parser.add_argument("--output", type=Path, default=RECORD, help="JSON file of the results")
     parser.add_argument("--time", action="store_true", help="time a step instead")
     options = parser.parse_args()
     if options.time:
         print(measure_times())
         return
     record = {"steps": options.steps, "environment": describe_provenance("optimizer_states"), "seeds": {}}
-    if options.record.exists():
-        record = json.loads(options.record.read_text())
+    if options.output.exists():
+        record = json.loads(options.output.read_text())
     if record["steps"] != options.steps:
-        parser.error(f"{options.record} has runs of {record['steps']} steps; give another --record")
+        parser.error(f"{options.output} has runs of {record['steps']} steps; give another --output")
     for seed in options.seeds:
         of_seed = record["seeds"].setdefault(str(seed), {})
         for name in options.names:
             if name not in of_seed:
                 of_seed[name] = run(name, seed, options)
-                options.record.write_text(json.dumps(record, indent=1) + "\n")
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(make_table(record["seeds"]))
 
 

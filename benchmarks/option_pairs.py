@@ -237,8 +237,8 @@ class Runs:
 
 
 def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of rows")
     parser.add_argument("--first", type=int, default=0, help="the row to begin with")
     parser.add_argument("--rows", type=int, help="how many; all that follow if not given")
     parser.add_argument("--only", default="", help="option=value,...: rows that have these")
@@ -247,9 +247,11 @@ def _parse_options() -> argparse.Namespace:
 
 def _main() -> int:
     options, wrong = _parse_options(), 0
-    only = dict(pair.split("=") for pair in options.only.split(",") if pair)
+    only = dict(pair.partition("=")[::2] for pair in options.only.split(",") if pair)
     rows = [(index, row) for index, row in enumerate(make_covering_array(options.seed)) if only.items() <= row.items()]
     rows = rows[options.first :][: options.rows]
+    if not rows:
+        raise SystemExit("no row has these options and numbers; OPTIONS in benchmarks/option_pairs.py has all values")
     folder = Path(tempfile.mkdtemp(prefix="option_pairs_"))
     runs = Runs(folder)
     try:

@@ -17,11 +17,15 @@ from benchmarks.record import make_page_parser, record_and_show
 
 def main() -> None:
     parser = make_page_parser(__doc__)
-    parser.add_argument("--published", action="store_true")
+    parser.add_argument("--published", action="store_true", help="simulate the published runs")
     parser.add_argument("--memory", action="store_true", help="with --published: predict memory, too")
-    parser.add_argument("--scaling", action="store_true")
-    parser.add_argument("--calibrate", action="store_true")
+    parser.add_argument("--scaling", action="store_true", help="simulate large clusters")
+    parser.add_argument("--calibrate", action="store_true", help="print the share of each GPU that fits its row")
     options = parser.parse_args()
+    if not (options.published or options.scaling or options.calibrate):
+        parser.error("give --published, --scaling or --calibrate")
+    if options.memory and not options.published:
+        parser.error("--memory is for --published")
     if options.calibrate:
         for name, gpu in plan_published.CALIBRATED_GPUS.items():
             print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {gpu.sustained}  {gpu.row}")

@@ -118,8 +118,8 @@ def _time_parts(config: TrainConfig, dims: ParallelDims) -> dict[str, float]:
 
 def main() -> None:
     """Print real and simulated seconds."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to measure")
     options = parser.parse_args()
     spec = find_device_spec("h100")
     assert spec is not None

@@ -459,12 +459,12 @@ def make_row(part: Part) -> str:
 
 def run_parts(words: list[str] | None = None) -> None:
     """Run the parts that the command line, or `words`, names, and print their lines."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--part", choices=[*PARTS, "soak", "cost"], action="append", help="default: all but the last two"
     )
     parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of what each try does")
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
     options = parser.parse_args(words)
     if options.part not in (None, ["soak"], ["cost"]) and not PARTS.keys() >= set(options.part):

@@ -1,12 +1,12 @@
 """Measures bytes and time of Llama blocks that store activations in float8, against blocks that keep them as they are.
 
-    python -m benchmarks.stored_activations --update-docs
-    python -m benchmarks.stored_activations --recorded --update-docs
+    python -m benchmarks.stored_activations --update-docs              writes docs/activations.md's tables and
+                                                                       benchmarks/results/stored_activations.json
+    python -m benchmarks.stored_activations --recorded --update-docs   the tables again, from the recorded figures
 
 The blocks and the step are the memory table's (memory_modules.py). Contestants alternate in one process on one thread.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -123,8 +123,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    options: argparse.Namespace = make_page_parser(__doc__).parse_args()
-    record_and_show(options, measure, RECORD, make_tables, PAGE)
+    record_and_show(make_page_parser(__doc__).parse_args(), measure, RECORD, make_tables, PAGE)
 
 
 if __name__ == "__main__":

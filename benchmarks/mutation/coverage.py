@@ -216,9 +216,9 @@ def report(tests: dict[str, dict[str, Any]]) -> float:
 
 def main() -> int:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("map")
-    parser.add_argument("--print", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("map", help="JSON file of the map, which is written")
+    parser.add_argument("--print", action="store_true", help="print the lines of the map; run no test")
     parser.add_argument("--card", choices=(*TESTS_OF_CARD, LIBRARY), help="this process runs the tests of one card")
     args, words = parser.parse_known_args()
     if args.card is not None:

@@ -323,12 +323,12 @@ def judge(runner: Runner, tests: dict[str, dict[str, Any]], mutant: Mutant, seco
 
 def main() -> int:
     """Parse, make mutants, judge them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("map", type=Path)
-    parser.add_argument("--count", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--only", type=lambda text: set(text.split(",")))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("map", type=Path, help="JSON file of benchmarks.mutation.coverage")
+    parser.add_argument("--count", type=int, default=150, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of mutants")
+    parser.add_argument("--seconds", type=float, default=15.0, help="CPU time of a mutant's tests")
+    parser.add_argument("--only", type=lambda text: set(text.split(",")), help="keys of mutants, with commas between")
     parser.add_argument("--whole", action="store_true", help="all tests of each line")
     parser.add_argument("--library", action="store_true", help="of a map of the library")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
