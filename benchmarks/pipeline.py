@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
-from quaver.lab.plan.compute import count_held_parameters, time_block, time_embedding, time_head
+from quaver.lab.plan.compute_time import count_held_parameters, time_block, time_embedding, time_head
 from quaver.lab.plan.exchanges import list_block_exchanges, list_end_exchanges
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, list_overlapped_kinds
 from quaver.roofline.matmul import predict_move_seconds

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quaver.lab.memory.train_step.predict import make_train_step
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import BlockTimes
-from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.compute_time import BlockTimes
+from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step, list_block_groups
 from quaver.lab.runs.ranks import Ranks

@@ -13,7 +13,7 @@ from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import CalibratedGPU
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import Framework
+from quaver.lab.plan.planned_run import Framework
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import build_step
 from quaver.recipes.config import Float8LinearRecipeName

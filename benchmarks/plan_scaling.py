@@ -16,10 +16,10 @@ from benchmarks.published import TRAIN_CONFIGS
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.extrapolate import extrapolate_seconds
 from quaver.lab.plan.layouts import Degrees
-from quaver.lab.plan.quick import extrapolate_seconds
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.peak_memory import estimate_peak
+from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig

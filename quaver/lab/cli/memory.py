@@ -24,7 +24,7 @@ from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_b
 from quaver.lab.memory.train_step.predict import RunMemory, predict_memory
 from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
 from quaver.lab.plan.advise import advise
-from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings import TrainConfig

@@ -12,14 +12,14 @@ from quaver.lab.cli.plan_views import iter_notes_on_steps, iter_views
 from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.output_file import replace_output, write_result
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted import check_counts_for
+from quaver.lab.plan.counted_costs import check_counts_for
 from quaver.lab.plan.layouts import list_layouts, list_precisions
 from quaver.lab.plan.limits import describe_limits, list_links
-from quaver.lab.plan.peak import compute_mfu
+from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE, FittingLayout, SearchResult, search
 from quaver.lab.plan.unsimulated import iter_unsimulated
-from quaver.lab.plan.write import check_target, write_run
+from quaver.lab.plan.write_run import check_target, write_run
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import split_options

@@ -9,11 +9,11 @@ from rich.table import Table
 from quaver.lab.cli.plan_options import PlanOptions
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted import count_costs
-from quaver.lab.plan.estimate import ESTIMATE_ERROR
+from quaver.lab.plan.counted_costs import count_costs
 from quaver.lab.plan.layouts import Layouts
 from quaver.lab.plan.limits import list_links
-from quaver.lab.plan.peak import compute_mfu
+from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR
 from quaver.lab.plan.search import FittingLayout, SearchResult, simulate_step
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings.float8 import BFLOAT16

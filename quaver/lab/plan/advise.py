@@ -24,8 +24,8 @@ from quaver.lab.plan.changes import (
     list_combinations,
     list_single_changes,
 )
-from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
-from quaver.lab.plan.run import find_float8_shares
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
+from quaver.lab.plan.planned_run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config

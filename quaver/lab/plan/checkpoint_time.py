@@ -8,8 +8,8 @@ over the steps between two checkpoints.
 from __future__ import annotations
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import count_held_parameters
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.compute_time import count_held_parameters
+from quaver.lab.plan.planned_run import PlannedRun
 
 STAGED_GB_PER_S = 0.7
 """The rate of a rank's copy to host memory. torch's DefaultStager, a new one per checkpoint, fills pages that the

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.scales import list_linear_layouts
-from quaver.lab.plan.compute import INPUT_READERS, list_expert_matrices, list_linears
-from quaver.lab.plan.run import EXPERTS, PlannedRun
+from quaver.lab.plan.compute_time import INPUT_READERS, list_expert_matrices, list_linears
+from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
 from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.parallel.expert_parallel import travels_as_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, with_precision
-from quaver.lab.plan.run import shares_codes
+from quaver.lab.plan.planned_run import shares_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from quaver.lab.plan.checkpoint_time import time_writing
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
-from quaver.lab.plan.peak import count_float8_flops_per_token, count_flops_per_token
-from quaver.lab.plan.quick import bound_seconds, estimate_seconds
+from quaver.lab.plan.extrapolate import bound_seconds, estimate_seconds
+from quaver.lab.plan.mfu import count_float8_flops_per_token, count_flops_per_token
 from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 from quaver.lab.plan.step import Costs

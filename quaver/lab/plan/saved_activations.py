@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from quaver.activations.policy import parse_selective_option
-from quaver.lab.plan.run import EXPERTS, count_networks
+from quaver.lab.plan.planned_run import EXPERTS, count_networks
 from quaver.lab.settings import TrainConfig
 from quaver.recipes.config import Float8LinearConfig
 

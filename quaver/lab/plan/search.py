@@ -16,11 +16,11 @@ from itertools import islice
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import estimate_peak
+from quaver.lab.plan.extrapolate import bound_seconds, estimate_seconds
 from quaver.lab.plan.layouts import Candidate, Layouts
-from quaver.lab.plan.peak import compute_mfu
-from quaver.lab.plan.quick import bound_seconds, estimate_seconds
-from quaver.lab.plan.run import PlannedRun, make_planned_run
+from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.peak_memory import estimate_peak
+from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings.float8 import BFLOAT16
@@ -177,7 +177,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """Return the timeline of a step with its share of a checkpoint, extrapolated if the step has very many tasks.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute.py.
+        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """

@@ -10,7 +10,7 @@
     at the end             the norm of gradients, clipping and the optimizer, the amaxes of weights that are gathered
                            in float8
 
-quick.py and search.py add the step's share of a checkpoint, which depends on the time of the whole step.
+extrapolate.py and search.py add the step's share of a checkpoint, which depends on the time of the whole step.
 
 (torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py, _fsdp_collectives.py.)
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.gradients import BLOCK_ELEMENTS
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import (
+from quaver.lab.plan.compute_time import (
     BlockTimes,
     count_dense_parameters,
     count_expert_parameters,
@@ -33,7 +33,7 @@ from quaver.lab.plan.compute import (
     time_head,
 )
 from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
-from quaver.lab.plan.run import EXPERTS, PlannedRun
+from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, SimulatedStep
 from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import predict_move_seconds
@@ -153,7 +153,7 @@ def _add_exchange(
 
 
 class Costs(NamedTuple):
-    """The compute seconds of one rank for one micro-batch, by the formulas of compute.py, a ledger or a measurement."""
+    """The compute seconds of one rank for one micro-batch, by compute_time.py, a ledger or a measurement."""
 
     block: BlockTimes
     head: PerPass
@@ -161,7 +161,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> Costs:
-        """Compute the costs by the formulas of compute.py."""
+        """Compute the costs by the formulas of compute_time.py."""
         return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
 
 
@@ -169,7 +169,7 @@ def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) ->
     """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute.py.
+        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
     """
     builder = _StepBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
     for number in range(run.micro_batches):

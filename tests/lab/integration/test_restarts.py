@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
 
-from quaver.lab.plan.write import write_run
+from quaver.lab.plan.write_run import write_run
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from tests.command_line import TEXT, TINY

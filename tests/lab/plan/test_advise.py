@@ -15,8 +15,8 @@ from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
 from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
-from quaver.lab.plan.compute import count_recomputed_flops
-from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.compute_time import count_recomputed_flops
+from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step_cost import compute_step_cost
 from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments

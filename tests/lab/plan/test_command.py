@@ -10,7 +10,7 @@ from quaver.lab.cli import plan as command
 from quaver.lab.cli import plan_views
 from quaver.lab.plan import search
 from quaver.lab.plan.calibration import describe_sustained_share
-from quaver.lab.plan.compute import BlockTimes
+from quaver.lab.plan.compute_time import BlockTimes
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.settings import TrainConfig

@@ -8,7 +8,7 @@ import pytest
 from quaver.lab.memory.train_step.links import predict_links
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
-from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step import GRADIENT_BYTES, build_step, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config

@@ -13,8 +13,8 @@ from quaver.lab.plan.checkpoint_time import time_writing
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, compute_gain, describe_gain, describe_limits, list_links
-from quaver.lab.plan.peak import compute_mfu
-from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step

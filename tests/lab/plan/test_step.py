@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.quick import estimate_seconds
-from quaver.lab.plan.run import Framework, PlannedRun
+from quaver.lab.plan.extrapolate import estimate_seconds
+from quaver.lab.plan.planned_run import Framework, PlannedRun
 from quaver.lab.plan.search import simulate_step
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step

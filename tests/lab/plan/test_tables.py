@@ -17,7 +17,7 @@ from benchmarks.plan_scaling import CONFIGS, H100, SHOWN_GPU_COUNTS, Layout, fin
 from benchmarks.published import load_published
 from benchmarks.record import fill_page
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.estimate import ESTIMATE_ERROR, estimate_peak
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import build_step
 

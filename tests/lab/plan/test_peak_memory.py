@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.plan_memory import predict_peak_bytes
-from quaver.lab.plan.estimate import ESTIMATE_ERROR, Estimate, estimate_peak
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve_config

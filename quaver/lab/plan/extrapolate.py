@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.peak import compute_mfu
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 
@@ -19,7 +19,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     """Return the seconds of `simulate(build_step(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute.py.
+        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """

@@ -8,11 +8,11 @@ import pytest
 from benchmarks.record import ROOT
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.times import sum_milliseconds
-from quaver.lab.plan import counted
+from quaver.lab.plan import counted_costs
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted import check_counts_for, compile_block, count_costs, list_block_entries
-from quaver.lab.plan.run import make_planned_run
+from quaver.lab.plan.counted_costs import check_counts_for, compile_block, count_costs, list_block_entries
+from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, build_step
 from quaver.lab.settings import Model, TrainConfig, Training
@@ -50,7 +50,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
     assert sum(expected[name] - counts[name] for name in fused) == halves
 
-    monkeypatch.setattr(counted, "list_block_entries", lambda *_: entries)
+    monkeypatch.setattr(counted_costs, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)

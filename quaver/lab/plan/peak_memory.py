@@ -9,9 +9,9 @@ with training.reduce = last whole float32 sums.
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.
 
-`quaver.lab.memory.train_step.predict.predict_memory` runs the trainer's code with fake tensors, and predicts
-the peak to the byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down.
-The two share the trainer's shapes and degrees, and tests/lab/plan/test_estimate.py holds their results together.
+`quaver.lab.memory.train_step.predict.predict_memory` runs the trainer's code with fake tensors, and predicts the peak
+to the byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down. The two
+share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py holds their results together.
 docs/design/0020-plan.md says why there are two.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
-from quaver.lab.plan.run import EXPERTS, count_networks, find_float8_shares, shares_codes
+from quaver.lab.plan.planned_run import EXPERTS, count_networks, find_float8_shares, shares_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -36,7 +36,7 @@ from quaver.recipes.config import Float8LinearConfig
 
 ESTIMATE_ERROR = 0.1
 """The largest difference between an estimate and a prediction, as a share of the prediction. A nightly test of
-tests/lab/plan/test_estimate.py draws configs at random; most are within half of it."""
+tests/lab/plan/test_peak_memory.py draws configs at random; most are within half of it."""
 
 _EMBEDDING = "embed_tokens"
 _ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, LM_HEAD: 0}

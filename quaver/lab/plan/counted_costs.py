@@ -18,8 +18,8 @@ from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.train_step.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import BlockTimes, list_linears, time_linear
-from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.compute_time import BlockTimes, list_linears, time_linear
+from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.roofline.device_specs import DeviceSpec

@@ -1,7 +1,7 @@
 """The compute time of one rank for one micro-batch: a block, the embedding, and the output projection with the loss.
 
 The model is quaver/roofline's: matmuls run at the rate of their shape, casts and other operations at memory bandwidth,
-and every kernel adds its launch. tests/lab/plan/test_compute.py compares it with `quaver bench ledger`.
+and every kernel adds its launch. tests/lab/plan/test_compute_time.py compares it with `quaver bench ledger`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import EXPERTS, PlannedRun, count_networks
+from quaver.lab.plan.planned_run import EXPERTS, PlannedRun, count_networks
 from quaver.lab.settings import Model
 from quaver.lab.trainer.model import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quaver.lab.cli import main
 from quaver.lab.plan.launchers import LAUNCH_TEMPLATES
-from quaver.lab.plan.write import format_config, write_run
+from quaver.lab.plan.write_run import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import get_base_type, get_choices, get_types
