@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict import Prediction, predict_step
+from quaver.lab.memory.predict_step import Prediction, predict_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.parallel_dims import ParallelDims

@@ -20,7 +20,7 @@ from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_recording
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict import predict_step
+from quaver.lab.memory.predict_step import predict_step
 from quaver.lab.memory.train_step import predict
 from quaver.lab.memory.train_step.predict import predict_memory
 from quaver.lab.recorder.allocator import measure_usage

@@ -13,7 +13,7 @@ from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict import explain
+from quaver.lab.memory.predict_step import explain
 from quaver.lab.memory.train_step.predict import predict_memory
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict import predict_step
+from quaver.lab.memory.predict_step import predict_step
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.parallelize import pretend_mesh

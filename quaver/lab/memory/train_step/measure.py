@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.predict import Prediction, record_step
+from quaver.lab.memory.predict_step import Prediction, record_step
 from quaver.lab.memory.train_step.predict import COMPARED_NOTE, RunMemory, make_train_step
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
 from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
-from quaver.lab.memory.predict import Prediction, predict_step
+from quaver.lab.memory.predict_step import Prediction, predict_step
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
