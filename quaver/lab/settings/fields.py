@@ -219,9 +219,11 @@ def _iter_own_fields(cls: type) -> "Iterator[Field[Any]]":
 
 def suggest_nearest(name: str, choices: Collection[str], *, otherwise: str, spell: Callable[[str], str] = str) -> str:
     """Return the hint for an unknown `name`: the nearest of `choices` as `spell` writes it, or `otherwise`."""
-    # A right key in the wrong section is nearer than a name of similar spelling.
-    matches = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
-    matches = matches or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    # A right key in the wrong section is near, a right section alone is not.
+    keys = [choice.rpartition(".")[2] for choice in choices]
+    near = difflib.get_close_matches(name.rpartition(".")[2], keys, n=1, cutoff=0.7)
+    candidates = [choice for choice, key in zip(choices, keys, strict=True) if key in near]
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
     return f"did you mean {spell(matches[0])!r}?" if matches else otherwise
 
 

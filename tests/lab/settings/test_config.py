@@ -77,7 +77,8 @@ def test_a_flag_sets_its_field(words, is_set):
     [
         ("[traning]\nsteps = 3\n", "unknown section in .*: 'traning'; did you mean 'training'"),
         ("[training]\nsteps_ = 3\n", "unknown key in .*: 'training.steps_'; did you mean 'training.steps'"),
-        ("[training]\nlr = 3.0\n", "unknown key in .*: 'training.lr'; did you mean"),
+        ("[training]\nlr = 3.0\n", "unknown key in .*: 'training.lr'; did you mean 'optimizer.lr'"),
+        ("[model]\nflavor = '8B'\n", "'model.flavor'; see quaver train --help"),
         ("[model]\nwarmup_steps = 3\n", "'model.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'"),
         ("steps = 3\n", "unknown section"),
         ("training = 3\n", r"write \[training\]"),
