@@ -116,22 +116,22 @@ def apply_activation_checkpointing(
         modules: the blocks of a model, in order.
         mode: "none": nothing changes. "full": each module saves its inputs only. "selective": see
             `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
-        selective_ac_option: with mode "selective". "op" (the default): every module, by the policy at the top of the
-            file. A number n of at least 1 as a string: every n-th module as in "full", and the others are not
-            checkpointed.
+        selective_ac_option: with mode "selective". "op" (the default): every module, recomputes everything except
+            every second matmul, attention, reduce-scatters and amaxes. A number n of at least 1 as a string: every n-th
+            module as in "full", and the others are not checkpointed.
         memory_budget: with mode "memory_budget", the fraction of activations to save, by default 0.5: 1 for all, 0 for
             inputs only. It applies to everything that this process compiles from now on. The compiler counts exact
             float8 matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1
             torch does not compile attention in modules of mode "selective": set the budget to 1 first.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
-        also_keep: with mode "selective" and option "op", operators whose results the policy also saves, such as
-            "aten.silu"; see `find_operations`.
-        never_keep: operators whose results the policy does not save.
+        also_keep: with mode "selective" and option "op", operators whose results are also saved: "aten.silu" names all
+            overloads, "aten.silu.default" one.
+        never_keep: operators whose results are not saved.
     Raises:
         TypeError: `modules` is one module, or holds something else.
         ValueError: an unknown mode, option or operator; an option or budget for another mode; operators with a mode or
-            option that uses no policy, or one string of them; an operator whose result cannot be saved (see
-            `find_savable_operations`); a budget outside 0 to 1; or a module that is checkpointed already.
+            option that uses no policy, or one string of them; an operator whose result cannot be saved, such as
+            a view; a budget outside 0 to 1; or a module that is checkpointed already.
     """
     blocks = list(modules) if isinstance(modules, Iterable) else []
     if not isinstance(modules, Iterable) or not all(isinstance(block, nn.Module) for block in blocks):

@@ -51,8 +51,8 @@ def store_activations_in_float8(
     parameters and the state_dict stay. Exported and traced programs store nothing.
 
     Args:
-        modules: a pattern of module names as in `fnmatch`, or several, such as ["*.mlp"]; None for the default modules
-            (see the top of the file).
+        modules: a pattern of module names as in `fnmatch`, or several, such as ["*.mlp"]; None for norms, activation
+            functions, attention, feed-forwards and experts.
         block_size: 32 or 128. A block has one byte per element, and 4 bytes for its scale.
 
     Returns:

@@ -193,7 +193,11 @@ def get_expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether `module` is experts that this file can run; see the top of the file."""
+    """Return whether `module` has the attributes of transformers' experts, by which a conversion recognizes experts.
+
+    `num_experts`, `has_gate`, `_apply_gate(gate_up)` and the 3-D parameters `gate_up_proj` (`up_proj` without a gate)
+    and `down_proj`; or the name of Llama 4's class.
+    """
     if isinstance(module, Float8Experts):
         return True
     if not isinstance(getattr(module, "num_experts", None), int):

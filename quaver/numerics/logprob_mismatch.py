@@ -29,12 +29,16 @@ MISMATCH_BOUNDS = (1.03, 1.05)
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The figures of `compute_mismatch`, defined at the top of the file."""
+    """The figures of `compute_mismatch`, of d = log p_train - log p_rollout at each token."""
 
     k1: float
+    """mean(-d)"""
     k3: float
+    """mean(exp(d) - 1 - d)"""
     token_mult_prob_error: float
+    """mean(exp(|d|))"""
     largest: float
+    """max(|d|)"""
     tokens: int
     """How many tokens the mask selects."""
 
