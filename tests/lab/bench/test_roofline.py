@@ -185,6 +185,6 @@ def test_what_the_page_says_in_words():
     )
     assert tensorwise < 1.05 < 1.1 < delayed
     shares = [list_model_layers(name).linear_flops_share for name in ("llama-8b", "llama-70b")]
-    assert "linears are {:.0%} in Llama 3 8B and {:.0%} in 70B".format(*shares) in DOCS.read_text()
+    assert "they are {:.0%} in Llama 3 8B and {:.0%} in 70B".format(*shares) in DOCS.read_text()
     assert "results/roofline/roofline_h200.png" in DOCS.read_text()
     assert (FOLDER / "roofline_h200.png").read_bytes().startswith(b"\x89PNG")
