@@ -286,7 +286,7 @@ def explain_unfinished(module: Float8Module) -> Iterator[str]:
     weights = iter_module_weights(module)
     if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):
         yield "gathered in high precision until convert_to_float8_training is called"
-    if isinstance(module, Float8Linear) and module.config.has_persistent_scales and module.scaling is None:
+    if isinstance(module, Float8Linear) and module.float8_config.has_persistent_scales and module.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 

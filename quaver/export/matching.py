@@ -117,7 +117,7 @@ def matches_serving(
 
 
 def _find_common_engine(linears: Mapping[str, Float8Linear]) -> str:
-    engines = {find_serving(linear.config) for linear in linears.values()}
+    engines = {find_serving(linear.float8_config) for linear in linears.values()}
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
         raise ValueError(
@@ -210,7 +210,7 @@ def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     persistent_scale = linear.get_persistent_scales(rows.device).input
     operand = expect(
-        Quantizer(linear.config.casts.input, rows.dtype, persistent_scale)(rows, row=True, column=False).row
+        Quantizer(linear.float8_config.casts.input, rows.dtype, persistent_scale)(rows, row=True, column=False).row
     )
     codes, scale = quantize_by_equations(rows, cast, linear)
     return min(_compute_equal_share(operand.data, codes), _compute_equal_share(expect(operand.dequant_scale), scale))

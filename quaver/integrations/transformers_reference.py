@@ -76,7 +76,7 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
         source = trained.get(strip_wrappers(name))
         if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
-        if _remove_all_gather(linear.config) == _remove_all_gather(source.config):
+        if _remove_all_gather(linear.float8_config) == _remove_all_gather(source.float8_config):
             linear.scaling = LinearScaleSlots(source.scaling.state, source.scaling.slots)
 
 

@@ -15,7 +15,7 @@ from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun, describe_last_backends, find_traces
 from quaver.linear.protocols import NO_PROBE, MatmulProbe
 from quaver.linear.saved_tensors import choose_cast_once_weight
-from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 
 
 class Float8Module(nn.Module):
@@ -26,6 +26,7 @@ class Float8Module(nn.Module):
 
     _own_attributes: ClassVar[tuple[str, ...]] = (
         "float8_config",
+        "_float8_config",
         "gathering",
         "cast_once_weights",
         "probes",
@@ -34,8 +35,7 @@ class Float8Module(nn.Module):
     """The attributes that the float8 class adds to the original class."""
     _describe_backends: ClassVar[Callable[..., str]]
     """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
-    float8_config: Float8LinearConfig
-    """The config; `config`, its name in torchao, is a property of a Float8Linear."""
+    _float8_config: Float8LinearConfig
     gathering: object | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     cast_once_weights: dict[str, CastOnceWeight]
@@ -46,10 +46,27 @@ class Float8Module(nn.Module):
 
     def _init_float8(self, config: Float8LinearConfig) -> None:
         """Initialize `_own_attributes`, in the constructor of the float8 class or after `change_to_float8`."""
-        self.float8_config = config
+        self._float8_config = config
         self.gathering = None
         self.cast_once_weights = {}
         self._last_run = LastRun(self._name_kind())
+
+    @property
+    def float8_config(self) -> Float8LinearConfig:
+        """The config. It may be set to a config, a recipe or a recipe's name. torchao names it `config` on a linear."""
+        return self._float8_config
+
+    @float8_config.setter
+    def float8_config(self, config: Float8LinearConfig | Float8LinearRecipeName | str) -> None:
+        if config is None:
+            raise TypeError("config: expected a config, a recipe or a recipe's name, got None")
+        config = resolve_config(config)
+        if config.has_persistent_scales and getattr(self, "scaling", None) is None:
+            raise ValueError(
+                f"config: expected one without delayed or static scaling, got {config.short_str()}; "
+                "convert_to_float8_training(model, config=...) makes the state that these scales need"
+            )
+        self._float8_config = config
 
     def _name_kind(self) -> str:
         """Return `LastRun.kind` of this module."""

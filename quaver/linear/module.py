@@ -87,22 +87,8 @@ class Float8Linear(Float8Module, nn.Linear):
     def _name_kind(self) -> str:
         return f"linear {self.in_features} -> {self.out_features}"
 
-    @property
-    def config(self) -> Float8LinearConfig:
-        """`float8_config`, under its name in torchao. It may be set to a config, a recipe or a recipe's name."""
-        return self.float8_config
-
-    @config.setter
-    def config(self, config: Float8LinearConfig | Float8LinearRecipeName | str) -> None:
-        if config is None:
-            raise TypeError("config: expected a config, a recipe or a recipe's name, got None")
-        config = resolve_config(config)
-        if config.has_persistent_scales and self.scaling is None:
-            raise ValueError(
-                f"config: expected one without delayed or static scaling, got {config.short_str()}; "
-                "convert_to_float8_training(model, config=...) makes the state that these scales need"
-            )
-        self.float8_config = config
+    config = Float8Module.float8_config
+    """`float8_config`, under its name in torchao."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:

@@ -56,7 +56,7 @@ class ShardedLinear(Protocol):
     scaling: LinearScaleSlots | None
 
     @property
-    def config(self) -> Float8LinearConfig:
+    def float8_config(self) -> Float8LinearConfig:
         """The config of the linear."""
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
@@ -240,7 +240,7 @@ class ReplicatedSharding(LinearSharding):
 
 def check_can_be_sharded(linear: ShardedLinear, weight_dim: int, ranks: int) -> None:
     """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale."""
-    casts = linear.config.casts
+    casts = linear.float8_config.casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
     # Configs give the layout of row codes; in column codes blocks are transposed.
     cast_dims = [(operand.row, dim) for operand, dim in sharded]

@@ -103,7 +103,7 @@ class AllGatherInput:
 
     def follow_config(self) -> None:
         """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered."""
-        dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.config, self._as_dtensor
+        dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.float8_config, self._as_dtensor
         self.is_used = is_all_gathered_in_float8(config)
 
         def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:

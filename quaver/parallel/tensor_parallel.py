@@ -194,8 +194,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             raise ValueError(
                 f"PrepareFloat8ModuleInput: {type(module).__name__} has no Float8Linear; use PrepareModuleInput"
             )
-        config = linears[0].config
-        if any(linear.config != config for linear in linears):
+        config = linears[0].float8_config
+        if any(linear.float8_config != config for linear in linears):
             raise ValueError(
                 f"PrepareFloat8ModuleInput: the Float8Linears of {type(module).__name__} have several configs; name "
                 "the one whose input is prepared with fwd_config_submodule_fqn"

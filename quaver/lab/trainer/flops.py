@@ -55,7 +55,7 @@ def list_linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device
     precisions = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            config = module.config if isinstance(module, Float8Linear) else None
+            config = module.float8_config if isinstance(module, Float8Linear) else None
             matmuls = _list_matmuls(config, hp_dtype, device, predict_backend)
             precisions.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
         elif isinstance(module, Experts):

@@ -318,15 +318,16 @@ def test_batched_gradients_are_refused():
     assert torch.autograd.functional.jacobian(linear, input).shape == (3, 32, 3, 64)
 
 
-def test_a_config_may_be_set_by_the_name_of_its_recipe():
+@pytest.mark.parametrize("name", ["config", "float8_config"])
+def test_a_config_may_be_set_by_the_name_of_its_recipe(name):
     linear = make_linear("tensorwise")
-    linear.config = "rowwise"
+    setattr(linear, name, "rowwise")
     assert linear.config is linear.float8_config
     assert linear.config == config_of("rowwise")
     with pytest.raises(TypeError, match="config: expected .* got None"):
-        linear.config = None
+        setattr(linear, name, None)
     with pytest.raises(ValueError, match="config: expected one without delayed or static scaling"):
-        linear.config = "delayed"
+        setattr(linear, name, "delayed")
     assert linear.config == config_of("rowwise")
 
 
