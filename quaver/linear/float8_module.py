@@ -12,7 +12,7 @@ from torch import nn
 from quaver.kernels.operands import Operands
 from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.linear.class_change import change_class
-from quaver.linear.last_run import LastRun, describe_last_backends, find_traces
+from quaver.linear.last_run import LastRun
 from quaver.linear.protocols import NO_PROBE, MatmulProbe
 from quaver.linear.saved_tensors import choose_cast_once_weight
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
@@ -82,16 +82,6 @@ class Float8Module(nn.Module):
     def get_probe(self, name: str) -> MatmulProbe:
         """Return the probe of the weight `name` for a forward."""
         return self.probes[name] if self.probes is not None and self.training else NO_PROBE
-
-    @property
-    def backend(self) -> str:
-        """The backends of the last forward: "native", "exact" or "native and exact" (see linear/backends.py).
-
-        "high precision" if the config disables all casts, and "not run yet" before the first forward. Moving the
-        module, as an offload does, keeps it. A compiled forward counts from its trace. Modules that run code which was
-        traced for another one stay "not run yet" here; `conversion_report` has their backends.
-        """
-        return describe_last_backends(self, find_traces([self]))
 
     def extra_repr(self) -> str:
         recipe = self.float8_config.recipe_name

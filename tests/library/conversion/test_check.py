@@ -45,6 +45,10 @@ def step(model):
     model(torch.ones(4, 16)).sum().backward()
 
 
+def backend_of(model):
+    return conversion_report(model).layers[0].backend
+
+
 def test_training_may_be_required_to_multiply_natively():
     model = nn.Sequential(*(Float8Linear(16, 16, device="meta") for _ in range(2)))  # no device is needed to tell
     assert_float8_training(model)
@@ -65,10 +69,10 @@ def test_training_may_be_required_to_multiply_natively():
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_cpu_has_no_float8_units(how):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    assert conversion_report(model).layers[0].backend == "not run yet"
+    assert backend_of(model) == "not run yet"
     with torch.compiler.set_stance("force_eager" if how == "eager" else "default"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 16)).sum().backward()
-    assert conversion_report(model).layers[0].backend == "exact"
+    assert backend_of(model) == "exact"
     assert_refused(model, "multiply exactly, because a CPU has no float8 units: 0$", require_native=True)
 
 
@@ -77,7 +81,7 @@ def test_compiled_code_multiplies_natively_where_its_device_does():
     record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
     model[0]._last_run.note_trace(torch.device("cuda:0"), has_row_codes_only=False)
     with assume_native({ScaleKind.TENSORWISE: None}):
-        assert conversion_report(model).layers[0].backend == "native"
+        assert backend_of(model) == "native"
         assert_float8_training(model, require_native=True)
     with assume_native({ScaleKind.TENSORWISE: "missing"}):
         assert_refused(model, "multiply exactly, not on float8 units: 0", require_native=True)
@@ -244,9 +248,9 @@ def test_weights_of_experts_are_checked():
 def test_a_linear_remembers_what_it_ran_on_wherever_it_moves():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     step(model)
-    assert {move(model)[0].backend for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
-    assert conversion_report(model.to("meta")).layers[0].backend == "exact"
-    assert {duplicate(model[0]).backend for duplicate in (copy.copy, copy.deepcopy)} == {"not run yet"}
+    assert {backend_of(move(model)) for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
+    assert backend_of(model.to("meta")) == "exact"
+    assert {backend_of(duplicate(model[0])) for duplicate in (copy.copy, copy.deepcopy)} == {"not run yet"}
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
