@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import HP_DTYPES, get_format
-from quaver.recipes.scale_rules import SCALE_RULES, get_rule, has_cast_kernel, round_to_float32
-from quaver.recipes.scaling import EPS, PLAIN_TYPES, get_float32_bits
+from quaver.recipes.formats import HP_DTYPES, get_float32_bits, get_format, round_to_float32
+from quaver.recipes.scale_rules import SCALE_RULES, get_rule, has_cast_kernel
+from quaver.recipes.scaling import EPS, PLAIN_TYPES
 from quaver.runtime.devices import get_compute_capability
 
 UNAVAILABLE_BECAUSE: str | None = None

@@ -75,7 +75,7 @@ class ScalingGranularity(enum.Enum):
 
 
 class ScaleCalculationMode(enum.Enum):
-    """How the E8M0 scale of a block, a power of two, is computed from its amax; scaling.py has the equations."""
+    """How the E8M0 scale of a block, a power of two, is computed from its amax; e8m0.py has the equations."""
 
     RCEIL = "rceil"
     """The smallest power of two with which no element saturates: NVIDIA's rule."""

@@ -10,12 +10,16 @@ Sources:
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
 
 HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The high-precision dtypes that quaver casts from and multiplies into."""
+
+FLOAT32_MANTISSA = (1 << 23) - 1
+"""The mantissa's bits in a float32."""
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,13 @@ def get_format(dtype: torch.dtype) -> Float8Format:
     except KeyError:
         names = ", ".join(str(known) for known in FLOAT8_FORMATS)
         raise ValueError(f"expected a float8 dtype ({names}), got {dtype}") from None
+
+
+def get_float32_bits(number: float) -> int:
+    """Return the bits of a float32 number."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+def round_to_float32(number: float) -> float:
+    """Round `number` to float32."""
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])

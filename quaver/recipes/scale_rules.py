@@ -21,17 +21,14 @@ saturate an inf (docs/serving.md).
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import get_format
+from quaver.recipes.formats import FLOAT32_MANTISSA, get_format, round_to_float32
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import assume_constant_result
-
-_MANTISSA_MASK = (1 << 23) - 1
 
 
 class ScaleRule(NamedTuple):
@@ -53,11 +50,6 @@ class ScaleRule(NamedTuple):
     def takes_dequant_scales(self) -> bool:
         """Whether the multiplier follows from the dequant_scale of a checkpoint."""
         return self.form == "scale" and not (self.divides or self.rounds_up)
-
-
-def round_to_float32(number: float) -> float:
-    """Round `number` to float32."""
-    return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 _VLLM = ScaleRule(smallest_scale=round_to_float32(1 / (448 * 512)))
@@ -168,5 +160,5 @@ def invert_twice(quant_scale: Tensor) -> Tensor:
 
 def round_up_to_power_of_2(scale: Tensor) -> Tensor:
     """Round normal float32 numbers up to powers of two; inf and NaN are unchanged."""
-    rounded = (scale.view(torch.int32) + _MANTISSA_MASK).bitwise_and(~_MANTISSA_MASK).view(torch.float32)
+    rounded = (scale.view(torch.int32) + FLOAT32_MANTISSA).bitwise_and(~FLOAT32_MANTISSA).view(torch.float32)
     return torch.where(scale < torch.inf, rounded, scale)

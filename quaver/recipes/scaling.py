@@ -24,13 +24,6 @@ multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448). 
 rounding boundary may differ, too. When rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of a
 power.
 
-The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. EPS does not
-apply to them:
-
-    RCEIL    dequant_scale = the smallest power of two >= RN32(amax / format.max)
-    FLOOR    dequant_scale = 2^(floor(log2 amax) - floor(log2 format.max)); elements may saturate
-    both     0 and amaxes below the range: 2^-127; inf and NaN: NaN, and every result of the block is NaN
-
 [Note: one division, two formulas]
 A scale must not depend on the device that computes it. float32 division is correctly rounded on a CPU, but not in
 compiled GPU code. So only eager CPU code divides in float32; all other code divides in float64 and rounds to float32.
@@ -41,16 +34,15 @@ Both give the same bits: double rounding is innocuous for a quotient of float32 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quaver.recipes import e2m1
+from quaver.recipes import e2m1, e8m0
 from quaver.recipes.delayed_config import DelayedScalingConfig
-from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, HP_DTYPES, get_format
+from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, FLOAT32_MANTISSA, HP_DTYPES, get_float32_bits, get_format
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
 from quaver.recipes.scale_rules import SCALE_RULES, compute_scales_by_rule, divides, get_rule
 from quaver.runtime.devices import is_cpu
@@ -66,8 +58,6 @@ EPS = 1e-12
 _INT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
 _LEAST_ELEMENTS_FOR_BITS = 8192  # elements; below, two more calls cost more than they save
-_NAN_BITS = 0x7FC00000
-_MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # An eager operation takes a 0-dim tensor in half the time of a Python number. The tensors must be plain float32 even if
 # this file is imported under a fake mode, a meta device or bfloat16 as the default dtype.
@@ -190,14 +180,9 @@ def _get_power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
     return get_float32_bits(largest), math.frexp(largest / EPS)[1] - 1
 
 
-def get_float32_bits(number: float) -> int:
-    """Return the bits of a float32 number."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
-
-
 def round_down_to_power_of_2(scale: Tensor) -> Tensor:
     """Clear the mantissas of positive float32 numbers; NaN stays NaN."""
-    rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
+    rounded = scale.view(torch.int32).bitwise_and(~FLOAT32_MANTISSA).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)  # clearing the mantissa of a NaN would give inf
 
 
@@ -249,7 +234,7 @@ def compute_scales(
     if rule in SCALE_RULES:
         return CastScales(*compute_scales_by_rule(amax, float8_dtype, rule))
     if rule:
-        return compute_e8m0_scales(amax, float8_dtype, rule)
+        return CastScales(*e8m0.compute_scales(amax, float8_dtype, rule))
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     if is_blockwise:
         quant = quant.masked_fill_(amax == 0, 1.0)
@@ -424,32 +409,6 @@ def cast_blocks(
 def compute_saturation_threshold(float8_dtype: torch.dtype) -> float:
     """Return `Float8Format.saturates_above` of a dtype."""
     return get_format(float8_dtype).saturates_above
-
-
-@assume_constant_result
-def compute_e8m0_offset(float8_dtype: torch.dtype, rule: str) -> int:
-    """Return the integer to add to the bits of a float32 amax. Clearing the mantissa then gives the dequant_scale.
-
-    RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
-    """
-    largest = get_float32_bits(FLOAT8_FORMATS[float8_dtype].max)
-    carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if rule == "rceil" else 0
-    return int(carry - (((largest >> 23) - 127) << 23))
-
-
-def compute_e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> CastScales:
-    """Compute E8M0 scales by the rule "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
-
-    `amax`: a high-precision dtype, any shape.
-    """
-    amax = amax.float()
-    bits = amax.view(torch.int32) + compute_e8m0_offset(float8_dtype, rule)
-    dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
-    quant = (254 << 23) - dequant
-    dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number
-    # NaN as an integer constant: a compiler merges the equal casts of q, k and v only if their constants compare equal.
-    is_finite = amax < torch.inf
-    return CastScales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
 
 
 def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = None) -> Tensor:
