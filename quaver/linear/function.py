@@ -356,6 +356,33 @@ def make_device_error(**tensors: Tensor | None) -> ValueError:
     )
 
 
+def _check_arguments(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2:
+        raise ValueError(f"expected a weight of shape [N, K], got {list(weight.shape)}")
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
+            f"got {list(input.shape)}"
+        )
+    if type(input) is not Tensor and is_dtensor(input):
+        raise TypeError(
+            "input: expected no DTensor for a linear whose weight is none; give both to parallelize_module, or pass "
+            "input.to_local()"
+        )
+    if input.dtype not in HP_DTYPES:
+        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
+    if weight.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a weight of {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}")
+    if input.layout is not torch.strided:
+        raise ValueError(f"expected a strided input, got {input.layout}")
+    if bias is not None and bias.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a bias of {', '.join(map(str, HP_DTYPES))}, got {bias.dtype}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"expected a bias of [{weight.shape[0]}], got {list(bias.shape)}")
+    if weight.device != input.device or (bias is not None and bias.device != input.device):
+        raise make_device_error(input=input, weight=weight, bias=bias)
+
+
 def apply_linear(
     input: Tensor,
     weight: Tensor,
@@ -382,30 +409,7 @@ def apply_linear(
     Returns:
         [..., N] in `get_output_dtype(input)`.
     """
-    if weight.dim() != 2:
-        raise ValueError(f"expected a weight of shape [N, K], got {list(weight.shape)}")
-    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
-            f"got {list(input.shape)}"
-        )
-    if type(input) is not Tensor and is_dtensor(input):
-        raise TypeError(
-            "input: expected no DTensor for a linear whose weight is none; give both to parallelize_module, or pass "
-            "input.to_local()"
-        )
-    if input.dtype not in HP_DTYPES:
-        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
-    if weight.dtype not in HP_DTYPES:
-        raise ValueError(f"expected a weight of {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}")
-    if input.layout is not torch.strided:
-        raise ValueError(f"expected a strided input, got {input.layout}")
-    if bias is not None and bias.dtype not in HP_DTYPES:
-        raise ValueError(f"expected a bias of {', '.join(map(str, HP_DTYPES))}, got {bias.dtype}")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"expected a bias of [{weight.shape[0]}], got {list(bias.shape)}")
-    if weight.device != input.device or (bias is not None and bias.device != input.device):
-        raise make_device_error(input=input, weight=weight, bias=bias)
+    _check_arguments(input, weight, bias)
     hp_dtype = get_output_dtype(input)
     records_gradients = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     linear_id = id(linear) if linear is not None and records_gradients else None
