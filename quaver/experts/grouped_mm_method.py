@@ -19,7 +19,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import change_to_float8
-from quaver.linear.last_run import note_run
+from quaver.linear.last_run import record_run
 from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
@@ -37,7 +37,7 @@ class Float8GroupedMM(Float8Grouped):
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments
         b_t = operands[weight].transpose(-2, -1) if _IS_TRANSPOSED[weight] else operands[weight]
-        note_run(self, operands[tokens].device)
+        record_run(self, operands[tokens].device)
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
 

@@ -36,7 +36,7 @@ from quaver.experts.grouped_mm import (
 )
 from quaver.experts.token_exchange import Dispatch, Dispatcher, send_back
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.last_run import note_run
+from quaver.linear.last_run import record_run
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig
@@ -177,7 +177,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
             weight = (weight.get_plain() if isinstance(weight, WrapperWeight) else weight).contiguous()
         cast_once = self.get_cast_once_operands(name)
         operands = operands if cast_once is None else cast_once
-        note_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
+        record_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.get_probe(name)
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
 

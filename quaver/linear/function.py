@@ -41,7 +41,7 @@ from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, multiply_operands
-from quaver.linear.last_run import note_run
+from quaver.linear.last_run import record_run
 from quaver.linear.nested import apply_to_rows
 from quaver.linear.protocols import NO_PROBE, MatmulProbe
 from quaver.linear.quantize import Quantizer, StoredQuantizer
@@ -426,7 +426,7 @@ def apply_linear(
     if linear is not None:
         column = None if weight_operands is None else weight_operands.column
         has_row_codes_only = column is not None and column.layout == ROWWISE
-        note_run(linear, input.device, has_row_codes_only=has_row_codes_only)
+        record_run(linear, input.device, has_row_codes_only=has_row_codes_only)
     if output.dim() == input.dim():
         return output
     # Not a view: autograd forbids in-place operations on a view that a Function returns, and FSDP2 would register its

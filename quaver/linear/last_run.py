@@ -43,9 +43,9 @@ class LastRun:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         """A name of the modules that may share compiled code."""
-        self.since = next(_clock)
+        self.created_at = next(_clock)
         """The time on `_clock` at which the module was created, converted or copied."""
-        self.noted_at = 0
+        self.recorded_at = 0
         """The time on `_clock` at which a forward last set `device`, `config`, `has_row_codes_only` and `backend`."""
         self.device: torch.device | None = None
         """The device of the last input; None before the first forward."""
@@ -64,26 +64,26 @@ class LastRun:
         return LastRun, (self.kind,)
 
     @assume_constant_result
-    def note_trace(self, device: torch.device, has_row_codes_only: bool) -> None:
+    def record_trace(self, device: torch.device, has_row_codes_only: bool) -> None:
         """Record that Dynamo traces a forward. Dynamo calls a method without a guard on the identity of its object."""
         self.trace = Trace(next(_clock), device, has_row_codes_only)
         _traced_at[self.kind] = self.trace.at
 
 
-def note_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
+def record_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
     """Record that a forward of `module`, a Float8Module, ran on `device`.
 
     `has_row_codes_only`: whether its weight is row-wise and stored once.
     """
     if torch.compiler.is_compiling():
-        module._last_run.note_trace(device, has_row_codes_only)
+        module._last_run.record_trace(device, has_row_codes_only)
         return
     run: LastRun = module.__dict__["_last_run"]
     config = module.float8_config
     if run.device != device or run.config is not config or run.has_row_codes_only != has_row_codes_only:
         run.device, run.config, run.has_row_codes_only = device, config, has_row_codes_only
         run.backend = module._describe_backends(config, device, has_row_codes_only=has_row_codes_only)
-        run.noted_at = next(_clock)
+        run.recorded_at = next(_clock)
     run.forward = module.__dict__.get("forward")
     if module.training and torch.is_grad_enabled():
         run.trained_at = next(_clock)
@@ -99,7 +99,7 @@ def find_traces(modules: Iterable[Any]) -> dict[str, Trace]:
 def _select_newer(run: LastRun, traces: Mapping[str, Trace]) -> Trace | None:
     """Return the trace of this kind if it is newer than what the module's own forward recorded."""
     trace = traces.get(run.kind)
-    return trace if trace is not None and trace.at > max(run.since, run.noted_at) else None
+    return trace if trace is not None and trace.at > max(run.created_at, run.recorded_at) else None
 
 
 def get_last_device(module: Any, traces: Mapping[str, Trace]) -> torch.device | None:
@@ -139,4 +139,4 @@ def is_idle(module: Any, trained_at: int) -> bool:
     False if compiled code may have run it: a module of its kind was traced in this process since it was made.
     """
     run: LastRun = module._last_run
-    return run.device is None and run.since < trained_at and _traced_at.get(run.kind, 0) < run.since
+    return run.device is None and run.created_at < trained_at and _traced_at.get(run.kind, 0) < run.created_at

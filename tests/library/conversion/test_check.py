@@ -33,7 +33,7 @@ from tests.mixture import GroupedExperts
 def record_run(linear, device, backend):
     """Record a forward as on a device that this machine may lack."""
     with mock.patch.object(Float8Linear, "_describe_backends", return_value=backend):
-        last_run.note_run(linear, torch.device(device))
+        last_run.record_run(linear, torch.device(device))
 
 
 def assert_refused(model, message, optimizer=None, **options):
@@ -79,7 +79,7 @@ def test_a_cpu_has_no_float8_units(how):
 def test_compiled_code_multiplies_natively_where_its_device_does():
     model = nn.Sequential(Float8Linear(16, 16, device="meta"))
     record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
-    model[0]._last_run.note_trace(torch.device("cuda:0"), has_row_codes_only=False)
+    model[0]._last_run.record_trace(torch.device("cuda:0"), has_row_codes_only=False)
     with assume_native({ScaleKind.TENSORWISE: None}):
         assert backend_of(model) == "native"
         assert_float8_training(model, require_native=True)

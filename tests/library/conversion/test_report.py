@@ -18,7 +18,7 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
 )
-from quaver.linear.last_run import note_run
+from quaver.linear.last_run import record_run
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import report_slow_path
 from tests.library.conversion.models import Model
@@ -326,7 +326,7 @@ def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "2")
     assert "slow on cuda:0" not in caplog.text  # it was logged when it happened
     with torch.no_grad(), mock.patch.object(Float8Linear, "_describe_backends", return_value="native and exact"):
-        note_run(model[0], torch.device("cuda:0"))
+        record_run(model[0], torch.device("cuda:0"))
     report = conversion_report(model)
     assert report.notes == ["in this process: slow on cuda:0"]
     assert [layer.backend for layer in report.layers] == ["native and exact", "not run yet", ""]
