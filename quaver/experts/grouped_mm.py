@@ -260,17 +260,17 @@ def float8_grouped_mm(
         raise ValueError(f"{NO_PERSISTENT_SCALES_REASON}; got a config with persistent scales")
     transposed = b_t.is_contiguous() or b_t.dim() != 3
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
-    return multiply_by_weight(a, weight, offs, config, transposed)
+    return multiply_by_weight(a, weight, offs, config, transposed=transposed)
 
 
 def multiply_by_weight(
     a: Tensor,
     weight: Tensor,
-    offs: Tensor,
+    ends: Tensor,
     config: Float8LinearConfig,
+    *,
     transposed: bool,
     operands: Operands | None = None,
-    *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,
     probe: MatmulProbe = NO_PROBE,
@@ -280,36 +280,36 @@ def multiply_by_weight(
     Under expert parallelism this rank's experts multiply the tokens of all ranks.
 
     Args:
-        offs: int32 [E]: where each group of rows ends, after `dispatch`.
+        ends: int32 [E]: where each group of rows ends, after `dispatch`.
         operands: the weight's operands, if it was quantized before.
         dispatch: sends the rows of `a` to the ranks of their experts. None if they are there already.
         combine: sends the rows of the output back. None if they stay.
         probe: observes the operands and results.
     """
-    _check(a, weight, offs, transposed)
+    _check_arguments(a, weight, ends, transposed)
     keeps_codes = operands is not None or config.keep_float8_weight_for_backward
     args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
     check_transforms()
     if needs_autograd():
-        output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
+        output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
         return output
-    a_operands = _quantize_tokens(a, offs, args, "input", row=True, column=False)
+    a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
     weight_row = expect(_get_weight_operands(weight, args, column=False).row)
-    return _compute_output(expect(a_operands.row), weight_row, offs, args, a, weight)
+    return _compute_output(expect(a_operands.row), weight_row, ends, args, a, weight)
 
 
-def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:
+def _check_arguments(a: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> None:
     b_t = list(weight.shape) if transposed else [weight.shape[0], weight.shape[2], weight.shape[1]]
     if a.dim() != 2 or len(b_t) != 3 or a.shape[1] != b_t[1]:
         raise ValueError(f"expected a of [T, K] and b_t of [E, K, N], got {list(a.shape)} and {b_t}")
     for name, tensor in (("a", a), ("b_t", weight)):
         if tensor.dtype not in HP_DTYPES:
             raise ValueError(f"{name}: expected {', '.join(map(str, HP_DTYPES))}, got {tensor.dtype}")
-    if weight.device != a.device or offs.device != a.device:
-        raise make_device_error(a=a, b_t=weight, offs=offs)
-    if offs.dtype is not torch.int32 or offs.dim() != 1 or offs.shape[0] != b_t[0] or not offs.shape[0]:
+    if weight.device != a.device or ends.device != a.device:
+        raise make_device_error(a=a, b_t=weight, offs=ends)
+    if ends.dtype is not torch.int32 or ends.dim() != 1 or ends.shape[0] != b_t[0] or not ends.shape[0]:
         raise ValueError(
             f"offs: expected int32 of shape [{b_t[0]}], one end for each of at least one expert; got "
-            f"{offs.dtype} of {list(offs.shape)}"
+            f"{ends.dtype} of {list(ends.shape)}"
         )

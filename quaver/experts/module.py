@@ -84,10 +84,10 @@ class RoutedExperts(nn.Module):
             ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
             return self._run_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
-        count = self.num_experts if self.dispatcher is None else self.dispatcher.experts
+        count = self.num_experts if self.dispatcher is None else self.dispatcher.num_experts
         pair_experts, order = torch.sort(top_k_index.masked_fill(top_k_index < 0, count).reshape(-1), stable=True)
-        numbers = torch.arange(count, device=order.device)
-        ends = torch.searchsorted(pair_experts, numbers, right=True).to(torch.int32)
+        indices = torch.arange(count, device=order.device)
+        ends = torch.searchsorted(pair_experts, indices, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
         if self.dispatcher is None:
             results = self._run_sorted(tokens, ends, pair_experts.clamp(max=count - 1))
@@ -95,8 +95,8 @@ class RoutedExperts(nn.Module):
             results = self._run_dispatched(tokens, ends, self.dispatcher)
         weights = top_k_weights.reshape(-1)[order].masked_fill(pair_experts >= count, 0)
         results = results * weights.unsqueeze(-1)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        by_token = results[back].view(*top_k_index.shape, results.shape[-1])
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        by_token = results[inverse].view(*top_k_index.shape, results.shape[-1])
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
     @disable_compile
@@ -109,18 +109,19 @@ class RoutedExperts(nn.Module):
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
         call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
         dispatch = dispatcher(tokens, ends, call)
-        return self._run_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
+        return self._run_sorted(tokens, dispatch.ends, dispatch.row_experts, dispatch)
 
     def _run_sorted(
-        self, tokens: Tensor, ends: Tensor, expert: Tensor | None, dispatch: Dispatch | None = None
+        self, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, dispatch: Dispatch | None = None
     ) -> Tensor:
         """Run the experts on sorted tokens.
 
-        `expert`: the expert of each token, with a `dispatch` of each received token; None for experts without biases.
+        `row_experts`: the expert of each token, with a `dispatch` of each received token; None for experts without
+        biases.
         """
         has_gate = getattr(self, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
-        inner = self._multiply_and_add_bias(name, tokens, ends, expert, dispatch=dispatch)
+        inner = self._multiply_and_add_bias(name, tokens, ends, row_experts, dispatch=dispatch)
         if has_gate and hasattr(self, "_apply_gate"):
             inner = self._apply_gate(inner)
         elif has_gate:
@@ -130,18 +131,18 @@ class RoutedExperts(nn.Module):
             inner = self.act_fn(inner)
         has_norm = getattr(self, "has_post_expert_norm", False)
         if not has_norm and not getattr(self, "has_bias", False):
-            return self._multiply_and_add_bias("down_proj", inner, ends, expert, combine=dispatch)
-        out = self._multiply_and_add_bias("down_proj", inner, ends, expert)
+            return self._multiply_and_add_bias("down_proj", inner, ends, row_experts, combine=dispatch)
+        out = self._multiply_and_add_bias("down_proj", inner, ends, row_experts)
         out = self.post_expert_norm(out) if has_norm else out
         return out if dispatch is None else send_back(out, dispatch)
 
     def _multiply_and_add_bias(
-        self, name: str, tokens: Tensor, ends: Tensor, expert: Tensor | None, **between_ranks: Dispatch | None
+        self, name: str, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, **between_ranks: Dispatch | None
     ) -> Tensor:
         out = self._multiply_tokens(name, tokens, ends, **between_ranks)
-        if expert is None or not getattr(self, "has_bias", False):
+        if row_experts is None or not getattr(self, "has_bias", False):
             return out
-        return out + self._get_local(f"{name}_bias")[expert].to(out.dtype)
+        return out + self._get_local(f"{name}_bias")[row_experts].to(out.dtype)
 
     def _get_local(self, name: str) -> Tensor:
         parameter: Tensor = getattr(self, name)
@@ -179,7 +180,9 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         operands = operands if cast_once is None else cast_once
         record_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.get_probe(name)
-        return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
+        return multiply_by_weight(
+            tokens, weight, ends, config, transposed=transposed, operands=operands, **between_ranks, probe=probe
+        )
 
 
 def is_transposed(experts: nn.Module) -> bool:

@@ -19,7 +19,7 @@ class Dispatch(Protocol):
 
     ends: Tensor
     """int32 [E of this rank]: where the received rows of each expert end."""
-    experts: Tensor
+    row_experts: Tensor
     """int64 [received rows]: the expert of each row, counted from this rank's first expert."""
 
     def dispatch(self, rows: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Dispatcher(Protocol):
 
     ranks: int
     """The number of ranks."""
-    experts: int
+    num_experts: int
     """The number of experts on all ranks."""
 
     def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> Dispatch:

@@ -76,7 +76,7 @@ class TokenDispatch:
         self._grad_weight_from_codes = grad_weight_from_codes
         local_experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         received_experts = local_experts.repeat_interleave(counts.flatten(), output_size=sum(received_counts))
-        self.experts, self._by_expert = torch.sort(received_experts, stable=True)
+        self.row_experts, self._by_expert = torch.sort(received_experts, stable=True)
         self.ends = counts.sum(0).cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
@@ -146,12 +146,12 @@ class ExpertDispatcher:
 
     Args:
         mesh: one axis; its ranks hold equal numbers of experts, in order.
-        experts: the number of experts on all ranks.
+        num_experts: the number of experts on all ranks.
         grad_weight_from_codes: see `Float8ExpertParallel`.
     """
 
-    def __init__(self, mesh: DeviceMesh, experts: int, *, grad_weight_from_codes: bool = False) -> None:
-        self.mesh, self.ranks, self.experts = mesh, mesh.size(), experts
+    def __init__(self, mesh: DeviceMesh, num_experts: int, *, grad_weight_from_codes: bool = False) -> None:
+        self.mesh, self.ranks, self.num_experts = mesh, mesh.size(), num_experts
         self.grad_weight_from_codes = grad_weight_from_codes
         self._has_compared_tokens = False
 

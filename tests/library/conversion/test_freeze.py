@@ -415,7 +415,9 @@ def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
     for weight, plain in zip(get_expert_weights(net), get_expert_weights(build_mixture(is_transposed)), strict=True):
         hp = torch.randn(24, weight.shape[1 if is_transposed else 2], requires_grad=True)
         operands = get_frozen_operands(weight)
-        actual = multiply_by_weight(hp, weight, ends, net[0].experts.float8_config, is_transposed, operands)
+        actual = multiply_by_weight(
+            hp, weight, ends, net[0].experts.float8_config, transposed=is_transposed, operands=operands
+        )
         actual.backward(torch.ones_like(actual))
         for matrix, rows in zip(plain, (slice(0, 9), slice(9, 9), slice(9, 22)), strict=True):
             matrix = matrix.t() if is_transposed else matrix

@@ -48,7 +48,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
-    multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
+    multiply_by_weight(a, weight, ends, config, transposed=transposed, probe=probe).backward(grad_output)
     groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
     hps = {
         "input": [a.detach()[group] for group in groups],
@@ -78,7 +78,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
         sampling.start_step(is_on=True, with_extras=frozenset([number]), with_sums=frozenset([number]))
         probes.append(Probe(number, SimpleNamespace(config=config), CPU))
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
-    multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
+    multiply_by_weight(a, weight, ends, config, transposed=transposed, probe=probes[0]).backward(grad_output)
     linear = convert_to_float8_training(torch.nn.Linear(*b_t.shape[1:], bias=False, dtype=a.dtype), config=config)
     linear.probes = {"weight": probes[1]}
     for matrix, start, stop in zip(b_t.detach(), [0, *ENDS], ENDS, strict=False):
@@ -109,7 +109,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
-    multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
+    multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, transposed=False, probe=probe)
     site = list_sites(config, True)[0]
     worst = summarize_slots(probe.get_slot(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
@@ -120,7 +120,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     a, b_t, ends = make_operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
-    output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
+    output = multiply_by_weight(a, weight, ends, config, transposed=False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
     for site in list_sites(config, True)[-3:]:

@@ -31,5 +31,5 @@ def dispatch_tokens_evenly(model: nn.Module) -> None:
         if isinstance(module, RoutedExperts) and isinstance(module.dispatcher, ExpertDispatcher):
             old = module.dispatcher
             module.dispatcher = _EvenDispatcher(
-                old.mesh, old.experts, grad_weight_from_codes=old.grad_weight_from_codes
+                old.mesh, old.num_experts, grad_weight_from_codes=old.grad_weight_from_codes
             )
