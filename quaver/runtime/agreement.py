@@ -11,6 +11,7 @@ learns at once whether it succeeded.
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from quaver.runtime.process_group import has_process_group
 
@@ -144,15 +145,31 @@ def meet_ranks(group: ProcessGroup, event: str, *, advice: str) -> None:
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)
     counter = f"quaver: calls: {event}"
-    calls = store.add(counter, 1)
-    everyone = f"quaver: all ranks, time {-(-calls // ranks)}: {event}"
+    calls = _add_to_counter(store, counter, 1)
+    meeting = -(-calls // ranks)
+    everyone = f"quaver: all ranks, time {meeting}: {event}"
     if calls % ranks == 0:
         store.set(everyone, "")
     try:
         store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
-        store.add(counter, -1)
-        raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
+        # The last rank may have called since. Then this rank has met it and goes on, as the others do.
+        if _add_to_counter(store, counter, -1, limit=meeting * ranks) < meeting * ranks:
+            raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
+
+
+def _add_to_counter(store: Store, counter: str, number: int, *, limit: float = math.inf) -> int:
+    """Add `number` to a counter that is below `limit`, in one atomic step, and return its value.
+
+    The stored text ends with the rank, so that a rank knows its own text from that of a rank that added as much.
+    """
+    current = store.compare_set(counter, "", "0").decode()
+    while (value := int(current.split()[0])) < limit:
+        changed = f"{value + number} by rank {dist.get_rank()}"
+        current = store.compare_set(counter, current, changed).decode()
+        if current == changed:
+            return value + number
+    return value
 
 
 def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:

@@ -1,0 +1,38 @@
+"""Tests how ranks meet in a store, without a collective."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from quaver.runtime.agreement import meet_ranks
+
+
+class _Store:
+    """A store whose `wait` times out, after it has run `arrive` once."""
+
+    def __init__(self, arrive):
+        self.arrive, self.store = arrive, dist.HashStore()
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def wait(self, keys, timeout):
+        if self.store.check(keys):
+            return
+        arrive, self.arrive = self.arrive, lambda: None
+        arrive()
+        raise dist.DistStoreError("timeout")
+
+
+def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", iter(range(100)).__next__)
+    group = SimpleNamespace(get_group_store=lambda: store)
+    store = _Store(lambda: meet_ranks(group, "it happened", advice="all"))
+    meet_ranks(group, "it happened", advice="all")
+    with pytest.raises(RuntimeError, match="it happened on rank .*, but not on every rank: all"):
+        meet_ranks(group, "it happened", advice="all")
+    store.arrive = lambda: meet_ranks(group, "it happened", advice="all")  # the call that failed does not count
+    meet_ranks(group, "it happened", advice="all")
