@@ -23,7 +23,9 @@ kinds of writes:
     through dispatch    Every op on a shard passes `Float8AllGatherWeight.__torch_dispatch__`. This includes the
                         multi-tensor kernels of optimizers, which move no version counters. All ranks run these ops, so
                         they find a scale missing together and join the collective that computes it. An optimizer must
-                        therefore step empty shards too, and no rank may skip a step that the others make.
+                        therefore step empty shards too, and no rank may skip a step that the others make. Before that
+                        collective the ranks meet in a store if other weights lack scales than in earlier steps, or if
+                        scales were precomputed. So a rank that wrote alone raises.
     past dispatch       A write into a tensor of a state_dict may happen on some ranks only, since shards can be empty.
                         A rank sees it in a version counter, but cannot know what the other ranks see. It raises
                         before the all-gather: to tell them, each all-gather would need a collective that waits for

@@ -29,7 +29,7 @@ from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, l
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import CastScales
-from quaver.runtime.agreement import ADVICE_FOR_MODULES, check_ranks_agree, check_ranks_agree_once, meet_ranks
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again, check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
@@ -43,8 +43,8 @@ GatheringSubject = tuple[Float8LinearConfig, int]
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
-_WRITE = "a weight to all-gather in float8 was written to after its scales were precomputed"
-_ADVICE_FOR_WRITES = "write to weights on all ranks, and precompute scales after it"
+_WRITTEN_WEIGHTS = "the weights to all-gather in float8 that were written to"
+_WRITE = "a weight to all-gather in float8 was written to outside of the usual step"
 
 
 class WeightGroup:
@@ -52,6 +52,8 @@ class WeightGroup:
 
     def __init__(self, named: NamedWeights) -> None:
         self.named = named
+        self.usual_writes: dict[CollectiveKey, set[tuple[str, ...]]] = {}
+        """Names of weights that lacked scales together at an all-gather, as after each step of an optimizer."""
 
 
 @dataclass
@@ -137,11 +139,8 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     shard = get_current_shard(weight)
     sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
     named = [(name, member) for name, member in sharded if get_current_shard(member).ranks == shard.ranks]
-    groups = _list_groups(shard)
-    if weight.name in state.agreed:
-        for group in groups:
-            meet_ranks(group, f"{_GATHERED_WEIGHTS} changed", advice=ADVICE_FOR_MODULES)
-    check_ranks_agree(_describe_weights(named), *groups, what=_GATHERED_WEIGHTS)
+    check = check_ranks_agree_again if weight.name in state.agreed else check_ranks_agree
+    check(_describe_weights(named), *_list_groups(shard), what=_GATHERED_WEIGHTS)
     for _, member in named:
         get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)
 
@@ -157,12 +156,14 @@ def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
 def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
-    If they are unknown, one collective computes the scales of every weight of the group that lacks them. If a write
-    dropped precomputed scales, the ranks first meet, because a rank that wrote alone would enter the collective alone.
-    Without precomputed scales every step comes here after its optimizer's writes, and does not wait for other ranks.
+    If they are unknown, one collective computes the scales of every weight of the group that lacks them. A rank that
+    wrote alone would enter it alone. So the ranks first meet and compare the weights that lack scales if a write
+    dropped precomputed ones, or if other weights lack them than in earlier steps. The writes of each step's optimizer
+    are always the same, and wait for no rank.
 
     Raises:
-        RuntimeError: a write dropped precomputed scales on this rank only.
+        RuntimeError: this rank wrote alone, to other weights than each step writes to; or, on every rank, ranks wrote
+            to different ones.
     """
     scales = _get_scaled_shard(weight).get_scales(weight.parameter)
     if scales is not None:
@@ -174,10 +175,14 @@ def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
         if _needs_scales(member) and _get_scaled_shard(member).get_scales(member.parameter) is None
     ]
     shard = get_current_shard(weight)
-    named = _group_by_collective(unknown)[_make_collective_key(weight, shard)]
-    if any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named):
-        for group in _list_groups(shard):
-            meet_ranks(group, _WRITE, advice=_ADVICE_FOR_WRITES)
+    key = _make_collective_key(weight, shard)
+    named = _group_by_collective(unknown)[key]
+    names = tuple(name for name, _, _ in named)
+    are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named)
+    usual = weight_group.usual_writes.setdefault(key, set())
+    if are_precomputed or (usual and names not in usual):
+        check_ranks_agree_again(names, *_list_groups(shard), what=_WRITTEN_WEIGHTS, event=_WRITE)
+    usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
 

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup, Store
 
 from quaver.runtime.process_group import has_process_group
@@ -91,44 +90,56 @@ def find_collective_device(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu" in types else types[0])
 
 
-_agreed_subjects: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
-"""By module and `what`: the subjects that `check_ranks_agree_once` has checked."""
+_agreed_subjects: WeakKeyDictionary[object, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By owner and `what`: the subjects that `check_ranks_agree_once` has checked."""
 
 
 def check_ranks_agree_once(
-    module: nn.Module,
+    owner: object,
     subjects: list[Any],
     describe: Callable[[], Sequence[str]],
     find_groups: Callable[[], Sequence[ProcessGroup]],
     *,
     what: str,
 ) -> None:
-    """Call `check_ranks_agree` for a module the first time, and again whenever `subjects` change.
+    """Call `check_ranks_agree` the first time, and `check_ranks_agree_again` whenever `subjects` change.
 
-    Each rank decides by its own `subjects` whether to enter the collective. If they change, the ranks first meet in the
-    store of each group: a rank whose subjects changed alone raises there, after half the time limit of the store. Its
-    collective would be matched with another one of the other ranks, which fail when this rank ends.
+    Each rank decides by its own `subjects` whether to enter the collective.
 
     Args:
-        subjects: what the lines describe; must not refer to `module`, which would then stay alive.
+        owner: the object that the subjects belong to, such as a module; it is not kept alive.
+        subjects: what the lines describe; must not refer to `owner`, which would then stay alive.
         describe: returns the lines.
         find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
     Raises:
         RuntimeError: the errors of `check_ranks_agree`; `subjects` changed on some ranks only.
     """
-    agreed = _agreed_subjects.get(module, {})
+    agreed = _agreed_subjects.get(owner, {})
     if agreed.get(what) == subjects:
         return
     if groups := find_groups():
-        if what in agreed:
-            for group in groups:
-                meet_ranks(group, f"{what} changed", advice=ADVICE_FOR_MODULES)
-        check_ranks_agree(describe(), *groups, what=what)
-        _agreed_subjects.setdefault(module, {})[what] = subjects
+        check = check_ranks_agree_again if what in agreed else check_ranks_agree
+        check(describe(), *groups, what=what)
+        _agreed_subjects.setdefault(owner, {})[what] = subjects
 
 
-ADVICE_FOR_MODULES = "change modules, configs and loaded scales on all ranks between the same two steps"
-"""The `advice` of `meet_ranks` about what follows from a model's modules."""
+def check_ranks_agree_again(lines: Sequence[str], *groups: ProcessGroup, what: str, event: str | None = None) -> None:
+    """Call `check_ranks_agree` after a change on this rank, which the other ranks may not have made.
+
+    The ranks first meet in the store of each group. The collective of a rank that changed alone would be matched with
+    another one of the other ranks; it raises instead, and the others fail when it ends.
+
+    Args:
+        event: a clause that says what changed, by default that the lines did.
+    Raises:
+        RuntimeError: the errors of `check_ranks_agree` and of `meet_ranks`.
+    """
+    for group in groups:
+        meet_ranks(group, event or f"{what} changed", advice=_ADVICE)
+    check_ranks_agree(lines, *groups, what=what)
+
+
+_ADVICE = "change modules, weights, configs and loaded scales on all ranks between the same two steps"
 
 
 def meet_ranks(group: ProcessGroup, event: str, *, advice: str) -> None:

@@ -38,22 +38,29 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
         assert find_different_operands(model, whole, config) == [], recipe
 
 
-def _write_alone():
-    """Run forwards after writes on both ranks, then one after a write on rank 0 alone."""
+def _write(precompute, *names):
+    """Run forwards after writes to all weights, then one after this rank has written to the named one, if any."""
     config = models.config_of("tensorwise", enable_fsdp_float8_all_gather=True)
     model, batch = models.shard_model(config), models.part_of(models.batches(1, 2)[0])
-    for alone in (False, True):
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        if dist.get_rank() == 0 or not alone:
-            with torch.no_grad():
-                model[0].up.weight.to_local().mul_(1.5)
-        message = refusal(model, batch) if alone else model(batch)
+    written = names[dist.get_rank()]
+    for suffix in (".weight", ".weight", written):
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if suffix and name.endswith(suffix):
+                    parameter.to_local().mul_(1.5)
+        message = refusal(model, batch)
     return message
 
 
-def test_a_rank_that_writes_to_a_weight_alone_raises():
-    message, _ = run(2, _write_alone, collective_timeout=6)
-    assert "was written to after its scales were precomputed on rank 0, but not on every rank: write to" in message
+@pytest.mark.parametrize("precompute", [False, True])
+def test_ranks_that_do_not_write_to_the_same_weights_raise(precompute):
+    message, _ = run(2, _write, precompute, "0.up.weight", "", collective_timeout=6)
+    assert "was written to outside of the usual step on rank 0, but not on every rank: change modules, w" in message
+    for message in run(2, _write, precompute, "0.up.weight", "0.down.weight", collective_timeout=6):
+        assert "written to: rank 0 has '0.up', rank 1 has '0.down'" in message
+    assert run(2, _write, precompute, "0.up.weight", "0.up.weight", collective_timeout=6) == ["no error"] * 2
 
 
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
