@@ -36,9 +36,9 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     """Run exactly these matmuls of the float8 linears and experts of `model` in high precision from now on.
 
     Call it between steps, outside of `cast_weights_once`, with equal arguments on every rank. The next float8
-    all-gather compares them, other collectives do not. Modules whose matmuls do not change are left alone. Persistent
-    scales stay: a tensor that is not cast records no amax. A model without float8 modules gives a UserWarning, unless
-    `matmuls` is empty.
+    all-gather, and the next eager forward under tensor parallelism, compare them. Modules whose matmuls do not change
+    are left alone. Persistent scales stay: a tensor that is not cast records no amax. A model without float8 modules
+    gives a UserWarning, unless `matmuls` is empty.
 
     Args:
         model: a converted model, wrapped or not; eager or compiled; under tensor, expert and data parallelism. With

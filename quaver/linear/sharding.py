@@ -28,6 +28,7 @@ from quaver.linear.tensor_parallel_quantizer import GatheringQuantizer, TensorPa
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.agreement import check_ranks_agree_once
 from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
 
 
@@ -82,7 +83,12 @@ class LinearSharding:
         self.group = mesh.get_group()
 
     def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
-        """Run the forward of a sharded linear, by its `forward_local` on local tensors."""
+        """Run the forward of a sharded linear, after `check_ranks_cast_alike`."""
+        check_ranks_cast_alike(linear, self.group)
+        return self._forward(linear, input)
+
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+        """Run the forward by the linear's `forward_local` on local tensors."""
         raise NotImplementedError
 
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -145,7 +151,7 @@ class ColwiseSharding(LinearSharding):
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return to_local(weight), None if bias is None else to_local(bias), None
 
-    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Shard(-1)."""
         if isinstance(input, DTensor):
             # redistribute() on a replicated input would reduce the gradient once for each linear that reads the input.
@@ -179,7 +185,7 @@ class RowwiseSharding(LinearSharding):
             return super().make_grad_output_quantizer(casts, hp_dtype, scale)
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
-    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Replicate() or Shard(sequence_dim)."""
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
@@ -208,7 +214,7 @@ class PartialSumSharding(RowwiseSharding):
             local_bias = local_bias - local_bias.detach()
         return weight, None, local_bias
 
-    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor, Partial()."""
         input = typing.cast(DTensor, input).redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         return DTensor.from_local(linear.forward_local(input, self), self.mesh, [Partial()], run_check=False)
@@ -231,11 +237,33 @@ class ReplicatedSharding(LinearSharding):
         local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
 
-    def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
         """See `LinearSharding`. Returns a DTensor in `layout`."""
         local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
         output = linear.forward_local(local, self)
         return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
+
+
+def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
+    """Check, the first time and after a change, that the ranks of `group` run the collectives of `linear` alike.
+
+    A change is another config, a load of persistent scales, or a weight that is frozen or trained. Compiled code does
+    not check.
+
+    Raises:
+        RuntimeError: on every rank, if they differ; on this rank, if only this one changed.
+    """
+    if torch.compiler.is_compiling():
+        return
+    config, scaling, trains = linear.config, linear.scaling, linear.weight.requires_grad
+
+    def describe() -> list[str]:
+        slots = [] if scaling is None else scaling.list_named_slots()
+        loaded = [f"{name} loaded quant_scale {state.loaded_scales[slot]}" for name, state, slot in slots]
+        return [f"{linear.in_features} -> {linear.out_features}, trains: {trains}, {config}", *loaded]
+
+    subjects = [config, trains, 0 if scaling is None else scaling.state.loads]
+    check_ranks_agree_once(linear, subjects, describe, lambda: [group], what="tensor-parallel linears")
 
 
 def check_can_be_sharded(linear: ShardedLinear, weight_dim: int, ranks: int) -> None:

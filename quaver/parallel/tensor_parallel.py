@@ -32,7 +32,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
-from quaver.linear.sharding import ColwiseSharding, LinearSharding, RowwiseSharding, check_can_be_sharded, to_local
+from quaver.linear.sharding import (
+    ColwiseSharding,
+    LinearSharding,
+    RowwiseSharding,
+    check_can_be_sharded,
+    check_ranks_cast_alike,
+    to_local,
+)
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.gathered_input import AllGatherInput
 
@@ -62,6 +69,7 @@ def _require_one_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
+    check_ranks_cast_alike(linear, sharding.group)
     linear.sharding = sharding
     if linear.scaling is not None:
         linear.scaling.let_host_decide()
@@ -106,6 +114,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
+        check_ranks_cast_alike(mod, device_mesh.get_group())
         input, all_gather_input = inputs[0], mod.sharding.all_gather_input
         if isinstance(to_local(input), Float8Tensor):
             return typing.cast(Tensor, input)
@@ -229,6 +238,9 @@ class _PrepareHook:
         self.style, self.mesh = style, mesh
 
     def __call__(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        for child in module.modules():
+            if isinstance(child, Float8Linear):
+                check_ranks_cast_alike(child, self.mesh.get_group())
         if kwargs is None:
             return self.style._prepare_input_fn(inputs, self.mesh)
         return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)

@@ -94,8 +94,8 @@ def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, t
 
 def count_collectives_of_linear(recipe, style, trains, *shape):
     linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
-    parallelize_module(linear, world_mesh(), style)
     linear.weight.requires_grad_(trains)
+    parallelize_module(linear, world_mesh(), style)
     return count_collectives(linear, torch.randn(*shape, requires_grad=True))
 
 

@@ -10,7 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver import (
+    convert_to_float8_training,
+    float8_scaling_state,
+    set_high_precision_matmuls,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, precompute_float8_dynamic_scale_for_fsdp
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
@@ -33,7 +38,7 @@ from tests.library.distributed.parallel_models import (
     spread,
     spread_by_torch,
 )
-from tests.ranks import mesh_of, on_ranks, run
+from tests.ranks import mesh_of, on_ranks, refusal, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.thinned import at_night
 
@@ -244,11 +249,48 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
     float8_scaling_state(model).reset()  # as in a new model: all ranks exchange amaxes again
     with CollectiveCounter() as counter:
         _backward(model, batch)
-    assert count_amax_exchanges(counter) == sum(amax_exchanges("delayed", weights=7)[0])
+    checks = 7  # that the ranks changed each linear alike
+    assert count_amax_exchanges(counter) == sum(amax_exchanges("delayed", weights=7)[0]) + checks
     float8_scaling_state(model).load_state_dict(known)
     with CollectiveCounter() as counter:
         assert _backward(model, batch) == expected
+    assert count_amax_exchanges(counter) == checks
+    with CollectiveCounter() as counter:
+        assert _backward(model, batch) == expected
     assert count_amax_exchanges(counter) == 0
+
+
+def _change(change, spread, ranks):
+    """Run a forward after these ranks have made a change."""
+    model = spread(model_of(sharing("delayed")), world_mesh())
+    batch = batches_of("delayed")[0]
+    _backward(model, batch)
+    sync_float8_amax_and_scale_history(model)
+    if dist.get_rank() in ranks:
+        change(model)
+    return refusal(_backward, model, batch)
+
+
+def _reset(model):
+    float8_scaling_state(model).reset()
+
+
+def _read_in_high_precision(model):
+    set_high_precision_matmuls(model, ["output"])
+
+
+def _freeze(model):
+    model.requires_grad_(False)[0].mlp.down.bias.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("change", "spread"), [(_reset, spread), (_read_in_high_precision, spread_by_torch), (_freeze, spread)]
+)
+def test_a_rank_that_changes_alone_raises(change, spread):
+    alone, _ = run(2, _change, change, spread, [0], collective_timeout=4)
+    assert "tensor-parallel linears changed on rank 0, but not on every rank: change modules" in alone
+    assert run(2, _change, change, spread, [0, 1]) == ["no error"] * 2
+
 
 
 @on_ranks(4)
