@@ -156,7 +156,7 @@ class Float8AllGatherWeight(ScaledShard):
         else:
             scales = get_whole_scales(weight)
             codes = [
-                _quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
+                quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
             if scale is not None:  # so that the next sync computes it
@@ -302,7 +302,7 @@ def _pad_to_chunk(shard: LocatedShard, payload: Tensor, layout: ScaleLayout | No
     return pad_rows(payload.contiguous(), rows)
 
 
-def _quantize_shard(shard: LocatedShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
+def quantize_shard(shard: LocatedShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """Quantize a shard with the `quant_scale` of the whole weight."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.find_scale_rows(layout)

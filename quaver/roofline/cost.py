@@ -153,17 +153,17 @@ def count_recipe_casts(
     Arguments as in `predict_linear_cost`.
     """
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _divide(_count_operand_casts(casts.input), input_readers)
-    weight = _divide(_count_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
+    input = _divide(count_operand_casts(casts.input), input_readers)
+    weight = _divide(count_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
     if casts.weight.is_dequantized:
         input, weight = (
             CastCosts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
             for operand in (input, weight)
         )
-    return input, weight, _count_operand_casts(casts.grad_output)
+    return input, weight, count_operand_casts(casts.grad_output)
 
 
-def _count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
+def count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
     """Return the casts of an operand for its two matmuls: both at once, or `apart` if the first codes are not saved."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]

@@ -46,14 +46,15 @@ class RunAlarms:
         alarms = Alarms(action=self.config.on_alarm)
         recalls = None if self.config.on_alarm == "stop" else folder.numerics_path
         files = {"post_mortem": folder.post_mortem_path, "recalls": recalls}
-        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._handle_event, **files)
+        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self.handle_event, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
         """Return the layers to change now, and forget them."""
         taken, self.fallbacks = self.fallbacks, {}
         return taken
 
-    def _handle_event(self, event: Alarm | AlarmCleared) -> None:
+    def handle_event(self, event: Alarm | AlarmCleared) -> None:
+        """Show an alarm, and note what it does to the run: a stop, or another recipe of its layer."""
         if isinstance(event, AlarmCleared):
             self.display.print_line(f"step {event.step}: {event.message}")
             return

@@ -110,7 +110,7 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     display, experts = Display(make_stdout_console(quiet=True), 1, ""), "model.layers.0.mlp.experts"
     alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set())
     for weight, fallbacks in (("gate_up_proj", {experts: "high_precision"}), ("down_proj", {})):
-        alarms._handle_event(Alarm(1, 1, "sqnr", f"{experts}.{weight}", "input", None, 0.0, 1.0, "", ()))
+        alarms.handle_event(Alarm(1, 1, "sqnr", f"{experts}.{weight}", "input", None, 0.0, 1.0, "", ()))
         assert alarms.take_fallbacks() == fallbacks
 
 

@@ -11,7 +11,7 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
-from quaver.fsdp.gathered import _quantize_shard
+from quaver.fsdp.gathered import quantize_shard
 from quaver.fsdp.shard import LocatedShard
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.runtime.devices import has_cuda
@@ -57,7 +57,7 @@ def _one_row_shard():
     shard = LocatedShard(torch.randn(1, 48).bfloat16(), (3, 48), 0, 2, None, None, None, torch.device("cpu"), ((), ()))
     scales = torch.rand(3, 1) + 1, torch.rand(1, 48) + 1
     return [
-        _quantize_shard(shard, scale, torch.float8_e4m3fn, layout)
+        quantize_shard(shard, scale, torch.float8_e4m3fn, layout)
         for scale, layout in zip(scales, (ROWWISE, COLUMNWISE), strict=True)
     ]
 
