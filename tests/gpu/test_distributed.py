@@ -89,7 +89,7 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
+def test_tensor_and_sequence_parallel_steps_equal_one_device(recipe, compiled, mesh):
     reference = make(recipe)
     expected = train(torch.compile(reference, fullgraph=True, backend=BACKEND) if compiled else reference)
     model = make(recipe)

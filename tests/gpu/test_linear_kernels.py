@@ -30,7 +30,7 @@ def step(module, input):
 
 @needs_silicon("which kernels its libraries launch")
 @RECIPE
-def test_kernels_of_a_step(recipe):
+def test_a_step_launches_few_kernels(recipe):
     module = make(recipe)
     input = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     grad_output = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16)

@@ -57,7 +57,7 @@ def test_records_have_both_peaks_of_the_allocator(words, tmp_path):
     assert summary["comparison"]["peak_memory_ratio"] is not None
 
 
-def test_snapshots_and_traces(words, tmp_path):
+def test_a_run_writes_snapshots_and_traces(words, tmp_path):
     words = [*words, "--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
     words += ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=3"]
     assert main(["train", *words]) == 0

@@ -54,7 +54,7 @@ def test_no_constant_is_a_tensor_of_the_default_device():
 
 
 @pytest.mark.nightly
-def test_an_import_under_other_defaults():
+def test_an_import_under_other_defaults_succeeds():
     subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTED_LATE)], check=True, timeout=120)
 
 
@@ -108,7 +108,7 @@ def test_a_step_of_an_optimizer(defaults):
 
 
 @DEFAULTS
-def test_a_sample_with_extras(defaults):
+def test_other_defaults_do_not_change_a_sample(defaults):
     """The sums of a GPU lose bits in another dtype than float32, or raise."""
     model, input = convert_to_float8_training(nn.Linear(128, 128)), torch.randn(128, 128)
 
@@ -125,7 +125,7 @@ def test_a_sample_with_extras(defaults):
 
 @DEFAULTS
 @pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.BLOCKS_OF_128])
-def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
+def test_other_defaults_do_not_change_the_trial_of_a_gpu(kind, defaults, monkeypatch):
     """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
     scale_dtypes = []
 

@@ -138,7 +138,7 @@ def test_the_level_of_forward_mode_autodiff():
         assert autograd.get_forward_ad_level() == 0
 
 
-def test_a_group_by_its_name(mesh):
+def test_a_group_is_found_by_its_name(mesh):
     group = mesh.get_group()
     assert functional_collectives.find_process_group(group.group_name) is group
 

@@ -133,7 +133,7 @@ def test_one_case_compiles_every_recipe():
     assert LinearBenchmark().run_cases([("all",)], compile_recipes)["rows"] == [{"recipes": "all"}]
 
 
-def test_shapes_of_models():
+def test_a_divisor_shrinks_the_shape_of_a_model():
     model = make_model("llama-70b", divisor=16)
     assert (model.dim, model.n_heads, model.n_kv_heads, model.hidden_dim, model.head_dim) == (512, 4, 1, 1792, 128)
 

@@ -44,7 +44,7 @@ def read_predictions(folder):
         return [{name: row[name] for name in row if name not in REMOVED_COLUMNS} for row in csv.DictReader(file)]
 
 
-def test_the_linears_of_llama_3_8b(llama_8b):
+def test_the_linears_of_llama_3_8b_are_listed(llama_8b):
     assert llama_8b.layers == (
         LinearGroup("q_proj", 4096, 4096, 32, True, 3),
         LinearGroup("k_proj", 4096, 1024, 32, True, 3),

@@ -88,7 +88,7 @@ def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatte
     assert (replicated.number, replicated.tensor_bytes) == (groups, 4 * links.parameters // 2)
 
 
-def test_the_formulas_of_fsdp2():
+def test_fsdp2_sends_the_bytes_of_the_formulas():
     """Weights of blocks are gathered before the forward and before the backward; the rest once, to stay."""
     weights = LAYERS * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * DIM * HIDDEN)
     links, rows = predict_rows(CASES["FSDP2, tensorwise"])
@@ -103,7 +103,7 @@ def test_the_formulas_of_fsdp2():
     assert links.checkpoint_bytes == 12 * links.parameters + 4 * (LAYERS * 9 + 3)
 
 
-def test_the_formulas_of_tensor_parallelism():
+def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
     links, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
     assert (links.dims.shard, links.dims.tensor) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
@@ -126,11 +126,11 @@ def test_the_formulas_of_tensor_parallelism():
         ((0, 2, 4, 6), "dp_replicate x dp_shard"),
     ],
 )
-def test_the_dims_of_a_group(ranks, link):
+def test_a_group_is_named_by_its_dims(ranks, link):
     assert name_link(ranks, ParallelDims(2, 2, 2)) == link
 
 
-def test_the_groups_of_experts():
+def test_groups_of_experts_are_named_by_their_dims():
     dims = ParallelDims(shard=8, expert=2)
     assert name_link((0, 1), dims) == "ep"
     assert name_link((0, 2, 4, 6), dims) == "dp_shard / ep"

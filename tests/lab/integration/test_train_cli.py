@@ -146,7 +146,7 @@ def test_blocks_of_five_recipes_compile_to_train_and_to_validate(run_words, tmp_
     assert main(["train", *TINY, *run_words, *words, "--validation.freq=1", "--job.compare"]) == 0
 
 
-def test_help_version_and_unknown_verbs(run_quaver, refused):
+def test_help_lists_flags_and_an_unknown_verb_is_refused(run_quaver, refused):
     assert all(verb in run_quaver("--help") for verb in ("train", "prepare-data"))
     assert run_quaver("--version").startswith("quaver ")
     assert "unknown command 'trian'; did you mean 'train'?" in refused("trian")

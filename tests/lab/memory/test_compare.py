@@ -133,7 +133,7 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
         (make_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
     ],
 )
-def test_hints_of_single_rows(row, hint):
+def test_a_row_has_the_hint_of_its_cause(row, hint):
     actual = find_hint(row, SavedByRuns([row], []))
     assert hint in actual
     assert bool(hint) == bool(actual)
@@ -192,7 +192,7 @@ def test_binary_sizes_are_below_1024_of_their_unit():
     assert [format_change(size) for size in (-17, 0, 2**17)] == ["-17 bytes", "0 bytes", "+128 KiB"]
 
 
-def test_lines_for_a_terminal(relu, silu):
+def test_lines_for_a_terminal_say_peaks_and_rows(relu, silu):
     comparison = compare_reports(relu, silu)
     lines = list(iter_comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"

@@ -86,7 +86,7 @@ night = [pytest.mark.nightly, needs_gathers]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_settings_of_a_run(tiny_config, ranks, section):
+def test_a_measured_run_has_the_predicted_memory(tiny_config, ranks, section):
     config = replace(tiny_config, **section)
     predicted, measured = predict_memory(config, ranks), measure_memory(config, ranks)
     assert (measured.micro_batches, measured.dims.mesh) == (predicted.micro_batches, predicted.dims.mesh)

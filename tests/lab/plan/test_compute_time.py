@@ -100,7 +100,7 @@ def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
-def test_states_of_bfloat16_parameters(tiny_config, name, expected):
+def test_states_of_bfloat16_parameters_have_their_bytes(tiny_config, name, expected):
     config = changed(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
     assert make_planned_run(*resolve_config(config)).state_bytes == expected
 

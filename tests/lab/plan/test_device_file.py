@@ -18,7 +18,7 @@ link_gb_per_s = 450
 """
 
 
-def test_a_device_of_a_file(tmp_path):
+def test_a_device_is_read_from_a_file(tmp_path):
     (tmp_path / "h20.toml").write_text(WHOLE)
     spec = read_device_spec(tmp_path / "h20.toml")
     assert (spec.name, spec.float8_tflops, spec.multiprocessors, spec.block_length) == ("H20", 296.0, 78, None)

@@ -107,7 +107,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", ["experts split", *at_night((name,) for name in LAYOUTS if name != "experts split")])
-def test_exchanges_of_other_layouts(name):
+def test_modeled_exchanges_are_the_counted_ones(name):
     assert model_block_exchanges(LAYOUTS[name]) == count_block_exchanges(LAYOUTS[name])
 
 

@@ -18,7 +18,7 @@ def test_pipeline_sends_use_the_network_between_nodes_only():
     assert inside < next_node == far
 
 
-def test_orders_of_two_stages_by_hand():
+def test_two_stages_take_turns_as_by_hand():
     forward, backward = False, True
     assert order_turns(2, 1, 3, 1) == [(d, 0, m) for m in range(3) for d in (forward, backward)]
     first = [(forward, 0), (forward, 1), (backward, 0), (forward, 2), (backward, 1), (backward, 2)]

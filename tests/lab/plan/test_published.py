@@ -17,7 +17,7 @@ def test_runs_are_sorted_by_source_and_told_apart():
     assert {run.model for run in runs} | {"llama3_8b", "llama3_70b", "llama3_405b"} == set(load_models())
 
 
-def test_micro_batches_of_a_pipeline():
+def test_the_micro_batches_of_a_pipeline_are_read():
     (run,) = (
         run for run in load_published() if run.pp_schedule == "Interleaved1F1B" and run.name.startswith("torchtitan")
     )

@@ -431,11 +431,11 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
-def test_initial_weights_of_a_run_with_dynamic_scaling(config):
-    """Delayed scaling begins as in a new model."""
+def test_delayed_scaling_begins_anew_from_initial_weights(config):
     first = run_to_end(replace(set_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
     path = str(first.checkpoints.folder.get_path(1))
-    run_to_end(set_steps(config, 1, "second", initial_load_path=path))
+    second = run_to_end(set_steps(config, 1, "second", initial_load_path=path))
+    assert min(tensor.amax for tensor in second.models[0].scaling.report()) > 0
 
 
 def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):

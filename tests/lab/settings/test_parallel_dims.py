@@ -30,7 +30,7 @@ def make_config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections
         ((2, 2, 2), 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     ],
 )
-def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
+def test_degrees_make_a_mesh(degrees, world_size, mesh):
     _, dims = resolve_config(make_config(*degrees), world_size=world_size)
     assert dims.mesh == mesh
     assert dims.world_size == world_size
@@ -117,7 +117,7 @@ def test_the_launchers_environment_is_read_or_refused(environment, values, expec
         read_ranks()
 
 
-def test_more_ranks_than_gpus(monkeypatch):
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this"):
         Ranks(2, 2, 4).choose_device(torch.device("cuda"))

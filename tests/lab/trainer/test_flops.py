@@ -6,7 +6,7 @@ from quaver.lab.trainer.flops import MASKED_FLOPS, compute_utilization
 from quaver.roofline.device_specs import PeakFlops
 
 
-def test_utilization_against_both_peaks_by_hand():
+def test_utilization_counts_against_both_peaks():
     """100 FLOPs in float8 and 100 in bfloat16 a token, a million tokens a second: 2e8 FLOP/s."""
     used = compute_utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, "", 2e9))
     assert used == {"tflops": 2e-4, "mfu": pytest.approx(0.2), "mfu_by_precision": pytest.approx(0.1 + 0.05)}

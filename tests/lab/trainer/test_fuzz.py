@@ -201,7 +201,7 @@ OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletoo
 
 
 @EXAMPLES
-def test_metadata_of_a_checkpoint(examples, tmp_path):
+def test_any_metadata_of_a_checkpoint_is_read_or_refused(examples, tmp_path):
     path = tmp_path / METADATA_FILE
     state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)

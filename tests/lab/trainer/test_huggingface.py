@@ -147,7 +147,7 @@ def test_import_and_export_keep_every_bit(hf, variant, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_mixture_without_shared_experts(tmp_path):
+def test_a_mixture_without_shared_experts_is_converted_both_ways(tmp_path):
     """GLM-4.5 has one of no width then."""
     settings = MIXTURE | {"n_shared_experts": 0}
     convert("hf-to-quaver", make_hf(tmp_path / "hf", **settings), tmp_path / "out")

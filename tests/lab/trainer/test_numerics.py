@@ -82,7 +82,7 @@ def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
     run = prepare_run(changed(watched_config, numerics={"every": 100}))
     with torch.no_grad():
         run.models[0].model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match="step 1 has .* first in weight of model.layers.0.mlp.down_proj"):
         train(run)
     record = Record.read(run.folder.path)
     assert record.steps.tolist() == [1]

@@ -180,7 +180,7 @@ def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
     run = prepare_run(changed(watched_config, training={"steps": 2}))
     weight = run.models[0].model.get_submodule(LAYER).weight.data
     before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 2 else None)
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=f"step 2 has .* first in weight of {LAYER}"):
         train(run)
     record = Record.read(run.folder.post_mortem_path)
     assert record.steps.tolist() == [1, 2]

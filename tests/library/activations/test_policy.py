@@ -526,7 +526,7 @@ def test_operators_without_a_result_to_save_are_refused(name, reason):
     assert f"got {name!r}, {reason}" in str(raised.value)
 
 
-def test_operators_by_name():
+def test_operators_are_found_by_name():
     assert find_savable_operations(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
     named = find_operations(["aten.add", "aten.mul.Tensor"])
     assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named

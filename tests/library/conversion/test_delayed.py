@@ -109,7 +109,7 @@ def test_the_rule_is_transformer_engines(sequence, scale_fn_name, margin, operan
         np.testing.assert_array_equal(np.array(history, np.float32), np.array(expected_history, np.float32))
 
 
-def test_headroom_and_powers_of_2():
+def test_headroom_and_powers_of_2_change_the_scale():
     amaxes = [1.0, 3.0, 0.1]
     plain, _ = run_rule(amaxes, DelayedScalingConfig())
     assert run_rule(amaxes, DelayedScalingConfig(headroom=2.0))[0] == [scale / 2 for scale in plain]

@@ -569,7 +569,7 @@ def test_a_weight_is_not_multiplied_under_another_recipe():
         net(draw_batch())
 
 
-def test_weights_from_a_checkpoint():
+def test_codes_of_a_checkpoint_become_a_frozen_weight():
     hp, config = torch.randn(130, 257), make_blockwise_config(power_of_2=False)
     codes, _, scale = dynamic_cast_blocks(hp, E4M3)
     linear = nn.Linear(257, 130, bias=False, device="meta")

@@ -103,7 +103,7 @@ def test_a_static_scale_is_the_one_that_an_engine_reads_from_the_folder():
         replace(given, scale_rule="vllm-kernel")
 
 
-def test_casts_of_a_config():
+def test_a_serving_config_changes_the_casts_of_the_forward_only():
     config = serving_config("vllm-block", replace(Float8LinearConfig.from_recipe_name("blockwise"), emulate=True))
     assert config.emulate
     assert config.casts.weight.has_equal_casts

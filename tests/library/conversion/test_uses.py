@@ -49,7 +49,7 @@ def test_evaluation_and_copies_have_the_bits_of_training(recipe):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:No complete tensor found")
 @pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
-def test_exported_and_traced_programs(recipe):
+def test_exported_and_traced_programs_have_the_outputs_of_the_model(recipe):
     model, example, few = make(recipe).eval(), torch.randn(300, 64), torch.randn(7, 64)
     expected = model(example)
     program, buffer = torch.export.export(model, (example,)), io.BytesIO()

@@ -121,7 +121,7 @@ def test_zeros_and_values_that_are_not_finite_travel(recipe):
 
 @pytest.mark.parametrize("name", ["mixtral.modeling_mixtral.MixtralExperts", "gpt_oss.modeling_gpt_oss.GptOssExperts"])
 @on_ranks(2)
-def test_experts_of_transformers(name):
+def test_experts_of_transformers_are_split_over_ranks(name):
     from tests.library.foreign.experts import build_experts, route_tokens
 
     experts = build_experts(pkgutil.resolve_name(f"transformers.models.{name}"))
@@ -133,7 +133,7 @@ def test_experts_of_transformers(name):
 
 
 @on_ranks(2)
-def test_a_norm_after_the_experts():
+def test_a_norm_after_the_experts_has_parts_of_its_gradients():
     """The norm's parameters are whole on each rank, and their gradients are parts of a sum."""
     experts, parts = convert("rowwise", has_norm=True), tokens_of(2, 2)
     expected = step_one_process(experts, parts)
@@ -267,7 +267,7 @@ def count_sent_bytes(experts, hidden, index, weights, grad):
 
 @RECIPE
 @on_ranks(2)
-def test_bytes_per_token(recipe):
+def test_a_token_travels_in_the_documented_bytes(recipe):
     """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what travels as codes]
     says, with scales."""
     tokens = tokens_of(2, 2)[0]
@@ -292,7 +292,7 @@ def test_bytes_per_token(recipe):
 
 @RECIPE
 @on_ranks(2)
-def test_grad_weight_from_codes(recipe):
+def test_grad_weight_from_codes_changes_the_gradients_of_weights_only(recipe):
     """The gradients of weights alone may differ, by the elements that are subnormal in their row's codes.
 
     Where grad_weight is in high precision, by the rounding of both its operands: 28.4 dB each.

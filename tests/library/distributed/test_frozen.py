@@ -100,7 +100,7 @@ def test_each_variant_of_fsdp_computes_what_one_process_does():
 
 @pytest.mark.parametrize("config", ["blockwise", "tensorwise", "rowwise"])
 @on_ranks(RANKS)
-def test_a_rank_without_rows(config):
+def test_a_rank_may_have_no_rows(config):
     """Two ranks share a linear with one row, and one expert."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(DIM, 1), make_mixture(layers=1, num_experts=1, dim=DIM)[0])

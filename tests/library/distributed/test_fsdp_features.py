@@ -140,7 +140,7 @@ def test_a_policy_sees_no_operation_of_groups_inside_a_block():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
-def test_shards_of_the_other_dim(ranks):
+def test_weights_may_be_sharded_along_the_other_dim(ranks):
     model = models.shard_model(
         fsdp_models.gathering("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
     )

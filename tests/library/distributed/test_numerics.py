@@ -234,7 +234,7 @@ def sample_experts(splits):
     return lines
 
 
-def test_experts_of_two_ranks():
+def test_split_experts_have_the_statistics_of_whole_ones():
     (whole, _), (lines, _) = (run(2, sample_experts, splits) for splits in (False, True))
     assert not any("disagree" in line for line in [*whole, *lines])
     for (name, values), expected in zip(by_name(lines)[0].items(), by_name(whole)[0].values(), strict=True):

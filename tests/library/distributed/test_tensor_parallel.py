@@ -302,7 +302,7 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
 
 
 @on_ranks(2)
-def test_one_style_for_several_modules():
+def test_one_style_serves_several_modules():
     """A style may be applied many times, to modules of other configs."""
     module = nn.Sequential(
         Pair(32, 32, torch.float32, config_of("rowwise")), Pair(32, 32, torch.float32, config_of("tensorwise"))

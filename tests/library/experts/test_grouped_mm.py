@@ -106,7 +106,7 @@ def test_no_tokens_give_empty_results_and_zero_weight_gradients():
     assert not grad_b_t.any()
 
 
-def test_expanded_and_missing_gradients():
+def test_gradients_may_be_expanded_or_missing():
     a, b_t, ends = make_operands()
     _, grad_a, grad_b_t = step(a, b_t, ends, torch.ones(310, 160, dtype=a.dtype), "rowwise")
     for inputs, expected in (
@@ -119,7 +119,7 @@ def test_expanded_and_missing_gradients():
         assert_same((a.grad, b_t.grad), expected)
 
 
-def test_without_gradients_and_under_autocast():
+def test_results_are_the_same_without_gradients():
     a, b_t, ends = make_operands(dtype=torch.float32)
     recorded = float8_grouped_mm(a, b_t, ends, config="blockwise")
     with torch.no_grad():
@@ -310,7 +310,7 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
     ],
     ids=str,
 )
-def test_the_probe_of_the_hardware(result, failure, monkeypatch):
+def test_a_trial_finds_whether_the_hardware_is_native(result, failure, monkeypatch):
     def multiply(*args, **options):
         if isinstance(result, Exception):
             raise result

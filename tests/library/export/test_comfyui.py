@@ -126,7 +126,7 @@ def in_tiles(exponents):
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (160, 288), (20, 40)])
-def test_mxfp8_in_tiles_and_padded(shape, tmp_path):
+def test_mxfp8_is_read_in_tiles_and_padded(shape, tmp_path):
     torch.manual_seed(0)
     exponents = torch.randint(120, 134, (shape[0], -(-shape[1] // 32)))
     codes = torch.randint(120, shape).to(torch.uint8)
@@ -188,7 +188,7 @@ def test_a_file_becomes_a_file(tmp_path):
             import_float8(source, tmp_path / target)
 
 
-def test_a_folder_with_marks(tmp_path):
+def test_a_folder_with_marks_is_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     write(tmp_path, layer())
     assert_same(dict(load_float8(tmp_path, dtype=torch.float32)), {**FLOAT, "a.weight": CODES.float() * 0.3})

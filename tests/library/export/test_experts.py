@@ -188,7 +188,7 @@ def test_the_bias_of_a_router_is_not_rounded():
     assert tensors["router.weight"].dtype is torch.bfloat16
 
 
-def test_experts_without_a_gate(monkeypatch):
+def test_experts_without_a_gate_are_exported(monkeypatch):
     model = plain()
     experts = model.experts
     experts.has_gate, experts.act_fn = False, torch.nn.functional.relu

@@ -91,14 +91,14 @@ def test_frozen_weights_of_other_dtypes_keep_the_codes(dtype, tmp_path):
     assert logits(frozen).equal(logits(model))
 
 
-def test_mxfp8_of_one_group_in_a_row(tmp_path):
+def test_mxfp8_of_one_group_in_a_row_stays_blocks(tmp_path):
     """Its scales have the shape of those of rows, and are blocks as those of the other weights."""
     frozen = load_frozen(Tiny(32), saved(tmp_path / "out", "mxfp8", 32))
     assert frozen.layer["q_proj"].weight.dequant_scale.shape == (1, 1)
     assert logits(frozen).equal(logits(tiny("mxfp8", 32)))
 
 
-def test_a_deepseek_style_folder(tmp_path):
+def test_a_deepseek_style_folder_is_frozen_in_float32_blocks(tmp_path):
     """fp8 with weight_scale_inv: blocks that a training recipe does not have, and scales in bfloat16."""
     folder = saved(tmp_path / "out", "rowwise", 128, format="fp8")
     frozen = load_frozen(Tiny(128), folder)
@@ -257,7 +257,7 @@ def test_merged_weights_are_exported_as_they_are_stored(exported, tmp_path):
     assert not second.requantized
 
 
-def test_a_frozen_base_in_other_formats(exported):
+def test_a_frozen_base_is_exported_in_other_formats(exported):
     frozen = load_frozen(Tiny(128), exported("rowwise")[0]).to(torch.bfloat16)
     plain = dict(iter_float8_weights(frozen, format="high-precision"))
     assert plain.keys() == Tiny(128).state_dict().keys()

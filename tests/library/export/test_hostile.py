@@ -62,7 +62,7 @@ FILES: dict[str, st.SearchStrategy[bytes]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("examples", [60, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])])
-def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
+def test_any_file_of_a_float8_checkpoint_is_read_or_refused(examples, name, tmp_path):
     for path, content in GOOD.items():
         (tmp_path / path).write_bytes(content)
     if name == INDEX_FILE:  # which is read if there is no single file

@@ -169,7 +169,7 @@ def test_an_error_leaves_nothing_and_an_existing_folder_stays(tmp_path):
     with pytest.raises(ValueError, match="lm_head.weight has an inf or a NaN"):
         save_float8(model, tmp_path / "out", config={})
     assert not list(tmp_path.iterdir())
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="exists already"):
         save_float8(tiny(), tmp_path, config={})
     with pytest.raises(ValueError, match="config: expected the content of config.json"):
         save_float8(tiny(), tmp_path / "out")

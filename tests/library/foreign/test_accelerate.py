@@ -58,7 +58,7 @@ def test_every_weight_trains_under_ddp():
     "with bfloat16 parameters and `mixed_precision=bf16`, which upcasts by assigning to `.data`. Load the model in "
     "float32, or leave `enable_fsdp_float8_all_gather` off.",
 )
-def test_bfloat16_parameters():
+def test_bfloat16_parameters_train_but_refuse_the_float8_gather():
     """Under mixed precision Accelerate upcasts them by assigning to `.data`."""
     for _, trained in run(2, train, "FSDP2", "tensorwise", False, "bf16", torch.bfloat16):
         assert trained == set(llama().state_dict())
@@ -68,7 +68,7 @@ def test_bfloat16_parameters():
 
 @proves("Accelerate", "train", "accumulate", "checkpointing", "compile", "DDP", "evaluate")
 @pytest.mark.parametrize("variant", ["accumulate", *at_night([("checkpointing",), ("compile",)])])
-def test_the_losses_of_a_loop_written_by_hand(variant):
+def test_losses_are_those_of_a_loop_written_by_hand(variant):
     """To the bit; compiled code may sum in another order. DDP around a compiled float8 model broke elsewhere."""
     for by_accelerate, by_hand in run(2, train_by_accelerate_and_by_hand, variant):
         assert by_accelerate == pytest.approx(by_hand, rel=1e-4 if variant == "compile" else 0)

@@ -125,7 +125,7 @@ CASES += [("cast", "float8_e4m3fn"), ("cast", "float8_e5m2"), ("bytes", "mxfp8")
 
 @pytest.mark.parametrize("width", [WIDTH, 48])
 @pytest.mark.parametrize(("kind", "format"), CASES)
-def test_a_file_of_comfyuis(kind, format, width, tmp_path):
+def test_a_file_of_comfyui_is_read_as_by_comfyui(kind, format, width, tmp_path):
     file = tmp_path / "model.safetensors"
     tensors, metadata, prefix = quantize_by_comfyui(kind, format, width)
     save_file(tensors, file, metadata=metadata)
@@ -142,7 +142,7 @@ def test_a_file_of_comfyuis(kind, format, width, tmp_path):
 
 @pytest.mark.parametrize("width", [WIDTH, 48])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "static"])
-def test_a_file_of_ours(recipe, width, tmp_path):
+def test_comfyui_reads_an_exported_file(recipe, width, tmp_path):
     file, model = tmp_path / "model.safetensors", build_transformer(width)
     config = STATIC if recipe == "static" else recipe
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "proj_out")

@@ -40,7 +40,7 @@ def test_buffers_become_the_scales_of_the_model(options):
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_buffers_of_several_linears(prefix, caplog):
+def test_buffers_of_several_linears_are_loaded(prefix, caplog):
     source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
     model = convert_to_float8_training(copy.deepcopy(source), config=config_of(history_len=2))
     old = {}

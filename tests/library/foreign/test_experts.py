@@ -115,7 +115,7 @@ def test_copied_experts_compute_the_same():
 
 
 @BACKEND
-def test_compiled_as_eager(backend):
+def test_compiled_experts_have_the_results_of_eager_ones(backend):
     experts = convert_to_float8_training(build_experts(GptOssExperts), config="rowwise")
     eager = results_of(experts, *route_tokens())
     compiled = torch.compile(experts, fullgraph=True, backend=backend)
@@ -157,7 +157,7 @@ def test_a_mixture_is_converted_and_back(name):
     assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
 
 
-def test_one_layer_filtered():
+def test_a_filter_may_leave_out_the_experts_of_one_layer():
     """transformers names one implementation for the whole model; here a layer decides for itself."""
     model, inputs = mixture("qwen3_moe")
     convert_to_float8_training(model, module_filter_fn=lambda m, name: name == "model.layers.1.mlp.experts")

@@ -83,7 +83,7 @@ def check_ranks_with_tokens_of_their_own(folder, recipe, ep, gather, out):
     # test_experts_dispatch.py has experts on 2 x 2 ranks in each run
     first(2, [(2, 2, "rowwise", False), (2, 2, "mxfp8", True), (4, 2, "mxfp8", True), (4, 4, "blockwise", False)]),
 )
-def test_ranks_with_tokens_of_their_own(folder, ranks, ep, recipe, gather, tmp_path):
+def test_ranks_may_have_tokens_of_their_own(folder, ranks, ep, recipe, gather, tmp_path):
     run(ranks, check_ranks_with_tokens_of_their_own, folder, recipe, ep, gather, tmp_path)
 
 
@@ -119,7 +119,7 @@ def check_ranks_with_the_same_tokens(folder, recipe, implementation):
     ("ranks", "recipe", "implementation"),
     first(2, [(2, "tensorwise", "float8"), (2, "mxfp8", "float8_grad_weight_from_codes"), (4, "tensorwise", "float8")]),
 )
-def test_ranks_with_the_same_tokens(folder, ranks, recipe, implementation):
+def test_ranks_may_have_the_same_tokens(folder, ranks, recipe, implementation):
     run(ranks, check_ranks_with_the_same_tokens, folder, recipe, implementation)
 
 

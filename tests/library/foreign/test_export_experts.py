@@ -159,7 +159,7 @@ def dequantize_blocks(tensors, name):
 @pytest.mark.parametrize(
     ("name", "scale_dtype"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32), ("mixtral", torch.float32)]
 )
-def test_published_checkpoints(name, scale_dtype, tmp_path):
+def test_published_checkpoints_have_the_values_of_transformers(name, scale_dtype, tmp_path):
     model = large(name)
     tensors = publish(model, tmp_path / "hub", scale_dtype, ("mlp.gate.", "moe.gate."))
     loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
@@ -212,7 +212,7 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     assert_same(*(dict(iter_float8_weights(model)) for model in models))
 
 
-def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
+def test_a_published_checkpoint_becomes_a_frozen_base(tmp_path):
     """Attention and experts are frozen in the codes of the file. The values are transformers'."""
     publish(large("qwen3_moe"), tmp_path / "hub")
     oracle = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM).state_dict()
@@ -302,7 +302,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path):
     assert_same_bits(logits_of(trainable), logits_of(oracle))
 
 
-def test_one_layer_in_high_precision(tmp_path):
+def test_a_layer_in_high_precision_is_listed_as_ignored(tmp_path):
     """Its matrices are listed under `ignore`, with the module that transformers makes of them."""
     model = mixture("qwen3_moe")
     plain = copy.deepcopy(model)

@@ -29,7 +29,7 @@ from quaver.numerics.record import Record  # noqa: E402
 @pytest.mark.parametrize(
     ("recipe", "in_hook", "every", "checkpoints"), [("tensorwise", False, 2, False), ("rowwise", True, 1, True)]
 )
-def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook, every, checkpoints):
+def test_losses_are_those_of_a_loop_written_by_hand(tmp_path, recipe, in_hook, every, checkpoints):
     """Validation runs in inference mode in mid-epoch, on the modules and caches that train."""
     module = Module(recipe, in_hook)
     if checkpoints:
@@ -39,7 +39,7 @@ def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook, every, 
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_precisions_and_checkpoints(tmp_path, precision):
+def test_a_checkpoint_of_any_precision_resumes(tmp_path, precision):
     module = Module("rowwise", False)
     run = make_trainer(tmp_path, 2, precision=precision, limit_train_batches=2)
     run.fit(module, batches(), batches())

@@ -24,7 +24,7 @@ TOKENS = torch.arange(48).view(2, 24)
 
 @HP
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
-def test_compressed_tensors(strategy, dtype):
+def test_codes_are_those_of_compressed_tensors(strategy, dtype):
     args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=True)
     for hp in draw_samples(dtype):
         hp = hp if strategy == "token" else hp.nan_to_num(0, 1, 1)

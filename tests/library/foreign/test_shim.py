@@ -279,7 +279,7 @@ def test_accelerates_fp8_without_the_shim_is_refused():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("script", ["test_script", "test_sync"])
-def test_accelerates_own_scripts(script):
+def test_accelerates_own_scripts_pass(script):
     """They run on two processes, as in Accelerate's test suite."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*launch, "quaver.integrations.torchao", "-m", f"accelerate.test_utils.scripts.{script}"]

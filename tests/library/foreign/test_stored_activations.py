@@ -58,7 +58,7 @@ def storing_llama(recipe="rowwise"):
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, *at_night([(True,)])])
-def test_trainer(is_checkpointed, tmp_path):
+def test_transformers_trainer_has_the_losses_of_a_loop_written_by_hand(is_checkpointed, tmp_path):
     """transformers' Trainer evaluates in between, saves and is resumed: the losses of a loop by hand, not a plain's."""
     options = {"max_grad_norm": 0.0, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
     by_hand, plain = storing_llama(), llama("rowwise")

@@ -51,7 +51,7 @@ def test_every_path_has_torchaos_names(path):
                 assert getattr(module, name) is getattr(quaver, name)
 
 
-def test_a_program_of_torchao():
+def test_a_program_of_torchao_runs_with_another_import():
     from quaver.compat.float8 import Float8LinearConfig, convert_to_float8_training, linear_requires_sync
     from quaver.compat.float8.float8_linear import Float8Linear
     from quaver.compat.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -67,7 +67,7 @@ def test_a_program_of_torchao():
     assert linear_requires_sync(Float8LinearConfig.from_recipe_name("delayed"))
 
 
-def test_swap_linear_layers():
+def test_swap_linear_layers_works_as_in_torchao():
     from quaver.compat import float8_linear_utils as utils  # type: ignore[attr-defined]  # through __path__
 
     swap = utils.swap_linear_layers
@@ -95,7 +95,7 @@ ADMITTED += [("rowwise", 2064, 4096), ("rowwise", 2048, 4112)]
 
 
 @pytest.mark.parametrize(("recipe", "k", "n"), [*TOO_SMALL, *NO_MULTIPLES_OF_16, *ADMITTED])
-def test_torchaos_thresholds(recipe, k, n):
+def test_the_filter_has_the_thresholds_of_torchao(recipe, k, n):
     from quaver.compat.float8 import _auto_filter_for_recipe
 
     with torch.device("meta"):
@@ -117,7 +117,7 @@ def test_torchao_has_no_thresholds_for_other_recipes():
         _auto_filter_for_recipe("rowwise", filter_fqns="head")
 
 
-def test_the_helpers_of_float8_utils():
+def test_helpers_of_float8_utils_compute_what_torchaos_do():
     from quaver.compat.float8.distributed_utils import tensor_already_casted_to_fp8
     from quaver.compat.float8.float8_utils import amax_to_scale, compute_error, to_fp8_saturated
 

@@ -32,13 +32,13 @@ def test_the_converter_and_the_override_of_0_3(recipe, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_the_experts_of_0_3(recipe, tmp_path):
+def test_experts_of_0_3_are_converted(recipe, tmp_path):
     run_check("0.3", "check_experts", recipe, folder=tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_trainer_of_0_3(ranks, tmp_path):
+def test_the_trainer_of_0_3_trains_in_float8_as_in_bfloat16(ranks, tmp_path):
     """By FSDP2, with and without a float8 gather, and by tensor parallelism: as in bfloat16, and no MFU."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     arguments = [*launch, "-m", "tests.library.foreign.titan_trainer", str(tmp_path / "runs.json")]

@@ -60,7 +60,7 @@ IN_PLACE = {
 @pytest.mark.parametrize(
     ("recipe", "shape", "name"), thinned(RECIPES, [(K,), (6, K), (2, 3, K), (2, 3, 2, K), (2, 2048, K)], IN_PLACE)
 )
-def test_in_place_on_the_output(recipe, shape, name):
+def test_an_output_may_be_written_in_place(recipe, shape, name):
     linear, input, operation = make_linear(recipe), torch.randn(shape), IN_PLACE[name]
 
     def function(input, clone=False):
@@ -78,7 +78,7 @@ COMPILED = [("delayed", (2, 3, K)), ("tensorwise", (6, K)), ("rowwise", (2, 3, K
 
 
 @pytest.mark.parametrize(("recipe", "shape"), first(1, COMPILED))
-def test_in_place_in_compiled_code(recipe, shape):
+def test_compiled_code_may_write_in_place(recipe, shape):
     """Operations write to the output, and to the input after it was read.
 
     Not on the input with "rowwise_with_gw_hp": Dynamo does not see that what an autograd.Function saved is written to;
@@ -212,7 +212,7 @@ def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
 
 
 @RECIPE
-def test_training_on_a_tensor_made_in_inference_mode(recipe):
+def test_a_tensor_made_in_inference_mode_trains(recipe):
     linear = make_linear(recipe)
     with torch.inference_mode():
         constant = torch.randn(6, K)
@@ -235,7 +235,7 @@ DTYPES = torch.float32, torch.bfloat16
     ("recipe", "bias", "shape", "dtypes"),
     thinned(RECIPES, (False, True), [(48, K), (2, 24, K)], [DTYPES, DTYPES[::-1]]),
 )
-def test_weight_and_input_of_two_dtypes(recipe, bias, shape, dtypes):
+def test_weight_and_input_may_have_two_dtypes(recipe, bias, shape, dtypes):
     """As in torchao: both are quantized in their dtype, results have the input's, gradients the parameters'."""
     weight_dtype, input_dtype = dtypes
     linear = make_linear(recipe, bias=bias, dtype=torch.bfloat16).to(weight_dtype)  # parameters that both dtypes hold
@@ -260,7 +260,7 @@ def test_a_float32_weight_is_quantized_from_float32(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "weight_dtype", "input_dtype"), thinned(RECIPES, DTYPES, DTYPES))
-def test_two_dtypes_under_autocast(recipe, weight_dtype, input_dtype):
+def test_two_dtypes_become_one_under_autocast(recipe, weight_dtype, input_dtype):
     linear = make_linear(recipe, dtype=torch.bfloat16).to(weight_dtype)
     input = torch.randn(48, K).bfloat16().to(input_dtype)
     same = copy.deepcopy(linear).bfloat16()
@@ -281,7 +281,7 @@ def test_strict_export_with_a_dynamic_batch_and_gradients_on():
 
 
 @RECIPE
-def test_autograd_in_every_form(recipe):
+def test_every_call_of_autograd_gives_the_same_gradients(recipe):
     linear, unused = make_linear(recipe), torch.randn(3, requires_grad=True)
     input = torch.randn(2, 3, K, requires_grad=True)
     leaves = [input, linear.weight, linear.bias]

@@ -77,7 +77,7 @@ def test_blocks_of_whole_rows_are_of_any_width():
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
-def test_ties_and_their_neighbours(float8_dtype):
+def test_ties_round_to_even_and_their_neighbours_away(float8_dtype):
     values = torch.arange(256, dtype=torch.uint8).view(float8_dtype).float()
     values = values[values.isfinite()].sort().values
     ties = (values[1:] + values[:-1]) / 2
@@ -205,7 +205,7 @@ def test_some_columns_are_widened_in_either_layout(dtype, threads):
             assert_same_bits(widen(codes.t(), dtype, scale.t(), layout.t()).t(), expected)
 
 
-def test_supported_tensors_and_dtypes():
+def test_the_extension_takes_dense_rows_only():
     hp = torch.randn(4, 6)
     codes = hp.to(E4M3)
     assert cpu.supports(hp, E5M2)

@@ -260,7 +260,7 @@ def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, m
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", [90, 100, 120])
-def test_code_for_other_gpus(compiled, capability, monkeypatch):
+def test_code_for_other_gpus_has_the_same_properties(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
     launch_casts(empty(torch.bfloat16, 128, 4096), E5M2)
     for asm in itertools.chain(*compiled.values()):

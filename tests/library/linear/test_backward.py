@@ -86,7 +86,7 @@ def test_gradients_of_what_a_server_multiplies(serving, recipe):
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
-def test_under_autocast_and_delayed_scaling(backward):
+def test_delayed_scaling_has_dynamic_gradients_under_autocast_at_first(backward):
     delayed, input, grad_output = make_step(make_config("delayed", backward), torch.float32)
     dynamic, _, _ = make_step(make_config("tensorwise", backward), torch.float32)
     dynamic.load_state_dict(delayed.state_dict())
@@ -127,7 +127,7 @@ def test_each_backward_saves_codes_or_high_precision():
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
-def test_primary_weights_and_a_monitor(backward):
+def test_primary_weights_and_a_monitor_keep_the_gradients(backward):
     model, input, grad_output = make_step(make_config("rowwise", backward))
     expected = gradients(model, input, grad_output)
     with Monitor(model, every=1) as watched:

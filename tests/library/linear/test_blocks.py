@@ -155,7 +155,7 @@ PREFIX_INVARIANT = {
 
 
 @pytest.mark.parametrize("recipe", PREFIX_INVARIANT)
-def test_prefix_invariance(recipe):
+def test_later_tokens_change_no_earlier_output_where_documented(recipe):
     """docs/numerics.md: whether later tokens can change the outputs of earlier ones."""
     linear, input = make_linear(recipe), torch.randn(1, 64, 200, dtype=torch.bfloat16)
     changed = input.clone()
@@ -166,7 +166,7 @@ def test_prefix_invariance(recipe):
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe, holds in PREFIX_INVARIANT.items() if holds])
-def test_batch_invariance(recipe):
+def test_the_codes_of_a_token_do_not_depend_on_the_batch(recipe):
     """docs/numerics.md: the codes and scales of a token do not depend on how many are in the batch."""
     casts, input = Float8LinearConfig.from_recipe_name(recipe).casts.input, torch.randn(300, 200)
     whole = Quantizer(casts, torch.float32)(input, row=True, column=False).row

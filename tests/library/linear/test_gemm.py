@@ -172,7 +172,7 @@ def test_padding_completes_scales_along_the_contracted_dim():
 
 @pytest.mark.parametrize("size", [16, 128])
 @pytest.mark.parametrize("large", [0, 1], ids=["a", "b"])
-def test_finite_results_of_large_amaxes(size, large):
+def test_results_of_large_amaxes_are_finite(size, large):
     """A sum times the dequant_scale of 1e36 is no float32 number; the result is."""
     matrices = [torch.randn(size, size).clamp(-3, 3) for _ in range(2)]
     matrices[large] *= 3e35
@@ -208,7 +208,7 @@ def test_float32_matmul_setting_is_restored():
     a, a_scale, b, b_scale = operands(128, 128, 128)
     float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     assert setting.fp32_precision == before
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         exact_float8_mm(a, b[:5], a_scale, b_scale, None, torch.float32, False, TENSORWISE, TENSORWISE)
     assert setting.fp32_precision == before
 

@@ -26,7 +26,7 @@ RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
 @RECIPE
-def test_bytes_kept_for_backward(recipe):
+def test_a_linear_saves_codes_for_its_backward(recipe):
     m, k, n = 256, 64, 32
     module, plain = make_linear(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     input = torch.randn(m, k).bfloat16().requires_grad_()
@@ -187,7 +187,7 @@ def test_a_weight_changed_before_backward_is_an_error():
     ("recipe", "shape", "bias"),
     thinned(RECIPES, [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
 )
-def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
+def test_inputs_may_have_any_leading_dims_and_no_tokens(recipe, shape, bias):
     module = make_linear(recipe, bias=bias)
     input = torch.randn(shape).bfloat16().requires_grad_()
     output = module(input)
@@ -202,7 +202,7 @@ def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
 
 
 @RECIPE
-def test_non_contiguous_and_expanded_inputs(recipe):
+def test_inputs_may_be_non_contiguous_or_expanded(recipe):
     module = make_linear(recipe)
     base = torch.randn(64, 96).bfloat16()
     strided = base[:, ::2].t()[:, :64]

@@ -79,7 +79,7 @@ def test_primary_weights_have_scales_and_their_runs_are_the_same(recipe):
     assert [event for sample in samples for event in alarms.update(header, sample)] == []
 
 
-def test_a_frozen_base_with_adapters_of_peft():
+def test_a_frozen_base_with_adapters_of_peft_is_monitored():
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
     def make_adapted():

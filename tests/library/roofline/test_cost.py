@@ -57,7 +57,7 @@ def test_casts_are_divided_between_their_readers():
     assert speedup("tensorwise") < speedup("tensorwise", input_readers=3)
 
 
-def test_the_parts_by_hand():
+def test_each_part_of_a_cost_is_that_of_the_formulas():
     """A device of round numbers, each part from the formulas: 2 MKN / FLOP/s, and bytes / bandwidth."""
     round_numbers = replace(H100, bfloat16_tflops=1.0, float8_tflops=2.0, memory_gb_per_s=1000.0)
     shares = MATMUL_SHARES["H100"]
@@ -95,7 +95,7 @@ def test_the_parts_by_hand():
         ("H100", None, 1),
     ],
 )
-def test_the_rate_by_scales(device, kind, share):
+def test_scales_have_a_share_of_the_rate(device, kind, share):
     """Row-wise by cuBLAS on compute capability 9.x, by CUTLASS on others of NVIDIA's."""
     assert get_scales_share(kind, find_device_spec(device)) == share
 

@@ -69,7 +69,7 @@ def test_the_switch_raises_every_time():
 def _report_with(value: str, raises: bool) -> None:
     os.environ["QUAVER_ERROR_ON_SLOW_PATH"] = value
     reloaded = importlib.reload(sys.modules["quaver.runtime.slow_paths"])
-    with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="slow") if raises else contextlib.nullcontext():
         reloaded.report_slow_path("key", "slow")
 
 
@@ -156,7 +156,7 @@ def make_frozen():
     return freeze_to_float8(nn.Linear(16, 32, bias=False))
 
 
-def test_an_op_that_dequantizes_a_frozen_weight(caplog):
+def test_an_op_that_dequantizes_a_frozen_weight_is_a_slow_path(caplog):
     linear, input = make_frozen(), torch.randn(4, 16)
     expected = input @ linear.weight.to_high_precision().t()
     for _ in range(2):

@@ -181,7 +181,7 @@ def train_with_everything(model, optimizer):
     return losses, added
 
 
-def test_groups_schedules_scaled_gradients_and_clipping():
+def test_groups_schedules_and_clipping_train_primary_weights_as_ordinary_ones():
     def two_groups(parameters):
         first, *others = parameters
         return torch.optim.AdamW([{"params": [first], "weight_decay": 0.1}, {"params": others}], lr=1e-2)
@@ -261,7 +261,7 @@ def test_torch_distributed_checkpoint_finds_states_by_parameter(option, make_opt
     assert train(resumed, optimizer, range(2, 4)) == expected
 
 
-def test_a_flat_state_dict_of_parameters_without_states():
+def test_a_flat_state_dict_may_lack_states():
     """Experts that no token has reached are such parameters."""
     model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
     first, second = (Float8AdamW(model.parameters()) for _ in range(2))
