@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_entries import list_entries, load_slots
-from quaver.linear.scale_state import OPERANDS, ConversionScaleSlots, LinearScaleSlots, NamedSlot
+from quaver.linear.scale_state import ConversionScaleSlots, LinearScaleSlots, NamedSlot, find_persistent_casts
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
@@ -33,10 +32,7 @@ def add_persistent_scales(
     if not config.has_persistent_scales or not named_linears:
         return
     owners = find_input_owners([(name, linear.in_features) for name, linear in named_linears], config)
-    cast_of = {
-        operand: next((cast for cast in (casts.row, casts.column) if cast.is_persistent), None)
-        for operand, casts in zip(OPERANDS, replace(config, high_precision_matmuls=()).casts, strict=True)
-    }
+    cast_of = find_persistent_casts(config)
     casts: list[CastConfig] = []
     slot_of: dict[tuple[str, str], int] = {}
     slots_of: list[list[int | None]] = []

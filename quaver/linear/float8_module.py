@@ -61,10 +61,12 @@ class Float8Module(nn.Module):
         if config is None:
             raise TypeError("config: expected a config, a recipe or a recipe's name, got None")
         config = resolve_config(config)
-        if config.has_persistent_scales and getattr(self, "scaling", None) is None:
+        slots: Any = getattr(self, "scaling", None)
+        if config.has_persistent_scales and (slots is None or not slots.fits(config)):
             raise ValueError(
-                f"config: expected one without delayed or static scaling, got {config.short_str()}; "
-                "convert_to_float8_training(model, config=...) makes the state that these scales need"
+                "config: expected one without delayed or static scaling, or with the scaling that the module was "
+                f"converted with, got {config.short_str()}; call convert_to_high_precision(model) and then "
+                "convert_to_float8_training(model, config=...), which makes the state of its scales"
             )
         self._float8_config = config
 

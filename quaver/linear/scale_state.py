@@ -41,6 +41,7 @@ object with the same `quant_scale._version`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,6 +252,14 @@ class ConversionScaleSlots:
         self.refresh_known()
 
 
+def find_persistent_casts(config: Float8LinearConfig) -> dict[str, CastConfig | None]:
+    """Return the delayed or static cast of each operand, or None, whichever matmuls run in high precision."""
+    return {
+        operand: next((cast for cast in casts.directions if cast.is_persistent), None)
+        for operand, casts in zip(OPERANDS, replace(config, high_precision_matmuls=()).casts, strict=True)
+    }
+
+
 class LinearScaleSlots:
     """The slots of one linear, as its persistent scales."""
 
@@ -320,6 +329,18 @@ class LinearScaleSlots:
                 observed = scale.quant_scale.new_full((2,), NOTHING_OBSERVED)
         self.weight_observed = observed
         return scale._replace(amax_buffer=observed)
+
+    def fits(self, config: Float8LinearConfig) -> bool:
+        """Return whether the slots hold the persistent scales of `config`. Dynamic casts need none."""
+        state = self.state
+        if (state.delayed_config, state.power_of_2) != (
+            config.delayed_scaling_config,
+            config.round_scales_to_power_of_2,
+        ):
+            return False
+        own = [None if slot is None else state.casts[slot] for slot in self.slots]
+        needed = find_persistent_casts(config).values()
+        return all(cast in (None, made) for cast, made in zip(needed, own, strict=True))
 
     def list_named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """Return the slots of this linear, named `<prefix><operand>`."""

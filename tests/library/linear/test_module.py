@@ -3,6 +3,7 @@
 import copy
 import gc
 import re
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver import convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.linear import function
+from quaver.recipes.config import DelayedScalingConfig
 from tests.counting import saved_bytes
 from tests.library.distributed.models import config_of
 from tests.library.linear.linears import Qkv, count_reads, make_linear, needs_counts
@@ -329,6 +331,17 @@ def test_a_config_may_be_set_by_the_name_of_its_recipe(name):
     with pytest.raises(ValueError, match="config: expected one without delayed or static scaling"):
         setattr(linear, name, "delayed")
     assert linear.config == config_of("rowwise")
+
+
+def test_a_config_is_refused_if_the_linear_has_other_persistent_scales():
+    """Its weight would be scaled dynamically, and its scales would follow the amaxes as before."""
+    linear = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config="delayed_with_dynamic_weight")[0]
+    own = linear.config
+    for config in (config_of("delayed"), replace(own, delayed_scaling_config=DelayedScalingConfig(history_len=2))):
+        with pytest.raises(ValueError, match="the scaling that the module was converted with"):
+            linear.config = config
+    linear.config = "rowwise"
+    linear.config = own
 
 
 @pytest.mark.parametrize("weight", [(2, 16, 16), (16,), ()], ids=str)
