@@ -88,7 +88,7 @@ def _list_matmuls(matmuls: Any) -> tuple[str, ...]:
     if isinstance(matmuls, str):
         raise ValueError(f"matmuls: expected a list of names, got the string {matmuls!r}; give [{matmuls!r}]")
     names = tuple(matmuls) if isinstance(matmuls, Iterable) else None
-    if names is None or not all(name in MATMULS for name in names):
+    if names is None or not all(name in tuple(MATMULS) for name in names):
         raise ValueError(f"matmuls: expected names of {', '.join(MATMULS)}, got {matmuls if names is None else names}")
     return names
 

@@ -44,8 +44,8 @@ class FrozenModule(nn.Module):
         is_transposed = getattr(self, "state_dict_is_transposed", False)
         for weight, local in self._iter_frozen_weights():
             name = prefix + weight.name
-            if (value := state_dict.get(name)) is None:
-                continue
+            if not isinstance(value := state_dict.get(name), Tensor):
+                continue  # missing, or for PyTorch to refuse
             try:
                 value = value.t() if is_transposed and value.dim() == 2 else value
                 state_dict[name] = _convert_loaded(local, value, weight)

@@ -460,9 +460,11 @@ def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
     loaded.load_state_dict(build_mixture(is_transposed).state_dict())  # in high precision
     for duplicate in (other, loaded, copy.deepcopy(net), by_torch_save(net)):
         assert duplicate(tokens).equal(expected)
-    wrong = {**state, "0.experts.down_proj": get_expert_weights(net)[1].data_fp8}
-    with pytest.raises(RuntimeError, match="in high precision, or a frozen weight.* got torch.float8_e4m3fn"):
-        other.load_state_dict(wrong)
+    codes = get_expert_weights(net)[1].data_fp8
+    refused = "in high precision, or a frozen weight.* got torch.float8_e4m3fn"
+    for wrong, message in ((codes, refused), ("a name", "expected torch.Tensor or Tensor-like object")):
+        with pytest.raises(RuntimeError, match=message):
+            other.load_state_dict({**state, "0.experts.down_proj": wrong})
     plain = convert_to_high_precision(net)
     assert type(plain[0].experts) is type(build_mixture(is_transposed)[0].experts)
     assert get_expert_weights(plain)[1].equal(get_expert_weights(loaded)[1].to_high_precision())

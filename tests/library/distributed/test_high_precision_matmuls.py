@@ -126,7 +126,13 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
     for matmuls in (["output"], lambda name: ["output"]):
         with pytest.warns(UserWarning, match="set_high_precision_matmuls changed nothing"):
             set_high_precision_matmuls(plain, matmuls)
-    for unknown, converted in (["forward"], model), (["outptu"], nn.ReLU()), (None, model), (lambda name: None, model):
+    for unknown, converted in (
+        (["forward"], model),
+        ([["output"]], model),
+        (["outptu"], nn.ReLU()),
+        (None, model),
+        (lambda name: None, model),
+    ):
         with pytest.raises(ValueError, match="matmuls: expected names of output, grad_input, grad_weight, got"):
             set_high_precision_matmuls(converted, unknown)
     frozen = freeze_to_float8(models.make_model().requires_grad_(False))
