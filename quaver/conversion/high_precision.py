@@ -59,6 +59,7 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
         names = _list_matmuls(matmuls(name)) if callable(matmuls) else common
         config = _make_config(module.float8_config, names)
         if config is not module.float8_config:
+            module.check_config(config)
             _check_stored(name, module, config)
             configs[module] = config
     gathered = {

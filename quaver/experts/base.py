@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from quaver.experts.grouped_gemm import describe_grouped_backends
+from quaver.experts.grouped_mm import find_config_obstacle
 from quaver.linear.float8_module import Float8Module
+from quaver.recipes.config import Float8LinearConfig
 
 
 class Float8Grouped(Float8Module):
     """A converted module with 3-D weights. Its subclasses multiply."""
 
     _describe_backends = staticmethod(describe_grouped_backends)
+
+    def check_config(self, config: Float8LinearConfig) -> None:
+        if obstacle := find_config_obstacle(config):
+            raise ValueError(f"config: {obstacle}")

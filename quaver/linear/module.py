@@ -90,6 +90,16 @@ class Float8Linear(Float8Module, nn.Linear):
     config = Float8Module.float8_config
     """`float8_config`, under its name in torchao."""
 
+    def check_config(self, config: Float8LinearConfig) -> None:
+        if config.has_persistent_scales and (self.scaling is None or not self.scaling.fits(config)):
+            raise ValueError(
+                "config: expected one without delayed or static scaling, or with the scaling that the linear was "
+                f"converted with, got {config.short_str()}; call convert_to_high_precision(model) and then "
+                "convert_to_float8_training(model, config=...), which makes the state of its scales"
+            )
+        if self.sharding is not None:
+            self.sharding.check_config(self, config)
+
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
             return apply_to_rows(self.forward, input)

@@ -120,6 +120,11 @@ class LinearSharding:
         """Return the quantizer of this rank's part of grad_output."""
         return self._make_quantizer(casts, hp_dtype, scale, self.grad_output_dim)
 
+    def check_config(self, linear: ShardedLinear, config: Float8LinearConfig) -> None:
+        """Raise ValueError if the parts of the weight would split blocks of `config`."""
+        if self.weight_dim is not None:
+            check_can_be_sharded(linear, self.weight_dim, self.group.size(), config)
+
     def _make_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, sharded_dim: int | None
     ) -> Quantizer:
@@ -255,7 +260,7 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    config, scaling, trains = linear.config, linear.scaling, linear.weight.requires_grad
+    config, scaling, trains = linear.float8_config, linear.scaling, linear.weight.requires_grad
 
     def describe() -> list[str]:
         slots = [] if scaling is None else scaling.list_named_slots()
@@ -266,9 +271,14 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
     check_ranks_agree_once(linear, subjects, describe, lambda: [group], what="tensor-parallel linears")
 
 
-def check_can_be_sharded(linear: ShardedLinear, weight_dim: int, ranks: int) -> None:
-    """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale."""
-    casts = linear.float8_config.casts
+def check_can_be_sharded(
+    linear: ShardedLinear, weight_dim: int, ranks: int, config: Float8LinearConfig | None = None
+) -> None:
+    """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale.
+
+    `config`: instead of the linear's.
+    """
+    casts = (config or linear.float8_config).casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
     # Configs give the layout of row codes; in column codes blocks are transposed.
     cast_dims = [(operand.row, dim) for operand, dim in sharded]

@@ -239,6 +239,8 @@ def test_features_that_ranks_do_not_divide(recipe, layouts):
     results = parallel_models.step_on_parts(arrangement, module, input, [grad_output])
     torch.testing.assert_close(results, expected, **FLOAT32_SUMS)
     torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), **FLOAT32_SUMS)
+    with pytest.raises(ValueError, match="tensor parallelism expects parts of whole blocks"):
+        rowwise.config = "blockwise"
 
 
 @pytest.mark.parametrize("where", ["weight", "input", "grad_output"])

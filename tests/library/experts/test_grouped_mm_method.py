@@ -35,6 +35,8 @@ def test_a_signature_is_bound(method):
     b_t = weight.transpose(1, 2)
     out = module._grouped_mm(**dict(zip(names, (tokens, b_t if "B_t" in names else weight, ends), strict=True)))
     assert_same_bits(out, float8_grouped_mm(tokens, b_t, ends, config="rowwise"))
+    with pytest.raises(ValueError, match="config: experts are scaled dynamically"):
+        module.float8_config = "delayed"
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_a_config_is_refused_if_the_linear_has_other_persistent_scales():
     linear = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config="delayed_with_dynamic_weight")[0]
     own = linear.config
     for config in (config_of("delayed"), replace(own, delayed_scaling_config=DelayedScalingConfig(history_len=2))):
-        with pytest.raises(ValueError, match="the scaling that the module was converted with"):
+        with pytest.raises(ValueError, match="the scaling that the linear was converted with"):
             linear.config = config
     linear.config = "rowwise"
     linear.config = own
