@@ -292,7 +292,6 @@ def test_a_rank_that_changes_alone_raises(change, spread):
     assert run(2, _change, change, spread, [0, 1]) == ["no error"] * 2
 
 
-
 @on_ranks(4)
 def test_weights_on_equal_meshes_take_one_exchange():
     """PyTorch caches by mesh, so that a weight can hold the groups of an equal mesh that was made before."""

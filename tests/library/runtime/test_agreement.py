@@ -1,11 +1,14 @@
-"""Tests how ranks meet in a store, without a collective."""
+"""Tests how ranks compare, and how they meet in a store without a collective."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
-from quaver.runtime.agreement import meet_ranks
+from quaver.runtime.agreement import check_ranks_agree_again, meet_ranks
+from quaver.torch_private.fake_ranks import FakeStore
+from tests.isolated import isolated
 
 
 class _Store:
@@ -36,3 +39,13 @@ def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(monkeypa
         meet_ranks(group, "it happened", advice="all")
     store.arrive = lambda: meet_ranks(group, "it happened", advice="all")  # the call that failed does not count
     meet_ranks(group, "it happened", advice="all")
+
+
+def _compare_fake_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with FakeTensorMode():
+        check_ranks_agree_again(["a line"], dist.group.WORLD, what="lines")
+
+
+def test_a_process_that_only_pretends_to_have_other_ranks_compares_nothing():
+    isolated(_compare_fake_ranks)
