@@ -59,7 +59,8 @@ class Float8AdamW(Float8Optimizer):
                 `exp_avg` is float8, `exp_avg_sq` must be float8; see `_check_moment_storages`.
             masters: for bfloat16 parameters: "bfloat16" updates and stochastically rounds the parameters, "float32"
                 updates a float32 copy of them.
-            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks.
+            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks that have a parameter in whole. The
+                first step compares it over mesh dims that replicate DTensors. DDP has no mesh, so nothing is compared.
             compile: compile the arithmetic once for all parameters, unless the C extension does it.
         Raises:
             ValueError: an option is out of range, or a parameter has another dtype.

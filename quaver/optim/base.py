@@ -35,6 +35,7 @@ from quaver.optim.state import (
     read_moments,
     update_master,
 )
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again
 from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.once import log_once
@@ -69,6 +70,8 @@ class Float8Optimizer(Optimizer):
     """The optimizer of torch whose state dicts are converted. Options that it lacks are this optimizer's own."""
     skipped_noun: ClassVar[str]
     """The noun, in messages, for the parts of a step that are skipped because numbers are not finite."""
+    _compared_seeds: list[int] | None = None
+    """The seeds of the param groups in the last comparison with the ranks of replicas. Copies begin without."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
@@ -108,13 +111,15 @@ class Float8Optimizer(Optimizer):
         """Make one step of all parameters that have gradients.
 
         Raises the errors of `check_step`, before anything changes. A param group whose step fails, for example for lack
-        of memory, is not counted.
+        of memory, is not counted. The first step, and one after another seed, also raises RuntimeError if the ranks of
+        a mesh dim that replicates a parameter have different seeds: they would round it differently.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.check_step()
+        self._check_replicas_have_equal_seeds()
         for group, steps in zip(self.param_groups, self._prepare_steps(), strict=True):
             self._step_group(group, steps)
             for parameter, _, _ in steps:
@@ -146,6 +151,21 @@ class Float8Optimizer(Optimizer):
                 check_gradient(parameter)
                 if parameter.grad is not None and (state := self.state.get(parameter)):
                     check_state(parameter, state, group)
+
+    def _check_replicas_have_equal_seeds(self) -> None:
+        seeds = [group["seed"] for group in self.param_groups]
+        if seeds == self._compared_seeds:
+            return
+        replicas: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            if isinstance(parameter, DTensor):
+                for axis, placement in enumerate(parameter.placements):
+                    if placement.is_replicate():
+                        process_group = parameter.device_mesh.get_group(axis)
+                        replicas[tuple(dist.get_process_group_ranks(process_group))] = process_group
+        check = check_ranks_agree if self._compared_seeds is None else check_ranks_agree_again
+        check([f"seed {seed}" for seed in seeds], *replicas.values(), what=f"the seeds of {type(self).__name__}")
+        self._compared_seeds = seeds
 
     def name_parameters(self, model: nn.Module) -> None:
         """Name this optimizer's parameters in the log as in `model`. As with AdamW, state dicts have no names.

@@ -64,7 +64,8 @@ class Float8Muon(Float8Optimizer):
             momentum_buffer: how the momentum is stored: float8, bfloat16 (rounded stochastically) or float32.
             masters: for bfloat16 parameters: "bfloat16" updates and stochastically rounds the parameters, "float32"
                 updates a float32 copy of them.
-            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks.
+            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks that have a parameter in whole. The
+                first step compares it over mesh dims that replicate DTensors. DDP has no mesh, so nothing is compared.
         Raises:
             ValueError: an option is out of range, or a parameter is not a matrix or has another dtype.
         """

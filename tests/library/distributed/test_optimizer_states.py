@@ -17,7 +17,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from quaver.recipes.config import Float8LinearConfig
 from tests import steps
-from tests.ranks import mesh_of, on_ranks, run
+from tests.ranks import mesh_of, on_ranks, refusal, run
 from tests.steps import assert_same, draw, full
 from tests.thinned import at_night
 
@@ -290,6 +290,19 @@ def test_an_inf_on_one_rank_leaves_all_ranks_untouched_under_a_gradient_scaler()
             assert_same(after, before)
         else:
             assert not any(torch.equal(after[name]["parameter"], before[name]["parameter"]) for name in after)
+
+
+@on_ranks(4)
+def test_ranks_with_replicas_raise_if_their_seeds_differ():
+    """Ranks 0 and 2 have the same shards, and so do ranks 1 and 3."""
+    for seed, raises in ((dist.get_rank() % 2, False), (dist.get_rank() // 2, True)):
+        model = _replicate(make_matrices())
+        optimizer = Float8AdamW(model.parameters(), seed=seed)
+        give_gradients(model, 0)
+        expected = "RuntimeError: ranks disagree about the seeds of Float8AdamW: rank" if raises else "no error"
+        assert refusal(optimizer.step).startswith(expected)
+    optimizer.param_groups[0]["seed"] = 1
+    optimizer.step()
 
 
 @on_ranks(2)
