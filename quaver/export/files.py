@@ -224,6 +224,12 @@ def _open_file(file: Path) -> Any:
         raise InputError(f"{str(file)!r} is damaged: {error}; download it again") from error
 
 
+def check_positive_integer(argument: str, number: object) -> None:
+    """Raise ValueError unless `number`, the value of `argument`, is an int of 1 or more."""
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{argument}: expected an integer, 1 or more, got {number!r}")
+
+
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_bytes` (or one larger tensor), and an index. Memory holds one file.
 

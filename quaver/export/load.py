@@ -20,6 +20,7 @@ from quaver.export.files import (
     SINGLE_FILE,
     SafetensorsWriter,
     StoredTensors,
+    check_positive_integer,
     read_config,
     write_model,
 )
@@ -355,12 +356,13 @@ def import_float8(
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
-        ValueError: `folder` is a file and `out` does not end in .safetensors.
+        ValueError: `folder` is a file and `out` does not end in .safetensors; `max_shard_bytes` is no int of 1 or more.
         FileExistsError: `out` exists.
         NotWrittenError: the weights cannot be written.
     """
     folder, out = Path(folder), Path(out)
     check_new(out)
+    check_positive_integer("max_shard_bytes", max_shard_bytes)
     if folder.is_file() and out.suffix != SAFETENSORS:
         raise InputError(f"{str(out)!r}: expected a name that ends in {SAFETENSORS}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)

@@ -18,7 +18,15 @@ from torch.distributed.tensor import DTensor
 from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_bundle
 from quaver.export.converted_view import Recipe
-from quaver.export.files import CONFIG_JSON, SINGLE_FILE, SafetensorsWriter, copy_files, encode_config, encode_json
+from quaver.export.files import (
+    CONFIG_JSON,
+    SINGLE_FILE,
+    SafetensorsWriter,
+    check_positive_integer,
+    copy_files,
+    encode_config,
+    encode_json,
+)
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import ExportPlan, find_frozen_weights
@@ -62,8 +70,9 @@ def save_float8(
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
         about: the origin, for the record of the bundle: "source", "step".
         files: more files to copy, such as the tokenizer's. A generation_config.json replaces the model's.
-        high_precision_model: a function that returns the unsharded high-precision model, to measure how its logits
-            change; None to measure nothing. It is called before the first file is written.
+        high_precision_model: a function that returns an unsharded high-precision copy of the model, to measure how its
+            logits change; None to measure nothing. It is called before the first file is written. The measurement
+            replaces the weights of the copy.
         measure_tokens: the number of random tokens on which to measure.
     Returns:
         The weights that were written, with the cost of the format.
@@ -75,7 +84,7 @@ def save_float8(
         RuntimeError: the ranks export other tensors, or with another format or recipe.
         ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
             hold `config` or `about`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
-            one that the export writes; the high-precision model does not take tokens alone.
+            one that the export writes; the high-precision model does not take tokens alone, or is `model`.
     """
     check_is_module(model, argument="model")
     if weights is not None and not isinstance(weights, Mapping):
@@ -103,7 +112,7 @@ def save_float8(
         check_new(path)  # before the logits are measured
         options = {"config": config, "files": copied, "high_precision_model": high_precision_model}
         _check_types(config, about, high_precision_model)
-        _check_number("max_shard_bytes", max_shard_bytes)
+        check_positive_integer("max_shard_bytes", max_shard_bytes)
         plan.format.check_target(path, plan.names, **options)
         check_copied_files(copied)
         record = {"format": format, "recipe": plan.recipe, **(about or {})}
@@ -111,8 +120,9 @@ def save_float8(
         if plan.format.is_file:
             return _create_file(path, model, tensors, record)
         config_json = _encode_quantized_config(config, model, tensors, dtype)
-        # A model whose logits cannot be measured is refused before anything is written.
-        logits = None if high_precision_model is None else _LogitsMeasurement(high_precision_model, measure_tokens)
+        logits = None
+        if high_precision_model is not None:  # a model whose logits cannot be measured is refused before the first file
+            logits = _LogitsMeasurement(high_precision_model, measure_tokens, exported=model)
         return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
 
     _write(tensors, open_target, is_sharded=is_sharded)
@@ -127,11 +137,6 @@ def _check_types(config: object, about: object, high_precision_model: object) ->
     if high_precision_model is not None and not is_function:
         got = type(high_precision_model).__name__
         raise TypeError(f"high_precision_model: expected a function that returns the model, got a {got}")
-
-
-def _check_number(name: str, number: object) -> None:
-    if type(number) is not int or number < 1:
-        raise ValueError(f"{name}: expected an integer, 1 or more, got {number!r}")
 
 
 def _parse_files(files: Any) -> list[Path]:
@@ -277,15 +282,20 @@ def _get_config(model: nn.Module) -> dict[str, Any]:
 class _LogitsMeasurement:
     """Measures how the logits of a model on random tokens change with the dequantized weights of a folder."""
 
-    def __init__(self, make_model: Callable[[], nn.Module], count: int) -> None:
+    def __init__(self, make_model: Callable[[], nn.Module], count: int, *, exported: nn.Module) -> None:
         """Compute the logits of the high-precision model on `count` tokens.
 
         Raises:
-            InputError: the model does not take tokens alone.
+            InputError: the model does not take tokens alone, or has parameters of the `exported` one.
         """
-        _check_number("measure_tokens", count)
+        check_positive_integer("measure_tokens", count)
         model = make_model()
         check_is_module(model, argument="the result of high_precision_model")
+        if not set(exported.parameters()).isdisjoint(model.parameters()):
+            raise InputError(
+                "high_precision_model: expected a function that returns a copy, whose weights the measurement will "
+                "replace, got the exported model; return copy.deepcopy(model)"
+            )
         self._model = model.eval()
         vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
         self._tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))

@@ -203,6 +203,8 @@ def test_files_that_would_replace_others_are_refused_before_the_work(message, tm
 def test_numbers_below_1_are_refused_before_the_work(option, number, tmp_path):
     with pytest.raises(ValueError, match=f"^{option}: expected an integer, 1 or more, got {number!r}$"):
         saved(tmp_path / "out", high_precision_model=pytest.fail, **{option: number})
+    with pytest.raises(ValueError, match="^max_shard_bytes: expected an integer, 1 or more, got"):
+        import_float8(tmp_path, tmp_path / "out", max_shard_bytes=number)
 
 
 def test_the_change_of_the_logits_is_measured(tmp_path):
@@ -211,6 +213,13 @@ def test_the_change_of_the_logits_is_measured(tmp_path):
     assert logits["tokens"] == 32
     assert 15 < logits["sqnr_db"] < 60
     assert f"SQNR {logits['sqnr_db']:.2f} dB" in (folder / "README.md").read_text()
+
+
+def test_the_measurement_refuses_the_exported_model(tmp_path):
+    model = convert_to_high_precision(tiny())
+    with pytest.raises(InputError, match="^high_precision_model: .* got the exported model; return copy"):
+        save_float8(model, tmp_path / "out", recipe="rowwise", config={}, high_precision_model=lambda: model)
+    assert model.training
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
