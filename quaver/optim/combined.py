@@ -58,6 +58,9 @@ class CombinedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        groups = list(groups)
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"param_groups: expected {len(self.param_groups)} groups, got {len(groups)}")
         remaining = iter(groups)
         for optimizer in self.optimizers:
             optimizer.param_groups = list(islice(remaining, len(optimizer.param_groups)))

@@ -20,7 +20,8 @@ def check_shared_options(group: dict[str, Any]) -> None:
             raise ValueError(f"{name}: expected a finite number, 0 or more, got {group[name]!r}")
     if type(group["seed"]) is not int or not 0 <= group["seed"] < 2**63:
         raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {group['seed']!r}")
-    check_torch_options(group, "amsgrad", "maximize", "capturable", "differentiable")
+    check_torch_options(group, "capturable", "differentiable")
+    check_same_algorithm(group)
     for parameter in group["params"]:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"expected parameters in float32 or bfloat16, got {parameter.dtype}")

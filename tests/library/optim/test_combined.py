@@ -139,6 +139,9 @@ def test_what_does_not_fit_is_refused():
         CombinedOptimizer(parameters)
     with pytest.raises(ValueError, match="with 2 param groups, got 1"):
         optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
+    for groups in ([], [*optimizer.param_groups, {"params": []}]):
+        with pytest.raises(ValueError, match="^param_groups: expected 2 groups, got "):
+            optimizer.param_groups = groups
     for state_dict in (7, {}):
         with pytest.raises(ValueError, match="of CombinedOptimizer with 'state' and 'param_groups', got"):
             optimizer.load_state_dict(state_dict)

@@ -176,7 +176,7 @@ def test_options_of_torch_that_these_lack_are_refused(optimizer):
         (torch.optim.AdamW, {"foreach": False}, None),
     ],
 )
-def test_states_of_another_algorithm_are_refused(make, options, message):
+def test_states_and_param_groups_of_another_algorithm_are_refused(make, options, message):
     parameter = nn.Parameter(torch.ones(64, 64))
     parameter.grad = torch.ones(64, 64)
     theirs = make([parameter], **options)
@@ -187,6 +187,8 @@ def test_states_of_another_algorithm_are_refused(make, options, message):
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
             load()
         assert bool(target.state) == (message is None)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        Float8AdamW(theirs.param_groups)
 
 
 @pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
