@@ -87,7 +87,10 @@ def _open_locked(lock: Path, path: Path) -> int:
     import fcntl  # Windows has none
 
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:  # it would name the lock
+            raise type(error)(error.errno, error.strerror, str(path)) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), lock.stat()):  # else its last holder has removed it

@@ -62,6 +62,13 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path, write):
     assert [file.name for file in tmp_path.rglob("*")] == (["out", "file"] if path.is_dir() else ["out"])
 
 
+def test_an_error_names_the_file_and_not_its_lock(tmp_path):
+    path = tmp_path / "missing" / "out"
+    with pytest.raises(FileNotFoundError) as error, replace_file(path):
+        pass
+    assert error.value.filename == str(path)
+
+
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
     def fail(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
