@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import weakref
 from contextlib import AbstractContextManager, suppress
@@ -154,10 +155,15 @@ class Float8Monitor(_Callback):
     Args:
         every: the number of optimizer steps between samples.
         options: further options of `quaver.monitor`. `sink` is by default numerics.jsonl in the Trainer's log folder.
+    Raises:
+        TypeError: `quaver.monitor` has no such option, or the callback gives it itself.
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
         self._options = {"every": every, **options}
+        inspect.signature(Monitor).bind(
+            None, completed_steps=0, **self._options
+        )  # an error now, not when training starts
         self.monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -215,6 +215,8 @@ def test_wrong_arguments_are_refused_before_a_module_is_converted(plugin):
         plugin("rowise")
     with pytest.raises(TypeError, match="module_filter_fn: expected a function of a module and its name, got 3"):
         plugin("rowwise", module_filter_fn=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        Float8Monitor(evry=3)
 
 
 PROGRAM_OF_LIGHTNING = """
