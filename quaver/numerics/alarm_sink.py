@@ -32,11 +32,12 @@ class AlarmSink:
         alarms: the alarms, by default of all rules.
         on_event: called with each `Alarm` and `AlarmCleared` after it was written. Its exceptions end the step.
         post_mortem: the file for the last samples up to a value that is not finite, and its alarm.
-        keep: the most samples in the post-mortem.
-        recalls: the record of a run that resumes. Its last samples count like samples of this run, so bad tensors stay
-            bad and no alarm is raised twice.
+        post_mortem_samples: the most samples in the post-mortem, 1 or more.
+        resumed_record: the record of a run that resumes. Its last samples count like samples of this run, so bad
+            tensors stay bad and no alarm is raised twice.
     Raises:
-        TypeError: `sink` is no sink.
+        TypeError: `sink` is no sink, `alarms` no `Alarms`, or `on_event` no function.
+        ValueError: `post_mortem_samples` is no int of 1 or more.
     """
 
     def __init__(
@@ -46,16 +47,22 @@ class AlarmSink:
         alarms: Alarms | None = None,
         on_event: Callable[[Alarm | AlarmCleared], None] | None = None,
         post_mortem: str | Path | None = None,
-        keep: int = EARLIER_SAMPLES,
-        recalls: str | Path | None = None,
+        post_mortem_samples: int = EARLIER_SAMPLES,
+        resumed_record: str | Path | None = None,
     ) -> None:
+        if not isinstance(alarms, Alarms | None):
+            raise TypeError(f"alarms: expected an Alarms, got {alarms!r}")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event: expected a function of an event, got {on_event!r}")
+        if type(post_mortem_samples) is not int or post_mortem_samples < 1:
+            raise ValueError(f"post_mortem_samples: expected an integer, 1 or more, got {post_mortem_samples!r}")
         self.alarms = Alarms() if alarms is None else alarms
         self._sink = make_sink(sink)
         self._on_event = on_event
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
-        self._recalls = None if recalls is None else Path(recalls)
+        self._resumed_record = None if resumed_record is None else Path(resumed_record)
         self._header: dict[str, Any] = {}
-        self._last: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=keep)
+        self._last: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=post_mortem_samples)
         """Samples, each with its header: before a resume the model may have had other tensors."""
         self.raised_by_callback: BaseException | None = None
         """The last exception that `on_event` raised, as opposed to a sink's."""
@@ -72,11 +79,11 @@ class AlarmSink:
                 self._handle(event)
 
     def _recall(self, step: int) -> None:
-        if self._recalls is not None:
-            for header, sample in read_last_samples(self._recalls, before=step, count=RECALLED_SAMPLES):
+        if self._resumed_record is not None:
+            for header, sample in read_last_samples(self._resumed_record, before=step, count=RECALLED_SAMPLES):
                 self._last.append((header, sample))
                 self.alarms.update(header, sample)
-        self._recalls = None
+        self._resumed_record = None
 
     def close(self) -> None:
         """Close the other sink."""

@@ -44,8 +44,8 @@ class RunAlarms:
         on_alarm = stop it recalls nothing: the alarm that stopped the run would stop it again.
         """
         alarms = Alarms(action=self.config.on_alarm)
-        recalls = None if self.config.on_alarm == "stop" else folder.numerics_path
-        files = {"post_mortem": folder.post_mortem_path, "recalls": recalls}
+        resumed_record = None if self.config.on_alarm == "stop" else folder.numerics_path
+        files = {"post_mortem": folder.post_mortem_path, "resumed_record": resumed_record}
         return _RunSink(failures, folder, sink, alarms=alarms, on_event=self.handle_event, **files)
 
     def take_fallbacks(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ def test_alarms_stand_behind_their_sample_and_are_the_same_over_the_record(tmp_p
 
 
 def test_the_samples_before_a_nonfinite_value_are_kept(tmp_path):
-    sink = AlarmSink(post_mortem=tmp_path / "post_mortem.jsonl", keep=4)
+    sink = AlarmSink(post_mortem=tmp_path / "post_mortem.jsonl", post_mortem_samples=4)
     write(sink, make_header(), *(make_sample(step) for step in range(1, 9)))
     assert not (tmp_path / "post_mortem.jsonl").exists()
     sink.write(make_sample(9, NAN))
@@ -55,7 +55,7 @@ def test_the_samples_before_a_resume_keep_the_header_of_their_tensors(tmp_path):
     header, sample = make_header(), make_sample(3, NAN)
     header |= {"step": 3, "tensors": header["tensors"][:-1]}
     sample |= {name: sample[name][:-1] for name in header["statistics"]}
-    write(AlarmSink(path, post_mortem=post_mortem, recalls=path), header, sample)
+    write(AlarmSink(path, post_mortem=post_mortem, resumed_record=path), header, sample)
     record = Record.read(post_mortem)
     assert record.steps.tolist() == [1, 2, 3]
     count = len(header["tensors"])
@@ -68,6 +68,9 @@ def test_the_sink_of_alarms_is_any_sink_of_a_monitor():
     assert lines == [make_header()]
     with pytest.raises(TypeError, match="sink: expected a path, a function or an object"):
         AlarmSink(5)
+    for option, bad in {"alarms": [], "on_event": "print", "post_mortem_samples": 0}.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{option}: expected .*, got "):
+            AlarmSink(**{option: bad})
 
 
 def test_what_a_callback_raises_ends_the_step(tmp_path):
@@ -93,7 +96,7 @@ def test_a_loop_that_resumes_raises_what_an_uninterrupted_one_raises(tmp_path, s
     path.unlink()
     write(AlarmSink(path), make_header(), *samples[:9])
     path.write_bytes(path.read_bytes() + b'{"kind": "sam')
-    resumed = AlarmSink(path, on_event=events.append, recalls=path)
+    resumed = AlarmSink(path, on_event=events.append, resumed_record=path)
     write(resumed, make_header() | {"step": step + 1}, *samples[step:10], make_header() | {"step": 11}, *samples[10:])
     assert events == [event for event in expected if event.step > step]
     assert Record.read(path).steps.tolist() == list(range(1, 16))
