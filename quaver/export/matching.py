@@ -182,7 +182,7 @@ def _read_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tu
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():
         if isinstance(weight.module, Float8Linear):
-            part, device = tensors.plan.checkpoint.get_stored_names(name)[0], weight.parameter.device
+            part, device = tensors.plan.checkpoint_names.get_stored_names(name)[0], weight.parameter.device
             codes, scale = stored[part].to(device), stored[format.get_scale_name(part)].to(device)
             scale = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
             yield name, Operand(codes, scale.squeeze() if scale.numel() == 1 else scale)

@@ -39,7 +39,7 @@ class ExportPlan:
     """The names of the tensors in the order of the model; tied tensors have one name."""
     names_in_weights: dict[str, str]
     """The name of a tensor among the user's `weights`, by its name in the model."""
-    checkpoint: CheckpointNames
+    checkpoint_names: CheckpointNames
     ignore: list[str]
     """The modules whose matrices stay in high precision, by their names in the model and in the checkpoint."""
     format: WeightFormat
@@ -54,7 +54,7 @@ class ExportPlan:
     @property
     def count(self) -> int:
         """The number of matrices that are stored in float8."""
-        return sum(len(self.checkpoint.get_stored_names(name)) for name in self.float8)
+        return sum(len(self.checkpoint_names.get_stored_names(name)) for name in self.float8)
 
 
 def get_linear_name(name: str) -> str:
@@ -74,8 +74,8 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     ]
     linears = [get_linear_name(name) for name in converted if name not in (*stacks, *transposed)]
     high_precision_linears = kind.list_unsupported(model, linears, stacks)
-    report, checkpoint = conversion_report(model), make_checkpoint_names(model, has_linears=kind.has_linears)
-    whole_stacks = [name for name in stacks if name not in checkpoint.stacks]
+    report, checkpoint_names = conversion_report(model), make_checkpoint_names(model, has_linears=kind.has_linears)
+    whole_stacks = [name for name in stacks if name not in checkpoint_names.stacks]
     left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
     if transposed and not float8:
@@ -86,25 +86,25 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     config, weight_format = _choose_common_format(format, float8)
     names, tied = _list_names(model)
     _check_names(model, names, [name for name in tied if name in float8])
-    names_in_weights = {} if weights is None else _match_given_names(names, weights, checkpoint, float8)
+    names_in_weights = {} if weights is None else _match_given_names(names, weights, checkpoint_names, float8)
     untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
     absent = [name for name in untied if name not in names_in_weights]
     if weights is not None and absent:
         logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(absent))
     names = names if weights is None else list(names_in_weights)
-    ignore = _list_ignored_modules(model, names, tied, float8, checkpoint)
-    sizes = {name: _compute_matrix_size(name, weight, checkpoint) for name, weight in float8.items()}
+    ignore = _list_ignored_modules(model, names, tied, float8, checkpoint_names)
+    sizes = {name: _compute_matrix_size(name, weight, checkpoint_names) for name, weight in float8.items()}
     weight_format.check_weights(model, sizes, ignore)
     has_blocks = weight_format.block_size == (BLOCK_SIZE, BLOCK_SIZE)
     ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
-    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.list_modules(name))
+    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint_names.list_modules(name))
     return ExportPlan(
         float8=float8 if format in CHECKPOINT_FORMATS else {},
         whole_stacks=whole_stacks + _list_torchtitan_stacks(model),
         high_precision_linears=high_precision_linears,
         names=names,
         names_in_weights=names_in_weights,
-        checkpoint=checkpoint,
+        checkpoint_names=checkpoint_names,
         ignore=ignore,
         format=weight_format,
         ragged=[get_linear_name(name) for name in ragged],
@@ -160,16 +160,16 @@ def _choose_common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tu
 
 
 def _match_given_names(
-    names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
+    names: list[str], weights: Mapping[str, Tensor], checkpoint_names: CheckpointNames, float8: Iterable[str]
 ) -> dict[str, str]:
     """Return the user's name of each tensor, or of the last matrix of a stack, by its name in the model."""
-    names_in_weights = {name: stored for stored, name in checkpoint.find_model_names(names, weights).items()}
+    names_in_weights = {name: stored for stored, name in checkpoint_names.find_model_names(names, weights).items()}
     missing = [name for name in float8 if name not in names_in_weights]
     missing += [
         part
-        for name in checkpoint.stacks
+        for name in checkpoint_names.stacks
         if name in names_in_weights and name not in weights
-        for part in checkpoint.get_stored_names(name)
+        for part in checkpoint_names.get_stored_names(name)
         if part not in weights
     ]
     if missing:
@@ -178,7 +178,7 @@ def _match_given_names(
 
 
 def _list_ignored_modules(
-    model: nn.Module, names: list[str], tied: list[str], in_float8: Iterable[str], checkpoint: CheckpointNames
+    model: nn.Module, names: list[str], tied: list[str], in_float8: Iterable[str], checkpoint_names: CheckpointNames
 ) -> list[str]:
     """Return the modules whose matrices stay in high precision, by every name that readers look for.
 
@@ -189,10 +189,10 @@ def _list_ignored_modules(
     tensors = model.state_dict(keep_vars=True)
     dims = {strip_wrappers(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     matrices = [name for name in (*names, *tied) if name not in in_float8 and (dims.get(name, 2) >= 2 or name in tied)]
-    ignored = {module for name in matrices for module in _list_modules_in_readers(name, checkpoint)}
-    quantized = {module for name in in_float8 for module in checkpoint.list_modules(name)}
+    ignored = {module for name in matrices for module in _list_modules_in_readers(name, checkpoint_names)}
+    quantized = {module for name in in_float8 for module in checkpoint_names.list_modules(name)}
     ends = {module[index + 1 :] for module in quantized for index, character in enumerate(module) if character == "."}
-    base = checkpoint.conversions.base_prefix  # a model that is loaded without its head lacks this prefix
+    base = checkpoint_names.conversions.base_prefix  # a model that is loaded without its head lacks this prefix
     ignored |= {module.removeprefix(base) for module in ignored} - ends
     while quantized:
         ignored -= quantized
@@ -200,25 +200,25 @@ def _list_ignored_modules(
     return sorted(ignored)
 
 
-def _list_modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
+def _list_modules_in_readers(name: str, checkpoint_names: CheckpointNames) -> Iterator[str]:
     """Yield the modules of a tensor, and the names by which readers ignore experts.
 
     transformers looks for the module of all experts: any module called `experts`. In compressed-tensors, vLLM and
     SGLang look for the three linears of the first expert under their most common names.
     """
-    modules = checkpoint.list_modules(name)
-    if name in checkpoint.stacks or name in checkpoint.whole_stacks:
+    modules = checkpoint_names.list_modules(name)
+    if name in checkpoint_names.stacks or name in checkpoint_names.whole_stacks:
         experts = name.rpartition(".")[0]
-        modules += [experts, checkpoint.get_stored_name(f"{experts}.").removesuffix(".")]
+        modules += [experts, checkpoint_names.get_stored_name(f"{experts}.").removesuffix(".")]
         modules += [f"{modules[-1]}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
     modules += [f"{module.partition('.experts.')[0]}.experts" for module in modules if ".experts." in module]
     yield from modules
 
 
-def _compute_matrix_size(name: str, weight: ModuleWeight, checkpoint: CheckpointNames) -> Sequence[int]:
+def _compute_matrix_size(name: str, weight: ModuleWeight, checkpoint_names: CheckpointNames) -> Sequence[int]:
     size = list(weight.parameter.shape[-2:])
-    rows, columns = reversed(size) if name in checkpoint.transposed else size
-    return [rows // len(checkpoint.get_parts(name)[0]), columns]
+    rows, columns = reversed(size) if name in checkpoint_names.transposed else size
+    return [rows // len(checkpoint_names.get_parts(name)[0]), columns]
 
 
 def get_named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ class Float8Weights:
         self._frozen = find_frozen_weights(model)
         self._buffers = {strip_wrappers(name) for name, _ in model.named_buffers()}
         kv_scales = {} if is_file else get_kv_scales(model)
-        self.kv_scales = {self.plan.checkpoint.get_stored_name(name): scale for name, scale in kv_scales.items()}
+        self.kv_scales = {self.plan.checkpoint_names.get_stored_name(name): scale for name, scale in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _find_fsdp_modules(model, self.plan)
         self._gathered_as_codes: dict[str, DTensor] = {}
         """The sharded weights whose codes and scales the checkpoint holds: ranks gather no high-precision values."""
@@ -205,9 +205,9 @@ class Float8Weights:
 
     def _can_gather_codes(self, name: str, rows: int) -> bool:
         """Return whether ranks gather only codes and scales of a weight. No block may have rows of two parts."""
-        if name in self._frozen or name in self.plan.checkpoint.transposed:
+        if name in self._frozen or name in self.plan.checkpoint_names.transposed:
             return False
-        parts, block = len(self.plan.checkpoint.get_parts(name)[0]), self.plan.format.block_size
+        parts, block = len(self.plan.checkpoint_names.get_parts(name)[0]), self.plan.format.block_size
         return parts == 1 or block is None or rows // parts % block[0] == 0
 
     def _find_read_dtype(self, name: str) -> torch.dtype | None:
@@ -270,7 +270,7 @@ class Float8Weights:
                 for part, stored_operand in zip(parts, stored, strict=True):
                     yield from format.iter_tensors(part, stored_operand)
             if format.has_activation_scales and isinstance(weight.module, Float8Linear):
-                prefix = self.plan.checkpoint.get_stored_name(name).removesuffix("weight")
+                prefix = self.plan.checkpoint_names.get_stored_name(name).removesuffix("weight")
                 yield (
                     f"{prefix}input_scale",
                     format.convert_scale(get_input_scale(get_linear_name(name), weight.module)),
@@ -292,35 +292,36 @@ class Float8Weights:
 
         `amaxes`: of the linears that share a scale, if only codes and scales are gathered.
         """
-        weight, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
+        weight, transposed = self.plan.float8[name], name in self.plan.checkpoint_names.transposed
         if name in self._gathered_as_codes:
             sharded, amaxes = self._gathered_as_codes[name], self._compute_amaxes(name) if amaxes is None else amaxes
             operands = gather_whole_operands(sharded, self._get_local_shard(name), weight.config, amaxes)
             self.bytes_moved += sum(operand.data.nbytes for operand in operands)
-            for parts, operand in zip(self.plan.checkpoint.get_parts(name), operands, strict=True):
+            for parts, operand in zip(self.plan.checkpoint_names.get_parts(name), operands, strict=True):
                 yield parts, None, operand
             return
-        if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):
+        if name not in self._frozen or (name in self.plan.checkpoint_names.stacks and name not in self._weights):
             for parts, matrix in self._iter_matrices(name, self._find_read_dtype(name)):
                 yield parts, matrix, _quantize_matrix(weight, matrix)
             return
         frozen = self._gather_frozen(name)
-        for parts, stored in zip(self.plan.checkpoint.get_parts(name), frozen.list_matrices(), strict=True):
+        for parts, stored in zip(self.plan.checkpoint_names.get_parts(name), frozen.list_matrices(), strict=True):
             operand = stored.t() if transposed else stored
             yield parts, _dequantize(operand, frozen.dtype), operand
 
     def _iter_matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[PartNames, Tensor]]:
         """Yield a tensor, or each matrix [N, K] of a stack, in `dtype`, with the stored names of its parts."""
-        checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
+        names = self.plan.checkpoint_names
+        is_stack = name in names.stacks
         matrices: Iterable[Tensor]
         if not is_stack:
             matrices = [self._read(name)]
         elif name in self._fsdp_modules or name in self._weights:
-            transposed = name in checkpoint.transposed
+            transposed = name in names.transposed
             matrices = (matrix.t().contiguous() if transposed else matrix for matrix in self._read(name))
         else:
-            matrices = (torch.cat([self._gather_whole(part) for part in parts]) for parts in checkpoint.stacks[name])
-        for index, (parts, matrix) in enumerate(zip(checkpoint.get_parts(name), matrices, strict=True)):
+            matrices = (torch.cat([self._gather_whole(part) for part in parts]) for parts in names.stacks[name])
+        for index, (parts, matrix) in enumerate(zip(names.get_parts(name), matrices, strict=True)):
             matrix = matrix if dtype is None else matrix.to(dtype)
             may_be_infinite = name in self._buffers and not matrix.isnan().any()  # limits of Gemma 4's clipped linears
             if matrix.is_floating_point() and not (may_be_infinite or matrix.isfinite().all()):
@@ -376,7 +377,7 @@ class Float8Weights:
                 "before the export, or give them as `weights`"
             )
         expected = self._shapes.get(name, tensor.shape)
-        if tensor.shape != expected and name not in self.plan.checkpoint.whole_stacks:
+        if tensor.shape != expected and name not in self.plan.checkpoint_names.whole_stacks:
             raise InputError(f"{name}: expected {list(expected)}, as the model has, got {list(tensor.shape)}")
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
