@@ -8,21 +8,25 @@ layers, so tensors have the names of the base model. Modules of FSDP2 are plain 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.conversion.roles import LM_HEAD, ROUTER_NAMES
 from quaver.experts.module import get_expert_weights, is_experts
-from quaver.export.source import DEFAULT_FILTER, make_name_filter
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.runtime.names import find_tied_modules
 from quaver.torch_private.dtensor import is_dtensor
 from quaver.torch_private.fsdp import find_fsdp_module_class, get_param_dtype
 
 Recipe = Float8LinearConfig | Float8LinearRecipeName | str
+
+DEFAULT_FILTER = (LM_HEAD,)
+"""Linears whose full name contains one of these stay in high precision."""
 
 
 class ConvertedView(NamedTuple):
@@ -68,6 +72,23 @@ def make_converted_view(
         view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=admits
     )
     return view
+
+
+def make_name_filter(
+    filter_fqns: Sequence[str], tied: Collection[str] = ()
+) -> Callable[[nn.Module, str], FilterDecision]:
+    """Return a filter that leaves out routers, `tied` linears, and those whose name contains one of `filter_fqns`."""
+
+    def decide(module: nn.Module, name: str) -> FilterDecision:
+        part = next((part for part in filter_fqns if part in name), None)
+        if part is not None:
+            return FilterDecision(convert=False, reason=f"filter: name contains {part!r}")
+        if name in tied:
+            return FilterDecision(convert=False, reason="its weight is tied")
+        is_router = name.rpartition(".")[2] in ROUTER_NAMES
+        return FilterDecision(convert=not is_router, reason="a router of experts" if is_router else "")
+
+    return decide
 
 
 def _is_adapted(module: nn.Module) -> bool:

@@ -1,1 +1,1 @@
-"""Converts Llama models from Hugging Face's files to checkpoints, and back."""
+"""Converts Llama models from Hugging Face's files to checkpoints and back, and opens the sources of float8 exports."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
-from quaver.export.source import DEFAULT_FILTER, ExportSource, make_name_filter
+from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE
 from quaver.lab.runs.dcp import load_state, read_metadata
 from quaver.lab.runs.manifest import CHECKPOINT_HINT
@@ -24,6 +24,7 @@ from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.trainer.float8 import convert_filtered
 from quaver.lab.trainer.huggingface.config import make_hf_config
 from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage_settings, make_section, open_checkpoint
+from quaver.lab.trainer.huggingface.export_source import ExportSource
 from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.runtime.errors import InputError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.conversion.roles import LM_HEAD, ROUTER_NAMES
+from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.bundle import list_copied_files
+from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
 from quaver.recipes.config import resolve_config
 from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.names import find_tied_modules
-
-DEFAULT_FILTER = (LM_HEAD,)
-"""Linears whose full name contains one of these stay in high precision."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +33,6 @@ class ExportSource:
     about: Mapping[str, Any]
     files: list[Path] = field(default_factory=list)
     rounded_from: torch.dtype | None = None
-
-
-def make_name_filter(
-    filter_fqns: Sequence[str], tied: Collection[str] = ()
-) -> Callable[[nn.Module, str], FilterDecision]:
-    """Return a filter that leaves out routers, `tied` linears, and those whose name contains one of `filter_fqns`."""
-
-    def decide(module: nn.Module, name: str) -> FilterDecision:
-        part = next((part for part in filter_fqns if part in name), None)
-        if part is not None:
-            return FilterDecision(convert=False, reason=f"filter: name contains {part!r}")
-        if name in tied:
-            return FilterDecision(convert=False, reason="its weight is tied")
-        is_router = name.rpartition(".")[2] in ROUTER_NAMES
-        return FilterDecision(convert=not is_router, reason="a router of experts" if is_router else "")
-
-    return decide
 
 
 def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:
