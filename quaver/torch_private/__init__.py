@@ -20,7 +20,7 @@
 | `optimizer` | hooks of state dicts |
 | `muon` | Newton-Schulz and learning rates of torch.optim.Muon |
 | `hardware` | instructions of the CPU, the float8 matmul of GPUs |
-| `replacing` | attributes that are replaced inside a block |
+| `replacing` | how a block replaces one of these names, or another library's, and restores it |
 
 Each file begins with its names, their purpose, and when they can be removed; "no replacement" means that torch 2.14 has
 no public equivalent. tests/library/test_torch_private.py fails if a name disappears or changes, and if a private name

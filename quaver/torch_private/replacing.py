@@ -1,7 +1,4 @@
-"""The scoped replacement of an attribute, for behavior that PyTorch and its friends have no hook for.
-
-- `replace_attribute(owner, name, replacement)`: setattr on a class or module of PyTorch, and its undo. No replacement.
-"""
+"""`replace_attribute`: replaces an attribute of PyTorch inside a block, where PyTorch has no hook, and restores it."""
 
 from __future__ import annotations
 
