@@ -1,7 +1,13 @@
-"""Measures the numerics of a model's float8 matmuls while it trains; see monitoring.py."""
+"""Measures the numerics of a model's float8 matmuls while it trains.
+
+measure    monitoring.py attaches a probe to each weight (probe.py), which adds to slots (observe.py, statistics.py)
+write      ranks.py merges the slots of all ranks, and delivery.py writes them as lines of a record (record.py)
+judge      alarm_sink.py gives each sample (history.py) to alarms.py, by the rules of rules.py
+"""
 
 from quaver.numerics.extras import compute_what_if
-from quaver.numerics.logprob_mismatch import Difference, Mismatch, compute_mismatch, find_first_differences
+from quaver.numerics.layer_differences import Difference, find_first_differences
+from quaver.numerics.logprob_mismatch import Mismatch, compute_mismatch
 from quaver.numerics.monitoring import Monitor, monitor
 
 __all__ = [

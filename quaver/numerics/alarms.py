@@ -172,8 +172,8 @@ class Alarms:
     @property
     def suspects(self) -> set[str]:
         """The layers that may soon alarm by a rule with remedies; their next sample should have what-if figures."""
-        remedied = {rule.name for rule in self.rules if rule.remedied}
-        return {key[1] for key, state in self._states.items() if state.bad and key[0] in remedied and not state.cause}
+        rules = {rule.name for rule in self.rules if rule.has_remedies}
+        return {key[1] for key, state in self._states.items() if state.bad and key[0] in rules and not state.cause}
 
     def _forget_changed(self, header: Mapping[str, Any]) -> None:
         """Forget alarms of tensors that have another recipe now or are not measured any more."""
@@ -249,7 +249,7 @@ class Alarms:
         if self._recent is None or self._count - self._recent[1] > FOLLOWING_SAMPLES:
             return None
         key = self._recent[0]
-        is_harmed = key[0] == "jump" and finding.rule.remedied and finding.key[1:] == key[1:]  # it has remedies
+        is_harmed = key[0] == "jump" and finding.rule.has_remedies and finding.key[1:] == key[1:]
         return None if is_harmed or finding.rule.name == "nonfinite" != key[0] else key
 
     def _make_alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:

@@ -21,7 +21,7 @@ from torch import Tensor
 from quaver.kernels.operands import Operand, expect
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.expected import compute_bulk_db
+from quaver.numerics.error_bounds import compute_bulk_db
 from quaver.numerics.matmul_sums import SUMS_WIDTH, MatmulSqnrs, SampledRows, observe_sums
 from quaver.numerics.record import Values, encode_counts
 from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
@@ -59,7 +59,7 @@ def compute_what_if(
 
     An outlier has most of a matrix's signal, and floating point keeps its relative error. The SQNR of the matrix
     therefore hides what the outlier's scale does to the other elements, but the share that underflows shows it
-    (expected.py). The lower of the two SQNRs is returned.
+    (error_bounds.py). The lower of the two SQNRs is returned.
 
     Args:
         hp: [..., columns], float32, bfloat16 or float16.

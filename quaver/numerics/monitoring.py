@@ -5,8 +5,8 @@
             model(batch).sum().backward()
             optimizer.step()
 
-Each `Float8Linear` and each weight of `Float8Experts` gets a probe while the monitor is open (attachment.py). A step
-ends with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective
+Each `Float8Linear` and each weight of `Float8Experts` gets a probe while the monitor is open (attached_probes.py). A
+step ends with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective
 gathers the slots of all weights on the first rank, which writes them as one line of a record (delivery.py, record.py).
 Every rank takes part, even if nothing ran on it.
 
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module_weight import iter_model_weights
 from quaver.numerics.accumulation import get_accumulation
-from quaver.numerics.attachment import AttachedProbes
+from quaver.numerics.attached_probes import AttachedProbes
 from quaver.numerics.delivery import Delivery, Outcome
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quaver.numerics.expected import compute_bulk_db
+from quaver.numerics.error_bounds import compute_bulk_db
 from quaver.numerics.history import Sample, TensorStatistics
 from quaver.runtime.names import join_names
 

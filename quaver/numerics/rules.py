@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quaver.numerics.expected import (
+from quaver.numerics.error_bounds import (
     compute_cast_bound_db,
     compute_result_db,
     compute_rounding_bound_db,
@@ -54,8 +54,8 @@ class TensorMeasurement:
     value: float
     raise_at: float
     clear_at: float
-    above: bool = True
-    """Whether large values are bad."""
+    is_bad_above: bool = True
+    """Whether values above `raise_at` are bad; else values below it."""
     since: int | None = None
     """The first bad step, if it is before this sample."""
     level: float | None = None
@@ -65,16 +65,16 @@ class TensorMeasurement:
 
     @property
     def is_bad(self) -> bool:
-        return self.value > self.raise_at if self.above else self.value < self.raise_at
+        return self.value > self.raise_at if self.is_bad_above else self.value < self.raise_at
 
     @property
     def is_near(self) -> bool:
         """Whether the value is still on the bad side of `clear_at`."""
-        return self.value > self.clear_at if self.above else self.value < self.clear_at
+        return self.value > self.clear_at if self.is_bad_above else self.value < self.clear_at
 
     @property
     def excess(self) -> float:
-        return self.value - self.raise_at if self.above else self.raise_at - self.value
+        return self.value - self.raise_at if self.is_bad_above else self.raise_at - self.value
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class AlarmRule:
     suggest: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = suggest_nothing
 
     @property
-    def remedied(self) -> bool:
+    def has_remedies(self) -> bool:
         """Whether another recipe may help."""
         return self.suggest is suggest_recipes
 
@@ -119,7 +119,7 @@ def _measure_codes(tensor: TensorStatistics, sample: Sample) -> TensorMeasuremen
     if cast is None or tensor.saturated or tensor.scale_max is None or not tensor.rms:
         return None
     bound = compute_cast_bound_db(cast[0], tensor.rms, tensor.scale_max) - 0.1  # sums in float32
-    return TensorMeasurement(cast[1], bound, bound, above=False)
+    return TensorMeasurement(cast[1], bound, bound, is_bad_above=False)
 
 
 def _measure_saturation(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
@@ -158,7 +158,7 @@ def _measure_sqnr(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     if cast is None or tensor.saturated:
         return None
     bound = compute_rounding_bound_db(cast[0])
-    return TensorMeasurement(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
+    return TensorMeasurement(cast[1], bound - 0.1, bound + BIT_DB / 2, is_bad_above=False)
 
 
 def _measure_zero(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
@@ -273,7 +273,7 @@ def _measure_result(tensor: TensorStatistics, sample: Sample) -> TensorMeasureme
     cancelled = min(tensor.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
     expected = compute_result_db(_get_sqnr_db(left), _get_sqnr_db(right), cancelled)
     raise_at = min(expected, 40.0) - 3 * BIT_DB
-    return TensorMeasurement(tensor.sqnr_db, raise_at, raise_at + BIT_DB, above=False)
+    return TensorMeasurement(tensor.sqnr_db, raise_at, raise_at + BIT_DB, is_bad_above=False)
 
 
 def _measure_sums(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
@@ -283,7 +283,7 @@ def _measure_sums(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
         return None
     bound = sums.compute_bound()
     return TensorMeasurement(
-        sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False
+        sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, is_bad_above=False
     )
 
 
@@ -300,7 +300,7 @@ def _measure_vanishing(tensor: TensorStatistics, sample: Sample) -> TensorMeasur
     if tensor.key.operand != "grad_weight" or not tensor.rms:
         return None
     rms = [grad.rms or 0.0 for grad in sample.tensors if grad.key.operand == "grad_weight"]
-    return TensorMeasurement(tensor.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if tensor.rms == max(rms) else None
+    return TensorMeasurement(tensor.rms, ADAM_EPS, 2 * ADAM_EPS, is_bad_above=False) if tensor.rms == max(rms) else None
 
 
 def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
@@ -363,5 +363,5 @@ RULES = (
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 
-REMEDIED_RULES = frozenset(rule.name for rule in RULES if rule.remedied)
+REMEDIED_RULES = frozenset(rule.name for rule in RULES if rule.has_remedies)
 """The rules whose cause another recipe may remove."""

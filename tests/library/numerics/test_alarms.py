@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
-from quaver.numerics.expected import (
+from quaver.numerics.error_bounds import (
     compute_bulk_db,
     compute_cast_bound_db,
     compute_rounding_bound_db,
