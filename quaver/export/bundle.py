@@ -79,7 +79,7 @@ def check_copied_files(files: Iterable[Path]) -> None:
         copied[file.name] = file
 
 
-def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:
+def write_card_and_record(folder: Path, record: dict[str, Any], report: ConversionReport) -> None:
     """Write the card and the record, the last files of an export."""
     (folder / MODEL_CARD_FILE).write_text("\n".join(_format_card(record, report)) + "\n", encoding="utf-8")
     about = {"quaver": version("quaver"), **record, "conversion_report": report.to_dict()}
@@ -87,7 +87,7 @@ def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport)
     write_json(folder / RECORD_FILE, {**about, "sha256": digests})
 
 
-def check_bundle(folder: Path) -> None:
+def check_digests(folder: Path) -> None:
     """Compare the files of a folder with the digests in its record; a folder without one is not checked.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.quantized_configs import patch_transformers_models
-from quaver.export.bundle import HEADER_KEY, check_bundle, list_copied_files
+from quaver.export.bundle import HEADER_KEY, check_digests, list_copied_files
 from quaver.export.checkpoint_names import DIFFUSION_PREFIXES, PartNames, make_checkpoint_names
 from quaver.export.files import (
     SAFETENSORS,
@@ -87,7 +87,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self._config = {} if folder.is_file() else read_config(folder)
         config_format = read_stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
-        check_bundle(folder)
+        check_digests(folder)
         self.format = MarkedFormat(config_format, self._stored, folder.is_file())
         self._check()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
-from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_bundle
+from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_card_and_record
 from quaver.export.converted_view import Recipe
 from quaver.export.files import (
     CONFIG_JSON,
@@ -53,9 +53,9 @@ def save_float8(
     share_fused_scales: bool = True,
     module_filter_fn: ModuleFilter | None = None,
     max_shard_bytes: int = 5 * 1000**3,
-    about: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
     files: Sequence[Path | str] = (),
-    high_precision_model: Callable[[], nn.Module] | None = None,
+    make_hp_model: Callable[[], nn.Module] | None = None,
     measure_tokens: int = 128,
 ) -> Float8Weights:
     """Write `model` as the new Hugging Face folder `folder`, or as a new file. An error leaves nothing there.
@@ -68,22 +68,21 @@ def save_float8(
         config: config.json without quantization_config; None for the model's, with its generation config, and for
             comfyui. Its dtype becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers runs it.
         max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
-        about: the origin, for the record of the bundle: "source", "step".
+        origin: where the model comes from, for the record: "source", "step".
         files: more files to copy, such as the tokenizer's. A generation_config.json replaces the model's.
-        high_precision_model: a function that returns an unsharded high-precision copy of the model, to measure how its
-            logits change; None to measure nothing. It is called before the first file is written. The measurement
-            replaces the weights of the copy.
+        make_hp_model: returns an unsharded high-precision copy of the model, to measure how its logits change; None to
+            measure nothing. It is called before the first file is written. The measurement replaces the copy's weights.
         measure_tokens: the number of random tokens on which to measure.
     Returns:
         The weights that were written, with the cost of the format.
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
-        TypeError: `model` is no nn.Module, `config`, `about` or `weights` no mapping, `files` no list of paths, or
-            `high_precision_model` no function that returns a model.
+        TypeError: `model` is no nn.Module, `config`, `origin` or `weights` no mapping, `files` no list of paths, or
+            `make_hp_model` no function that returns a model.
         RuntimeError: the ranks export other tensors, or with another format or recipe.
         ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
-            hold `config` or `about`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
+            hold `config` or `origin`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
             one that the export writes; the high-precision model does not take tokens alone, or is `model`.
     """
     check_is_module(model, argument="model")
@@ -110,33 +109,33 @@ def save_float8(
         """Open the folder or file on the rank that writes, which alone may have the options."""
         path, plan, copied = Path(folder), tensors.plan, _parse_files(files)
         check_new(path)  # before the logits are measured
-        options = {"config": config, "files": copied, "high_precision_model": high_precision_model}
-        _check_types(config, about, high_precision_model)
+        options = {"config": config, "files": copied, "make_hp_model": make_hp_model}
+        _check_types(config, origin, make_hp_model)
         check_positive_integer("max_shard_bytes", max_shard_bytes)
         plan.format.check_target(path, plan.names, **options)
         check_copied_files(copied)
-        record = {"format": format, "recipe": plan.recipe, **(about or {})}
-        encode_json("about", record)  # raises before anything is written, as rank 0 alone may have it
+        record = {"format": format, "recipe": plan.recipe, **(origin or {})}
+        encode_json("origin", record)  # raises before anything is written, as rank 0 alone may have it
         if plan.format.is_file:
             return _create_file(path, model, tensors, record)
         config_json = _encode_quantized_config(config, model, tensors, dtype)
         logits = None
-        if high_precision_model is not None:  # a model whose logits cannot be measured is refused before the first file
-            logits = _LogitsMeasurement(high_precision_model, measure_tokens, exported=model)
-        return _create_bundle(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
+        if make_hp_model is not None:  # a model whose logits cannot be measured is refused before the first file
+            logits = _LogitsMeasurement(make_hp_model, measure_tokens, exported=model)
+        return _create_folder(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
 
     _write(tensors, open_target, is_sharded=is_sharded)
     return tensors
 
 
-def _check_types(config: object, about: object, high_precision_model: object) -> None:
-    for name, value, content in (("config", config, "the content of config.json"), ("about", about, "a mapping")):
+def _check_types(config: object, origin: object, make_hp_model: object) -> None:
+    for name, value, content in (("config", config, "the content of config.json"), ("origin", origin, "a mapping")):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: expected {content}, got a {type(value).__name__}")
-    is_function = callable(high_precision_model) and not isinstance(high_precision_model, nn.Module)
-    if high_precision_model is not None and not is_function:
-        got = type(high_precision_model).__name__
-        raise TypeError(f"high_precision_model: expected a function that returns the model, got a {got}")
+    is_function = callable(make_hp_model) and not isinstance(make_hp_model, nn.Module)
+    if make_hp_model is not None and not is_function:
+        got = type(make_hp_model).__name__
+        raise TypeError(f"make_hp_model: expected a function that returns the model, got a {got}")
 
 
 def _parse_files(files: Any) -> list[Path]:
@@ -199,7 +198,7 @@ def _create_file(
 
 
 @contextmanager
-def _create_bundle(
+def _create_folder(
     path: Path,
     model: nn.Module,
     tensors: Float8Weights,
@@ -223,7 +222,7 @@ def _create_bundle(
         copy_files(files, partial)
         record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
         record |= {"logits": None if logits is None else logits.compare(partial)}
-        write_bundle(partial, {**record, "bytes": writer.total_bytes}, plan.report)
+        write_card_and_record(partial, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
 def _measure_costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
@@ -290,11 +289,11 @@ class _LogitsMeasurement:
         """
         check_positive_integer("measure_tokens", count)
         model = make_model()
-        check_is_module(model, argument="the result of high_precision_model")
+        check_is_module(model, argument="the result of make_hp_model")
         if not set(exported.parameters()).isdisjoint(model.parameters()):
             raise InputError(
-                "high_precision_model: expected a function that returns a copy, whose weights the measurement will "
-                "replace, got the exported model; return copy.deepcopy(model)"
+                "make_hp_model: expected a function that returns a copy, whose weights are replaced, got the "
+                "exported model; return copy.deepcopy(model)"
             )
         self._model = model.eval()
         vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)

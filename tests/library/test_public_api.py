@@ -96,10 +96,10 @@ BAD_ARGUMENTS = [
     (save_float8, {"files": ["nope"]}, "files: 'nope' is not a file"),
     (save_float8, {"files": "nope"}, "files: expected a list of paths, got 'nope'"),
     (save_float8, {"files": [5]}, r"files: expected a list of paths, got \[5\]"),
-    (save_float8, {"about": 5}, "about: expected a mapping, got a int"),
+    (save_float8, {"origin": 5}, "origin: expected a mapping, got a int"),
     (save_float8, {"weights": [5]}, "weights: expected tensors by name, got a list"),
-    (save_float8, {"high_precision_model": nn.Linear(2, 2)}, "high_precision_model: expected a function that returns"),
-    (save_float8, {"high_precision_model": lambda: 5}, "the result of high_precision_model: expected an nn.Module"),
+    (save_float8, {"make_hp_model": nn.Linear(2, 2)}, "make_hp_model: expected a function that returns"),
+    (save_float8, {"make_hp_model": lambda: 5}, "the result of make_hp_model: expected an nn.Module"),
     (Float8AdamW, {"compile": "x"}, "compile: expected True or False, got 'x'"),
     (Float8Muon, {"ns_coefficients": "abc"}, "expected three ns_coefficients"),
     *(

@@ -173,8 +173,8 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
         rounded_from=source.rounded_from,
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
-        about=source.about,
+        origin=source.origin,
         files=[] if is_file else files,
-        high_precision_model=source.high_precision_model if options.measure_tokens else None,
+        make_hp_model=source.make_hp_model if options.measure_tokens else None,
         measure_tokens=options.measure_tokens,
     )

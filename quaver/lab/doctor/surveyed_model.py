@@ -81,13 +81,13 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     if "training" not in sections:
         raise InputError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)
-    model = make_run_source(checkpoint, recipe="tensorwise").high_precision_model()
+    model = make_run_source(checkpoint, recipe="tensorwise").make_hp_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
     return _attach_batch(model, config, _replace_batch_settings(config, data, sequences, seq_len), can_train=True)
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
-    model: Any = open_huggingface_source(folder, recipe="tensorwise").high_precision_model()
+    model: Any = open_huggingface_source(folder, recipe="tensorwise").make_hp_model()
     try:
         shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture

@@ -251,9 +251,9 @@ def fail_to_build():
     ("options", "error", "message"),
     [
         ({}, FileExistsError, "exists already"),
-        ({"about": {"x": object()}}, ValueError, "about: expected what JSON holds, got Object of type object"),
-        ({"about": {"x": float("nan")}}, ValueError, "about: expected what JSON holds"),
-        ({"high_precision_model": fail_to_build}, (StrangeError, RuntimeError), "no model of 1 and 2"),
+        ({"origin": {"x": object()}}, ValueError, "origin: expected what JSON holds, got Object of type object"),
+        ({"origin": {"x": float("nan")}}, ValueError, "origin: expected what JSON holds"),
+        ({"make_hp_model": fail_to_build}, (StrangeError, RuntimeError), "no model of 1 and 2"),
     ],
 )
 @on_ranks(2)

@@ -255,7 +255,7 @@ def test_other_paths_and_options_are_refused(tmp_path):
         (tmp_path / "out", {}, "out': expected a name that ends in .safetensors; the format comfyui is one file"),
         (file, {"config": {"model_type": "tiny"}}, "config: expected none for the format comfyui"),
         (file, {"files": [tmp_path]}, "files: expected none for the format comfyui"),
-        (file, {"high_precision_model": tiny}, "high_precision_model: expected none for the format comfyui"),
+        (file, {"make_hp_model": tiny}, "make_hp_model: expected none for the format comfyui"),
     ):
         with pytest.raises(ValueError, match=message):
             save_float8(tiny(), path, format="comfyui", **options)

@@ -148,7 +148,7 @@ def test_bad_input_is_refused_and_leaves_nothing(message, exported, tmp_path):
     assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
 
 
-def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
+def test_a_folder_is_compared_with_its_digests(exported, tmp_path):
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     load_float8(folder)
     record = json.loads((folder / "quaver_export.json").read_text())
@@ -192,9 +192,9 @@ def test_files_that_would_replace_others_are_refused_before_the_work(message, tm
         if not file.is_dir():
             file.write_text("{}")
     with pytest.raises((InputError, FileNotFoundError), match=message):
-        saved(tmp_path / "out", files=files, high_precision_model=pytest.fail)
+        saved(tmp_path / "out", files=files, make_hp_model=pytest.fail)
     with pytest.raises(FileExistsError, match="source' exists already"):
-        saved(source, high_precision_model=pytest.fail)
+        saved(source, make_hp_model=pytest.fail)
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -202,13 +202,13 @@ def test_files_that_would_replace_others_are_refused_before_the_work(message, tm
 @pytest.mark.parametrize("option", ["max_shard_bytes", "measure_tokens"])
 def test_numbers_below_1_are_refused_before_the_work(option, number, tmp_path):
     with pytest.raises(ValueError, match=f"^{option}: expected an integer, 1 or more, got {number!r}$"):
-        saved(tmp_path / "out", high_precision_model=pytest.fail, **{option: number})
+        saved(tmp_path / "out", make_hp_model=pytest.fail, **{option: number})
     with pytest.raises(ValueError, match="^max_shard_bytes: expected an integer, 1 or more, got"):
         import_float8(tmp_path, tmp_path / "out", max_shard_bytes=number)
 
 
 def test_the_change_of_the_logits_is_measured(tmp_path):
-    folder = saved(tmp_path / "out", high_precision_model=lambda: convert_to_high_precision(tiny()), measure_tokens=32)
+    folder = saved(tmp_path / "out", make_hp_model=lambda: convert_to_high_precision(tiny()), measure_tokens=32)
     logits = json.loads((folder / "quaver_export.json").read_text())["logits"]
     assert logits["tokens"] == 32
     assert 15 < logits["sqnr_db"] < 60
@@ -217,8 +217,8 @@ def test_the_change_of_the_logits_is_measured(tmp_path):
 
 def test_the_measurement_refuses_the_exported_model(tmp_path):
     model = convert_to_high_precision(tiny())
-    with pytest.raises(InputError, match="^high_precision_model: .* got the exported model; return copy"):
-        save_float8(model, tmp_path / "out", recipe="rowwise", config={}, high_precision_model=lambda: model)
+    with pytest.raises(InputError, match="^make_hp_model: .* got the exported model; return copy"):
+        save_float8(model, tmp_path / "out", recipe="rowwise", config={}, make_hp_model=lambda: model)
     assert model.training
 
 

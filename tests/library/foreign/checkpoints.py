@@ -30,8 +30,8 @@ def export_folder(folder, out, recipe, *, kv_scales=None, measure_tokens=0):
     """Export a Hugging Face folder in high precision, as `quaver export` does."""
     source = open_huggingface_source(folder, recipe=recipe)
     set_kv_scales(source.model, kv_scales or {})
-    options = {"config": source.config, "weights": source.weights, "files": source.files, "about": source.about}
-    options |= {"high_precision_model": source.high_precision_model} if measure_tokens else {}
+    options = {"config": source.config, "weights": source.weights, "files": source.files, "origin": source.origin}
+    options |= {"make_hp_model": source.make_hp_model} if measure_tokens else {}
     return save_float8(source.model, out, measure_tokens=measure_tokens, **options)
 
 

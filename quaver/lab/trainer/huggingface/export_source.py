@@ -29,8 +29,8 @@ class ExportSource:
     """Converted to float8, on the meta device."""
     weights: Mapping[str, Tensor]
     config: Mapping[str, Any]
-    high_precision_model: Callable[[], nn.Module]
-    about: Mapping[str, Any]
+    make_hp_model: Callable[[], nn.Module]
+    origin: Mapping[str, Any]
     files: list[Path] = field(default_factory=list)
     rounded_from: torch.dtype | None = None
 
@@ -54,14 +54,14 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
         float8_config = resolve_config(recipe)
     convert_to_float8_training(model, config=float8_config, module_filter_fn=admits)
 
-    def high_precision_model() -> nn.Module:
+    def make_hp_model() -> nn.Module:
         model_class, _ = _find_model_class(folder, config)
         with _blame_folder(folder):
             loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
-    about = {"source": "a Hugging Face folder", "step": None}
-    return ExportSource(model, weights, config, high_precision_model, about, list_copied_files(folder))
+    origin = {"source": "a Hugging Face folder", "step": None}
+    return ExportSource(model, weights, config, make_hp_model, origin, list_copied_files(folder))
 
 
 def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:

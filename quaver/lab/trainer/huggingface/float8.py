@@ -63,7 +63,7 @@ def make_run_source(
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     progress = checked.record["progress"]
 
-    def high_precision_model() -> nn.Module:
+    def make_hp_model() -> nn.Module:
         loaded, tensors = Llama(checked.model), checked.open_weights()
         state = {name: tensors.read_stored(name) for name in make_stored_state(checked.model)}
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
@@ -73,8 +73,8 @@ def make_run_source(
         model=model,
         weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.open_weights())),
         config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage_settings(checked)),
-        high_precision_model=high_precision_model,
-        about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
+        make_hp_model=make_hp_model,
+        origin={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
         rounded_from=_choose_forward_dtype(checked, config),
     )
 
