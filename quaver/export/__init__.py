@@ -6,6 +6,10 @@ model.load_state_dict(dict(load_float8("out")))       # dequantized, to train on
 load_frozen(model, "out")                             # the codes themselves, for adapters to train on
 matches_serving(model, tokens)                        # whether an engine will multiply the same codes
 with calibrate_kv_cache(model): ...                   # scales of a float8 KV cache, which save_float8 writes
+
+    write    save.py, by plan.py (what to store), weights.py (tensor by tensor), formats/ (how), bundle.py (record)
+    read     load.py and frozen.py, by tensor_roles.py (which is what), formats/stored.py (how), files.py (safetensors)
+    both     checkpoint_names.py: the names of a model's tensors in its checkpoints
 """
 
 from quaver.export.frozen import load_frozen

@@ -231,13 +231,13 @@ def check_positive_integer(argument: str, number: object) -> None:
 
 
 class SafetensorsWriter:
-    """Writes tensors into files of at most `max_bytes` (or one larger tensor), and an index. Memory holds one file.
+    """Writes tensors into files of at most `max_shard_bytes`, or one larger tensor, and an index. Memory has one file.
 
-    With `max_bytes=None` it writes one file. Each file is written with the `metadata` of that moment.
+    With `max_shard_bytes=None` it writes one file. Each file is written with the `metadata` of that moment.
     """
 
-    def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        self._folder, self._max_bytes = folder, sys.maxsize if max_bytes is None else max_bytes
+    def __init__(self, folder: Path, max_shard_bytes: int | None) -> None:
+        self._folder, self._max_shard_bytes = folder, sys.maxsize if max_shard_bytes is None else max_shard_bytes
         self.metadata = {"format": "pt"}
         self._pending: dict[str, Tensor] = {}
         self._filled = 0
@@ -246,7 +246,7 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor on any device. Writes the pending file if it has no room. Raises NotWrittenError."""
-        if self._filled and self._filled + tensor.nbytes > self._max_bytes:
+        if self._filled and self._filled + tensor.nbytes > self._max_shard_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous()
         self._filled += tensor.nbytes
@@ -286,17 +286,17 @@ def write_model(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
     config: Mapping[str, Any],
-    copied: Iterable[Path],
-    max_bytes: int,
+    files: Iterable[Path],
+    max_shard_bytes: int,
 ) -> None:
     """Write `tensors` (see `SafetensorsWriter`) and config.json into `folder`, and copy files such as a tokenizer's."""
     text = encode_config(config)
-    writer = SafetensorsWriter(folder, max_bytes)
+    writer = SafetensorsWriter(folder, max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
     (folder / CONFIG_JSON).write_text(text, encoding="utf-8")
-    copy_files(copied, folder)
+    copy_files(files, folder)
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:

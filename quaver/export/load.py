@@ -346,33 +346,35 @@ def _check_codes(name: str, codes: Tensor) -> None:
 
 
 def import_float8(
-    folder: Path | str, out: Path | str, *, dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = 5 * 1000**3
+    folder: Path | str, target: Path | str, *, dtype: torch.dtype = torch.bfloat16, max_shard_bytes: int = 5 * 1000**3
 ) -> int:
-    """Write the float8 checkpoint in `folder` as the new Hugging Face folder `out` in high precision.
+    """Write the float8 checkpoint in `folder` as the new Hugging Face folder `target` in high precision.
 
     transformers' `from_pretrained` and `quaver convert hf-to-quaver` load it for training. The tokenizer and the
-    generation config are copied. Memory holds one file of the result. If `folder` is a file, `out` is a new file with
-    the same tensor names. Returns the number of float8 weights.
+    generation config are copied. Memory holds one file of the result. If `folder` is a file, `target` is a new file
+    with the same tensor names. Returns the number of float8 weights.
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
-        ValueError: `folder` is a file and `out` does not end in .safetensors; `max_shard_bytes` is no int of 1 or more.
-        FileExistsError: `out` exists.
+        ValueError: `folder` is a file and `target` does not end in .safetensors; `max_shard_bytes` is no int from 1.
+        FileExistsError: `target` exists.
         NotWrittenError: the weights cannot be written.
     """
-    folder, out = Path(folder), Path(out)
-    check_new(out)
+    folder, target = Path(folder), Path(target)
+    check_new(target)
     check_positive_integer("max_shard_bytes", max_shard_bytes)
-    if folder.is_file() and out.suffix != SAFETENSORS:
-        raise InputError(f"{str(out)!r}: expected a name that ends in {SAFETENSORS}, because {str(folder)!r} is a file")
+    if folder.is_file() and target.suffix != SAFETENSORS:
+        raise InputError(
+            f"{str(target)!r}: expected a name that ends in {SAFETENSORS}, because {str(folder)!r} is a file"
+        )
     weights = Float8Checkpoint(folder, dtype)
     _log_unloaded_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():
-        weights.write_file(out)
+        weights.write_file(target)
         return len(weights.float8_names)
     config = remove_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
-    with new_folder(out) as partial:
+    with new_folder(target) as partial:
         write_model(partial, weights.items(), config, list_copied_files(folder), max_shard_bytes)
     return len(weights.float8_names)
