@@ -42,19 +42,19 @@ def _adamw(
     """`place` is the `BlockGrid` of the shard (quaver/optim/blocks.py)."""
     rows, columns, lane, *_ = place
     elements, blocks = rows * columns, rows * -(-(lane + columns) // MOMENT_BLOCK_ELEMENTS)
-    _check("param", param, elements, HP_KIND.keys() - {torch.float16})
+    _prepare_argument("param", param, elements, HP_KIND.keys() - {torch.float16})
     for name, moment, scale in (
         ("exp_avg", exp_avg, exp_avg_scale),
         ("exp_avg_sq", exp_avg_sq, exp_avg_sq_scale),
     ):
-        _check(name, moment, elements, _MOMENT_KIND.keys())
+        _prepare_argument(name, moment, elements, _MOMENT_KIND.keys())
         if (scale is None) == (moment.dtype is torch.uint8):
             raise ValueError(f"{name}: expected a scale with uint8 codes and with no other dtype, got {moment.dtype}")
         if scale is not None:
-            _check(f"{name}_scale", scale, blocks, {torch.float32})
-    _check("skipped", skipped, 1, {torch.int64})
-    grad = _check("grad", grad, elements, HP_KIND.keys(), is_read=True)
-    scalars = _check("scalars", scalars, 8, {torch.float32}, is_read=True)
+            _prepare_argument(f"{name}_scale", scale, blocks, {torch.float32})
+    _prepare_argument("skipped", skipped, 1, {torch.int64})
+    grad = _prepare_argument("grad", grad, elements, HP_KIND.keys(), is_read=True)
+    scalars = _prepare_argument("scalars", scalars, 8, {torch.float32}, is_read=True)
     tensors = param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scalars, skipped
     extension.adamw(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
@@ -70,7 +70,7 @@ def _adamw(
         torch.autograd.graph.increment_version(param)  # so that a backward that saved it raises
 
 
-def _check(
+def _prepare_argument(
     name: str, tensor: Tensor, elements: int, dtypes: Collection[torch.dtype], *, is_read: bool = False
 ) -> Tensor:
     """Return `tensor`, or a contiguous copy if it is only read. Raises ValueError if C would exceed its memory."""

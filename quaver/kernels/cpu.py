@@ -42,7 +42,7 @@ from quaver.torch_private.tracing import is_jit_tracing
 PURE_PYTORCH = os.environ.get("QUAVER_PURE_PYTORCH", "") not in ("", "0")
 
 
-def _load() -> tuple[Any, str | None]:
+def _load_extension() -> tuple[Any, str | None]:
     if PURE_PYTORCH:
         return None, "QUAVER_PURE_PYTORCH is set"
     try:
@@ -51,7 +51,7 @@ def _load() -> tuple[Any, str | None]:
         return None, f"quaver._cpu was not built at install, or does not load: {error}"
 
 
-extension, UNAVAILABLE_BECAUSE = _load()
+extension, UNAVAILABLE_BECAUSE = _load_extension()
 """UNAVAILABLE_BECAUSE: the reason why the C extension is unavailable, or None."""
 HAS_EXTENSION = UNAVAILABLE_BECAUSE is None
 HAS_MM = HAS_EXTENSION and bool(extension.has_mm())
@@ -160,7 +160,7 @@ def _make_error(tensor: Tensor, expected: str) -> ValueError:
     )
 
 
-def _call(
+def _call_extension(
     function: Any,
     hp_dtype: torch.dtype,
     codes: Tensor,
@@ -229,7 +229,7 @@ def dynamic_cast(
     quant, dequant = _empty_scales(*(() if dim is None else (hp.shape[0], 1) if dim else (1, hp.shape[1])))
     addresses = hp.data_ptr(), codes.data_ptr(), quant.data_ptr(), dequant.data_ptr()
     dim = _TENSORWISE if dim is None else dim
-    _call(extension.dynamic_cast, hp.dtype, codes, *addresses, dim=dim, power_of_2=power_of_2)
+    _call_extension(extension.dynamic_cast, hp.dtype, codes, *addresses, dim=dim, power_of_2=power_of_2)
     return codes, quant, dequant
 
 
@@ -247,7 +247,7 @@ def dynamic_cast_axes(
     by_rows = row_codes, *_empty_scales(hp.shape[0], 1)
     by_columns = column_codes, *_empty_scales(1, hp.shape[1])
     addresses = [tensor.data_ptr() for tensor in (hp, *by_rows, *by_columns)]
-    _call(extension.cast_axes, hp.dtype, row_codes, *addresses, power_of_2=power_of_2)
+    _call_extension(extension.cast_axes, hp.dtype, row_codes, *addresses, power_of_2=power_of_2)
     return *by_rows, *by_columns
 
 
@@ -270,7 +270,7 @@ def cast_with_scale(
     granularity = _describe_granularity(factor, layout, *hp.shape)
     addresses = hp.data_ptr(), codes.data_ptr(), factor.data_ptr()
     function = extension.cast_by_divisor if divides else extension.cast_with_scale
-    _call(function, hp.dtype, codes, *addresses, **granularity)
+    _call_extension(function, hp.dtype, codes, *addresses, **granularity)
     return codes
 
 
@@ -280,7 +280,7 @@ def compute_block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
         return None
     amax = hp.new_empty(layout.get_scale_shape(hp.shape[0], hp.shape[1]))
     addresses = hp.data_ptr(), 0, amax.data_ptr()
-    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout.block_size)
+    _call_extension(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout.block_size)
     return amax
 
 
@@ -305,11 +305,11 @@ def cast_and_observe(
             raise _make_error(tensor, f"expected {elements} elements")
     scales = _empty_scales()
     addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, observed)]
-    _call(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
+    _call_extension(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
     return codes, *scales
 
 
-def use_avx512(enabled: bool) -> bool:
+def use_avx512(*, enabled: bool) -> bool:
     """Set whether `widen` may use AVX-512, which changes no result; returns the previous setting. For tests."""
     return bool(extension.use_avx512(enabled))
 
@@ -333,7 +333,7 @@ def widen(
     granularity = {} if scale is None else _describe_granularity(scale, layout, *codes.shape)
     out = codes.new_empty(codes.shape, dtype=dtype)
     scale_address = 0 if scale is None else scale.data_ptr()
-    _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, **granularity)
+    _call_extension(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, **granularity)
     return out
 
 

@@ -173,5 +173,5 @@ class Float8Linear(Float8Module, nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
         if self.scaling is not None and getattr(self, "weight", None) is not None:
-            self.scaling.follow(self.weight.device)
+            self.scaling.move_to(self.weight.device)
         return self

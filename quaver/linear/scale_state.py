@@ -280,7 +280,7 @@ class LinearScaleSlots:
     def get_scales(self, device: torch.device) -> PersistentScales:
         """Return the scales for casts on `device`, to which the state moves. These casts record no amaxes."""
         if device != self.state.device:
-            self.follow(device)
+            self.move_to(device)
         if self.state.has_unknown_static and not self.state.calibrating:
             raise RuntimeError(
                 "this model has static scales that were never measured: run a few batches inside "
@@ -356,7 +356,7 @@ class LinearScaleSlots:
         """Set `ConversionScaleSlots.host_decides`."""
         self.state.host_decides = True
 
-    def follow(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         device = add_device_index(device)
         if device.type != "meta" and device != self.state.device:
             if torch.compiler.is_compiling():

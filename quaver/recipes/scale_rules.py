@@ -53,7 +53,7 @@ class ScaleRule(NamedTuple):
 
 
 _VLLM = ScaleRule(smallest_scale=round_to_float32(1 / (448 * 512)))
-_GROUP = ScaleRule(smallest_amax=round_to_float32(1e-10), divides=True)
+_VLLM_GROUP = ScaleRule(smallest_amax=round_to_float32(1e-10), divides=True)
 _SGLANG_GROUP = ScaleRule("amax", smallest_amax=round_to_float32(1e-10))
 _DEEPGEMM = ScaleRule(smallest_amax=round_to_float32(1e-4))
 _TRANSFORMERS = ScaleRule("reciprocal", zero_scales=(1.0, 1.0))
@@ -61,8 +61,8 @@ _TRANSFORMERS = ScaleRule("reciprocal", zero_scales=(1.0, 1.0))
 SCALE_RULES: dict[str, ScaleRule] = {
     "vllm": _VLLM,
     "vllm-kernel": _VLLM._replace(divides=True),
-    "vllm-group": _GROUP,
-    "vllm-group-ue8m0": _GROUP._replace(smallest_scale=round_to_float32(1e-10), rounds_up=True),
+    "vllm-group": _VLLM_GROUP,
+    "vllm-group-ue8m0": _VLLM_GROUP._replace(smallest_scale=round_to_float32(1e-10), rounds_up=True),
     "sglang": ScaleRule(zero_scales=(0.0, 0.0)),
     "sglang-tensor": ScaleRule("reciprocal", smallest_amax=round_to_float32(1e-12)),
     "sglang-group": _SGLANG_GROUP,

@@ -146,20 +146,20 @@ def test_products_that_are_subnormal_are_not_truncated():
 @pytest.fixture
 def compare_without_avx512():
     """Return a function that calls another with and without the vectors of lookup.h, and compares the bits."""
-    before = cpu.use_avx512(True)
-    if not cpu.use_avx512(True):
-        cpu.use_avx512(before)
+    before = cpu.use_avx512(enabled=True)
+    if not cpu.use_avx512(enabled=True):
+        cpu.use_avx512(enabled=before)
         pytest.skip("this CPU has no AVX-512 VBMI, so all other tests are of the portable code")
 
     def compare(function, *args):
         with_vectors = function(*args)
-        assert cpu.use_avx512(False)
+        assert cpu.use_avx512(enabled=False)
         without = function(*args)
-        assert not cpu.use_avx512(True)
+        assert not cpu.use_avx512(enabled=True)
         assert_same(with_vectors, without)
 
     yield compare
-    cpu.use_avx512(before)
+    cpu.use_avx512(enabled=before)
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)

@@ -362,9 +362,9 @@ def test_the_state_follows_the_linears_to_their_device():
     moved = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(state), "to", lambda self, device: moved.append(device))
-        module.scaling.follow(torch.device("cuda"))
-        module.scaling.follow(torch.device("meta"))
-        module.scaling.follow(torch.device("cpu"))
+        module.scaling.move_to(torch.device("cuda"))
+        module.scaling.move_to(torch.device("meta"))
+        module.scaling.move_to(torch.device("cpu"))
     assert moved == [torch.device("cuda", 0)]
 
 
