@@ -18,7 +18,6 @@ from quaver.lab.trainer.loggers import Loggers, list_scalars
 from quaver.lab.trainer.memory import read_device_memory
 from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.profiling import Profiler
-from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel, ValidationResult
 from quaver.lab.trainer.training_run import TrainingRun
 
@@ -44,23 +43,18 @@ class Outputs:
                 self.metrics.write(record)
         self.loggers.log(record["step"], list_scalars(record))
 
-    def record_step(self, model: TrainedModel, step: int, result: StepResult) -> None:
+    def record_step(self, model: TrainedModel, step: int, result: StepResult, *, is_loss_spike: bool) -> None:
         """Write and show one step of `model`."""
-        progress = self.run.progress
         if result.nonfinite:
-            progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
             self.write_nonfinite(RecordKind.SKIPPED_STEP, model, step, result.nonfinite)
             self.display.print_skipped_step(step, model.name, result.nonfinite)
             return
-        metrics = self.run.config.metrics
         scaling = model.scaling.report() if self.run.ranks.is_first and model.precision == model.name else []
         record = _make_step_record(self.run, model, step, result) | summarize_saturation(scaling)
-        recent = progress.recent_losses.setdefault(model.name, [])
-        record["loss_spike"] = is_spike(result.loss, recent, metrics.loss_spike_deviations)
-        append_recent_loss(result.loss, recent)
+        record["loss_spike"] = is_loss_spike
         self.write(record)
         self.display.print_step(record)
-        if self.scales and scaling and step % metrics.float8_scales_freq == 0:
+        if self.scales and scaling and step % self.run.config.metrics.float8_scales_freq == 0:
             with self.failures.catch():
                 self.scales.write(make_scales_record(step, model.name, scaling))
 
@@ -84,17 +78,18 @@ class Outputs:
         self.write(record)
         self.display.print_validation(record)
 
-    def update_folder(self) -> None:
-        """Write the conversion report after the first step, with the backends that ran. Keep an error if the folder is
-        gone.
-        """
-        run = self.run
-        if not run.ranks.is_first:
-            return
-        with self.failures.catch():
-            run.folder.check_exists()
-            if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
-                run.folder.write_json(CONVERSION_FILE, conversion_report(run.models[0].model).to_dict())
+    def check_folder(self) -> None:
+        """Keep an error if the run folder is gone, on the first rank."""
+        if self.run.ranks.is_first:
+            with self.failures.catch():
+                self.run.folder.check_exists()
+
+    def write_conversion_report(self) -> None:
+        """Write the report of a float8 model that has taken a step, with the backends that ran, on the first rank."""
+        if self.run.ranks.is_first and self.run.config.float8.enable_float8_linear:
+            with self.failures.catch():
+                report = conversion_report(self.run.models[0].model)
+                self.run.folder.write_json(CONVERSION_FILE, report.to_dict())
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from quaver.lab.trainer.process import (
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_end import conclude
 from quaver.lab.trainer.run_start import print_nothing_left, print_run_description
-from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
+from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
 
 MEMORY_STEP = 2
@@ -86,7 +87,9 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
         except NonFiniteError as error:
             raise NonFiniteError(f"{error}{_save_last_finite(run, error)}") from error
         apply_fallbacks(run, outputs.alarms)
-        outputs.update_folder()
+        outputs.check_folder()
+        if progress.step == run.began_at_step + 1:
+            outputs.write_conversion_report()
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
             _validate(run, outputs)
         if run.checkpoints.is_due(progress.step):
@@ -126,11 +129,23 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
                 outputs.write_nonfinite(RecordKind.NONFINITE_STEP, model, step, str(error))
                 error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
-        outputs.record_step(model, step, result)
+        outputs.record_step(model, step, result, is_loss_spike=_note_result(run, model, result))
         if is_first_here and model.compile_note:
             outputs.display.print_line(f"{model.name}: {model.compile_note}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
+
+
+def _note_result(run: TrainingRun, model: TrainedModel, result: StepResult) -> bool:
+    """Count a skipped step, or add the loss to the recent ones, in the progress; return whether the loss is a spike."""
+    progress = run.progress
+    if result.nonfinite:
+        progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
+        return False
+    recent = progress.recent_losses.setdefault(model.name, [])
+    is_loss_spike = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
+    append_recent_loss(result.loss, recent)
+    return is_loss_spike
 
 
 def _validate(run: TrainingRun, outputs: Outputs) -> None:
