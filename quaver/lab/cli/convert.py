@@ -25,8 +25,8 @@ CONVERSIONS = {
 class HFToQuaver(Settings):
     """Convert a Hugging Face folder into a checkpoint for --checkpoint.initial_load_path."""
 
-    hf_folder: UserPath = argument("a folder with config.json and *.safetensors")
-    out: UserPath = argument("the new folder")
+    source: UserPath = argument("a folder with config.json and *.safetensors")
+    target: UserPath = argument("the new folder")
     dtype: Annotated[str, OneOf(DTYPES)] = setting("float32", "Dtype of the stored weights.")
 
 
@@ -34,8 +34,8 @@ class HFToQuaver(Settings):
 class QuaverToHF(Settings):
     """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
 
-    checkpoint: UserPath = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
-    out: UserPath = argument("the new folder")
+    source: UserPath = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
+    target: UserPath = argument("the new folder")
     model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
     dtype: Annotated[str, OneOf(DTYPES)] = setting("bfloat16", "Dtype of the weights.")
     max_shard_size: str = setting("5GB", "Largest size of a file.")
@@ -44,7 +44,7 @@ class QuaverToHF(Settings):
 
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
-    usage = "quaver convert WAY [options] FROM OUT      quaver convert WAY --help"
+    usage = "quaver convert WAY [options] SOURCE TARGET      quaver convert WAY --help"
     conversion = find_verb(CONVERSIONS, argv, kind="conversion", usage=usage)
     if isinstance(conversion, int):
         return conversion
@@ -54,27 +54,27 @@ def main(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> None:
-    options = parse_options(HFToQuaver, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
-    out = Path(options.out)
-    with show_progress(f"writing {out}"):
-        model = import_hf(Path(options.hf_folder), out, options.dtype)
+    options = parse_options(HFToQuaver, argv, prog="quaver convert hf-to-quaver SOURCE TARGET")
+    target = Path(options.target)
+    with show_progress(f"writing {target}"):
+        model = import_hf(Path(options.source), target, options.dtype)
     parameters = sum(tensor.numel() for tensor in make_file_state(model).values())
-    print(f"{out}: {parameters:,} parameters in {options.dtype}")
-    words = ["quaver", "train", str(out / "model.toml"), "--checkpoint.initial_load_path", str(out)]
+    print(f"{target}: {parameters:,} parameters in {options.dtype}")
+    words = ["quaver", "train", str(target / "model.toml"), "--checkpoint.initial_load_path", str(target)]
     print(f"train with: {shlex.join(words)}")
 
 
 def _export(argv: list[str]) -> None:
-    options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
-    out = Path(options.out)
-    with show_progress(f"writing {out}"):
+    options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf SOURCE TARGET")
+    target = Path(options.target)
+    with show_progress(f"writing {target}"):
         exported = export_hf(
-            Path(options.checkpoint),
-            out,
+            Path(options.source),
+            target,
             name=options.model,
             dtype=options.dtype,
             max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
             tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         )
     step = exported.record["progress"]["step"]
-    print(f"{out}: the model {exported.weights.name} of step {step:,} in {options.dtype}")
+    print(f"{target}: the model {exported.weights.name} of step {step:,} in {options.dtype}")

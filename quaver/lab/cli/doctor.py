@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
             views, content = doctor_gpu.iter_views(findings), findings.to_dict()
         elif options.model is not None:
             survey = doctor_model.survey_and_write(options, options.model)
-            views, content = doctor_model.iter_views(survey, options.out), survey.to_dict()
+            views, content = doctor_model.iter_views(survey, options.output), survey.to_dict()
     if options.gpu is None and options.model is None:
         return print_machine(as_json=options.json, try_compile=options.compile)
     print_views_or_json(views, content, as_json=options.json)

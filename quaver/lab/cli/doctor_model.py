@@ -1,7 +1,7 @@
-"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--output recipes.toml] [--hardware h100]`.
 
-The table has the worst linears first. `--out` writes the chosen recipes as a config, which `LayerRecipes.read` reads,
-and `quaver train` too if it can train the model. `--hardware` adds a table of the precision that the GPU's sums lose.
+The table has the worst linears first. `--output` writes the chosen recipes as a config, which `LayerRecipes.read` and,
+if it can train the model, `quaver train` read. `--hardware` adds a table of the precision that the GPU's sums lose.
 """
 
 from collections.abc import Iterator
@@ -29,34 +29,34 @@ SHOWN_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 
 def survey_and_write(options: DoctorOptions, model: str) -> ModelSurvey:
     """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
-    out = None if options.out is None else Path(options.out)
-    if out is not None:
-        check_outputs(Output(out, "--out", "TOML file"))
+    output = None if options.output is None else Path(options.output)
+    if output is not None:
+        check_outputs(Output(output, kind="TOML file"))
     with show_progress("surveying the model"):
         surveyed = open_surveyed_model(
             Path(model), data=options.data, sequences=options.sequences, seq_len=options.seq_len
         )
         survey = survey_model(surveyed, budget_db=options.budget_db, hardware=options.hardware)
-    if out is not None:
-        _write_recipes(out, surveyed, survey)
+    if output is not None:
+        _write_recipes(output, surveyed, survey)
     return survey
 
 
-def _write_recipes(out: Path, surveyed: SurveyedModel, survey: ModelSurvey) -> None:
+def _write_recipes(output: Path, surveyed: SurveyedModel, survey: ModelSurvey) -> None:
     if not survey.float8_share:
         raise InputError(
             f"--budget-db: expected decibels that a linear reaches, got {survey.budget_db:g}; nothing would be in "
-            "float8, so --out has nothing to write"
+            "float8, so --output has nothing to write"
         )
     config = with_precision(surveyed.config, survey.recipes.recipe)
     float8 = replace(config.float8, layer_recipes=survey.recipes.entries)
     sections = asdict(replace(config, float8=float8)) if surveyed.can_train else {"float8": asdict(float8)}
     comment = f"# Written by quaver doctor --model: at least {survey.budget_db:g} dB for each operand of each linear.\n"
-    with replace_output(out, "--out") as partial:
+    with replace_output(output) as partial:
         partial.write_text(comment + tomli_w.dumps(sections), encoding="utf-8")
 
 
-def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
+def iter_views(survey: ModelSurvey, output: str | None) -> Iterator[str | Table]:
     """Yield the table of the surveyed linears, the recipes that were chosen, and what was not surveyed."""
     yield f"one batch: {survey.data}; decibels of the worst operand, and which that is"
     columns = ("linear\n  its worst operand; recipe", *SHOWN_RECIPES)
@@ -80,8 +80,8 @@ def iter_views(survey: ModelSurvey, out: str | None) -> Iterator[str | Table]:
         )
     if survey.hardware is not None:
         yield from iter_sum_views(survey.sums, survey.hardware)
-    if out is not None:
-        yield f"saved {out}"
+    if output is not None:
+        yield f"saved {output}"
 
 
 def _make_row(survey: ModelSurvey, linear: SurveyedLinear) -> tuple[str, ...]:

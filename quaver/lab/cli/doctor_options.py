@@ -34,7 +34,7 @@ class DoctorOptions(Settings):
         None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
     )
     budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
-    out: UserPath | None = setting(None, "Where to write the recipes, as TOML.")
+    output: UserPath | None = setting(None, "TOML file to write the recipes to.")
     sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
     seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
         None, "Length of the sequences; the run's by default, else 256."
@@ -45,7 +45,7 @@ class DoctorOptions(Settings):
 
     def check(self) -> None:
         """Raise InputError for options that nothing reads."""
-        surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
+        surveys = ("data", "budget_db", "output", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
             self.require_default(*surveys, "compile", beside="--gpu")
         elif self.model is None:

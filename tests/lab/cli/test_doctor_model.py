@@ -53,7 +53,7 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
     delayed = {"enable_float8_linear": True, "recipe_name": "delayed", "delayed_margin": 1}
     run = run_to_end(changed(tiny_config, float8=delayed))
     out = tmp_path / "recipes.toml"
-    options = ["--budget-db", 29, "--out", out, "--hardware", "h100", "--json"]
+    options = ["--budget-db", 29, "--output", out, "--hardware", "h100", "--json"]
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, *options))
     recipes = {linear["name"]: linear["recipe"] for linear in report["linears"]}
     assert recipes["lm_head"] == "skipped"
@@ -80,7 +80,7 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
     out = tmp_path / "recipes.toml"
-    options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--out", out, "--hardware", "h100"]
+    options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--output", out, "--hardware", "h100"]
     printed = " ".join(run_quaver("doctor", "--model", tmp_path / "hf", *options).split())
     assert "at least 29 dB" in printed
     assert "float8 matmuls the sums lose less than the casts" in printed
@@ -114,7 +114,7 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     assert 0 < report["float8_share"] < 1 / 3  # the forward alone
     unreached = ["doctor", "--model", str(run.folder.path), "--budget-db", "1000"]
     assert f"not surveyed: 2 layers of experts, in high precision: {names}" in run_quaver(*unreached)
-    assert "--budget-db: expected decibels" in refused(*unreached, "--out", str(tmp_path / "recipes.toml"))
+    assert "--budget-db: expected decibels" in refused(*unreached, "--output", str(tmp_path / "recipes.toml"))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     [
         (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
         (["--model", "{tmp}"], "config.json"),
-        (["--model", "{tmp}", "--out", __file__], "test_doctor_model.py' exists already; give another file"),
-        (["--model", "{tmp}", "--out", "/dev/null/r.toml"], "--out: cannot write /dev/null/r.toml"),
+        (["--model", "{tmp}", "--output", __file__], "test_doctor_model.py' exists already; give another file"),
+        (["--model", "{tmp}", "--output", "/dev/null/r.toml"], "--output: cannot write /dev/null/r.toml"),
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
 )

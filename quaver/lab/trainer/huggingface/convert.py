@@ -1,9 +1,9 @@
 """Imports a Hugging Face folder as a checkpoint for `checkpoint.initial_load_path`, and exports a checkpoint.
 
 An import writes
-    OUT/checkpoint.json     as in a run's checkpoint, of step 0; its config is the [model] section alone
-    OUT/model/              a torch.distributed.checkpoint folder with the keys model.<name>
-    OUT/model.toml          the [model] section, for quaver train
+    TARGET/checkpoint.json  as in a run's checkpoint, of step 0; its config is the [model] section alone
+    TARGET/model/           a torch.distributed.checkpoint folder with the keys model.<name>
+    TARGET/model.toml       the [model] section, for quaver train
 An export writes what `transformers.AutoModelForCausalLM.from_pretrained` loads. torch.distributed.checkpoint assembles
 what any number of ranks wrote.
 """
@@ -79,19 +79,19 @@ class CheckedModel:
         return CheckpointWeights(self.weights, self.model)
 
 
-def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
-    """Write the Hugging Face model in `folder` as the new checkpoint `out`; memory holds one tensor at a time.
+def import_hf(folder: Path, target: Path, dtype: str = "float32") -> Model:
+    """Write the Hugging Face model in `folder` as the new checkpoint `target`; memory holds one tensor at a time.
 
     Args:
         dtype: the dtype of the stored weights, float32 or bfloat16.
     Raises:
-        FileExistsError: `out` exists.
-        OSError: a file is missing or cannot be read, or `out` cannot be made.
+        FileExistsError: `target` exists.
+        OSError: a file is missing or cannot be read, or `target` cannot be made.
         InputError: the files are damaged or do not fit the config.
         NotImplementedError: quaver's Llama does not support the model.
         NotWrittenError: the weights cannot be written.
     """
-    check_new(out)
+    check_new(target)
     config = read_config(folder)
     model = read_hf_config(config)
     weights = StoredTensors(folder)
@@ -106,7 +106,7 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
         "provenance": collect_provenance(torch.device("cpu")),
         "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage_settings(config)},
     }
-    with new_folder(out) as partial:
+    with new_folder(target) as partial:
         write_weights(weights, partial / "model", model, getattr(torch, dtype))
         toml = "# Written by quaver convert hf-to-quaver.\n" + tomli_w.dumps({"model": asdict(model)})
         (partial / "model.toml").write_text(toml, encoding="utf-8")
@@ -116,14 +116,14 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
 
 def export_hf(
     checkpoint: Path,
-    out: Path,
+    target: Path,
     *,
     name: str | None = None,
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 1000**3,
     tokenizer: Path | None = None,
 ) -> CheckedModel:
-    """Write the model `name` of `checkpoint`, or its first model, as the new folder `out`.
+    """Write the model `name` of `checkpoint`, or its first model, as the new folder `target`.
 
     Args:
         checkpoint: a checkpoint, or a run, whose last checkpoint is taken.
@@ -131,17 +131,17 @@ def export_hf(
         max_shard_bytes: the largest size of a file that has more than one tensor. Memory holds one file.
         tokenizer: a folder with tokenizer files to copy.
     Raises:
-        FileExistsError: `out` exists.
-        OSError: `checkpoint` is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
+        FileExistsError: `target` exists.
+        OSError: `checkpoint` is not a checkpoint, `tokenizer` has no tokenizer, or `target` cannot be made.
         InputError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
         CheckpointError: its files are damaged.
         NotWrittenError: the weights cannot be written.
     """
-    check_new(out)
+    check_new(target)
     copied = list_tokenizer_files(tokenizer) if tokenizer else []
     checked = open_checkpoint(find_checkpoint(checkpoint) or checkpoint, name)
     config = make_hf_config(checked.model, dtype=dtype, usage=find_usage_settings(checked))
-    with new_folder(out) as partial:
+    with new_folder(target) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
             for key, tensor in chain(checked.open_weights().items(), make_empty_shared_experts(checked.model).items())
