@@ -30,14 +30,14 @@ from quaver.lab.terminal.tables import make_table
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.runtime.errors import InputError
 
-_Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
+_Device = Annotated[str, OneOf(tuple(spec.name.lower() for spec in DEVICE_SPECS), has_aliases=True)]
 
 
 @dataclass(frozen=True)
 class RooflineOptions(Settings):
     """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
 
-    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict for.")
+    device: tuple[_Device, ...] = setting(("h200",), "GPUs to predict for.")
     recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
         ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
     )

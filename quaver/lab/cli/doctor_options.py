@@ -17,7 +17,7 @@ class DoctorOptions(Settings):
 
     json: bool = setting(False, "Print JSON.")
     compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
-    gpu: Annotated[str, OneOf(NVIDIA_GPUS, has_aliases=True)] | None = setting(
+    gpu: Annotated[str, OneOf(tuple(map(str.lower, NVIDIA_GPUS)), has_aliases=True)] | None = setting(
         None,
         "A GPU that this machine need not have. What it multiplies natively, and by which kernel, is listed, not "
         "tried.",

@@ -55,7 +55,7 @@ class MemoryOptions(Settings):
     )
     advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
-    time_on: str | None = setting(None, "GPU whose step time --advise and --fit simulate, such as H100 or B200.")
+    time_on: str | None = setting(None, "GPU whose step time --advise and --fit simulate, such as h100 or b200.")
     quick: bool = setting(
         False,
         f"Estimate the peak in closed form, within {ESTIMATE_ERROR:.0%}, instead of predicting it; --advise and --fit "
