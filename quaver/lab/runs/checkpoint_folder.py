@@ -27,7 +27,9 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT, read_json
+from quaver.lab.runs.file_names import CONFIG_FILE
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, write_manifest
+from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
@@ -204,3 +206,21 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             if name not in names:
                 raise InputError(f"{str(path)!r} is damaged: {name} is missing; {CHECKPOINT_HINT}")
     return record
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Return `path` if it is a checkpoint, the last checkpoint if it is a run, or else None.
+
+    Raises FileNotFoundError if the run has no complete checkpoint.
+    """
+    if (path / RECORD_FILE).is_file():
+        return path
+    if not (path / CONFIG_FILE).is_file():
+        return None
+    folder = CheckpointFolder(path / load_config(path / CONFIG_FILE).checkpoint.folder)
+    steps = folder.list_steps() if folder.path.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
+        )
+    return folder.get_path(steps[-1])

@@ -19,8 +19,8 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
-from quaver.lab.runs.checkpoint_folder import read_record, write_record
-from quaver.lab.trainer.huggingface.convert import find_checkpoint, open_checkpoint
+from quaver.lab.runs.checkpoint_folder import find_checkpoint, read_record, write_record
+from quaver.lab.trainer.huggingface.convert import open_checkpoint
 from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT
 from tests.isolated import quaver

@@ -27,18 +27,16 @@ from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.lab.runs.checkpoint_folder import (
     RECORD_FILE,
     RECORD_FORMAT,
-    CheckpointFolder,
     RunProgress,
+    find_checkpoint,
     read_record,
     write_record,
 )
 from quaver.lab.runs.dcp import read_metadata
-from quaver.lab.runs.file_names import CONFIG_FILE
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
-from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
@@ -210,24 +208,6 @@ def make_section(section: type[Section], record: dict[str, Any], checkpoint: Pat
         )
     with blame_input(f"{str(checkpoint / RECORD_FILE)!r} is damaged: config."):
         return section(**settings)
-
-
-def find_checkpoint(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, the last checkpoint if it is a run, or else None.
-
-    Raises FileNotFoundError if the run has no complete checkpoint.
-    """
-    if (path / RECORD_FILE).is_file():
-        return path
-    if not (path / CONFIG_FILE).is_file():
-        return None
-    folder = CheckpointFolder(path / load_config(path / CONFIG_FILE).checkpoint.folder)
-    steps = folder.list_steps() if folder.path.is_dir() else []
-    if not steps:
-        raise FileNotFoundError(
-            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
-        )
-    return folder.get_path(steps[-1])
 
 
 def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
