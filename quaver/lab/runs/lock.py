@@ -25,9 +25,9 @@ from quaver.lab.terminal.escape import print_to_stderr
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import replace_file
 
-LOCK, HOLDER = ".writer.lock", ".writer.json"
+LOCK_FILE, HOLDER_FILE = ".writer.lock", ".writer.json"
 
-TRY_S = 0.5
+ACQUIRE_TIMEOUT_S = 0.5
 """How long to try to take the lock: longer than `check_is_free` of another start of the run holds it."""
 
 
@@ -39,7 +39,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = FileLock(folder / LOCK, thread_local=False)
+        self._lock = FileLock(folder / LOCK_FILE, thread_local=False)
         self._finalizer: weakref.finalize[..., RunLock] | None = None
 
     def acquire(self) -> None:
@@ -56,16 +56,16 @@ class RunLock:
             print_to_stderr(f"took over the lock of {folder} from a run that was killed: {_describe(killed)}")
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
-            with replace_file(self._folder / HOLDER) as partial:
+            with replace_file(self._folder / HOLDER_FILE) as partial:
                 partial.write_text(json.dumps(holder) + "\n", encoding="utf-8")
         except OSError:
             self._lock.release()
             raise
-        self._finalizer = weakref.finalize(self, _release, self._lock, self._folder / HOLDER)
+        self._finalizer = weakref.finalize(self, _release, self._lock, self._folder / HOLDER_FILE)
 
     def check_is_free(self) -> None:
         """Raise BlockingIOError if another run holds the lock. Writes nothing."""
-        if (self._folder / LOCK).exists():
+        if (self._folder / LOCK_FILE).exists():
             self._take_lock()
             self._lock.release()
 
@@ -76,7 +76,7 @@ class RunLock:
 
     def _take_lock(self) -> None:
         try:
-            self._lock.acquire(timeout=TRY_S)
+            self._lock.acquire(timeout=ACQUIRE_TIMEOUT_S)
         except Timeout as error:
             holder = _describe(self._read_holder())
             raise BlockingIOError(
@@ -85,7 +85,7 @@ class RunLock:
 
     def _read_holder(self) -> dict[str, Any] | None:
         """Return what the file says about the holder, {} if it is damaged, None without one."""
-        path = self._folder / HOLDER
+        path = self._folder / HOLDER_FILE
         try:
             return read_json(path, TypeAdapter(dict[str, Any]), "remove the file") if path.exists() else None
         except (OSError, InputError):

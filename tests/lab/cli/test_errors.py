@@ -11,7 +11,7 @@ from torch import nn
 
 from quaver import convert_to_float8_training
 from quaver.lab.cli import main
-from quaver.lab.runs.lock import HOLDER
+from quaver.lab.runs.lock import HOLDER_FILE
 from tests.command_line import TEXT, TINY
 
 CLI = "quaver.lab.cli"
@@ -77,7 +77,7 @@ def test_a_sigterm_before_the_training_is_one_line_and_frees_the_folder(tmp_path
     monkeypatch.setattr(f"{CLI}.train.build_run", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert main(f"train {TRAIN} --job.name=a".split()) == 130
     assert capsys.readouterr().err == "quaver: interrupted\n"
-    assert not (tmp_path / "runs" / "a" / HOLDER).exists()
+    assert not (tmp_path / "runs" / "a" / HOLDER_FILE).exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

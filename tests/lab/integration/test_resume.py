@@ -14,7 +14,7 @@ import pytest
 from benchmarks.reliability import Runs, run_parts
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.lock import HOLDER
+from quaver.lab.runs.lock import HOLDER_FILE
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked, quaver, quaver_on_ranks
 from tests.lab.trainer.runs import read_steps
@@ -98,7 +98,7 @@ def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start
     resume = ["train", f"--resume={run}", "--checkpoint.resume=auto"]
     second, _ = [rank.finished() for rank in quaver_on_ranks(2, resume)]
     (line,) = [line for line in second.stderr.splitlines() if line.startswith("quaver: ")]
-    holder = json.loads((run / HOLDER).read_text())["pid"]
+    holder = json.loads((run / HOLDER_FILE).read_text())["pid"]
     assert holder in [pid for process in processes for pid in list_with_children(process.pid)]
     assert f"another run writes the run folder '{run}': process {holder} on host" in line
     assert all(process.poll() is None for process in processes)

@@ -21,7 +21,7 @@ from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.file_names import PROVENANCE_FILE
 from quaver.lab.runs.json_lines import read_json_lines
-from quaver.lab.runs.lock import HOLDER, LOCK, RunLock
+from quaver.lab.runs.lock import HOLDER_FILE, LOCK_FILE, RunLock
 from quaver.lab.runs.manifest import MANIFEST_FILE, write_manifest
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
@@ -66,8 +66,8 @@ def make_fifo(path: Path) -> None:
 
 
 def make_lock_folder(run: Path) -> None:
-    (run / LOCK).unlink()
-    (run / LOCK).mkdir()
+    (run / LOCK_FILE).unlink()
+    (run / LOCK_FILE).mkdir()
 
 
 def make_link(path: Path) -> None:
@@ -263,7 +263,7 @@ def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, ref
 def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, refused):
     (run / STEP / "delayed" / "notes.txt").write_text("x")
     assert "notes.txt' is not in manifest.json" in refused("train", "--resume", run, MORE)
-    make_fifo(run / HOLDER)
+    make_fifo(run / HOLDER_FILE)
     assert main(["train", "--resume", str(run), MORE, "--no-checkpoint.verify"]) == 0
 
 
@@ -290,13 +290,13 @@ def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_not
     assert hash_files(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.list_steps() == [2, 4]
-    assert not (first.folder.path / HOLDER).exists()
+    assert not (first.folder.path / HOLDER_FILE).exists()
     again = changed(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
     assert run_to_end(again).began_at_step == 4
 
 
 def test_a_run_takes_a_lock_that_another_start_only_checks(tmp_path):
-    (lock := FileLock(tmp_path / LOCK, thread_local=False)).acquire()
+    (lock := FileLock(tmp_path / LOCK_FILE, thread_local=False)).acquire()
     threading.Timer(0.1, lock.release).start()  # as the end of check_is_free in another process
     RunLock(tmp_path).acquire()
 
@@ -308,7 +308,7 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(run, capsys):
         time.sleep(0.01)
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    assert json.loads((run / HOLDER).read_text())["pid"] == holder.pid
+    assert json.loads((run / HOLDER_FILE).read_text())["pid"] == holder.pid
     capsys.readouterr()
     assert main(["train", "--resume", str(run), MORE]) == 0
     (line,) = capsys.readouterr().err.splitlines()
@@ -317,6 +317,6 @@ def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(run, capsys):
 
 @pytest.mark.parametrize("holder", ["", "[]", "{", '{"pid": 1}', '{"host": "elsewhere", "pid": 1}'])
 def test_a_damaged_or_foreign_holder_file_does_not_keep_a_run_from_its_folder(tmp_path, capsys, holder):
-    (tmp_path / HOLDER).write_text(holder)
+    (tmp_path / HOLDER_FILE).write_text(holder)
     RunLock(tmp_path).acquire()
     assert "took over the lock" in capsys.readouterr().err
