@@ -11,6 +11,7 @@ errors: a save fails on every rank or on none. `has_failed` polls it, `wait` rai
 block of `ignore_single_process_warning`.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -144,6 +145,7 @@ class Checkpointer:
                 f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
                 "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
             )
+        _check_same_model(path, record["config"]["model"], self.description["config"]["model"])
         restore_recipes(progress)
         for name, trained in zip(names, models, strict=True):
             load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
@@ -285,6 +287,16 @@ def check_readable(checkpoint: Path, names: Sequence[str]) -> None:
     """Check that the metadata of each model can be read, and that its files are long enough for it."""
     for name in names:
         CheckpointReader(checkpoint / name).read_metadata()
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> None:
+    """Raise CheckpointError if a setting of the model differs, as after an edit of the run's config.toml."""
+    for name, value in json.loads(json.dumps(config)).items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{str(path)!r} has model.{name} = {saved[name]!r}, and the config of the run {value!r}; restore the "
+                "config, or start a new run"
+            )
 
 
 def _describe_new_order(saved: dict[str, Any], now: dict[str, Any]) -> str:

@@ -311,7 +311,7 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
         return config.load_step
     if not steps and config.resume == "must":
         problem = f"has no complete checkpoint in {config.folder!r}" if is_run else "is not a run folder"
-        remedy = "start the run without --resume, or with checkpoint.resume = never"
+        remedy = "give another job.name" if is_run else "start the run without --resume"
         if is_run and (recorded := load_config(path / CONFIG_FILE).checkpoint.folder) != config.folder:
             remedy = f"give checkpoint.folder = {recorded!r}, that of the run"
         raise FileNotFoundError(f"{str(path)!r} {problem}, so there is nothing to resume; {remedy}")

@@ -117,6 +117,11 @@ def write_code(run: Path) -> None:
     write_manifest(run / STEP, {})
 
 
+def edit_config(run: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("\ndim = 32", "\ndim = 64"))
+
+
 def write_garbage(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     metrics.write_bytes(b'{"step": 1, "ru\n' + metrics.read_bytes())
@@ -130,6 +135,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "extra": (lambda run: (run / STEP / "delayed/__1_0.distcp").touch(), MORE, "/delayed/__1_0.distcp' is not in"),
     "of another step": (lambda run: shutil.copy(run / SHARD.replace(STEP, FIRST), run / SHARD), MORE, f"/{SHARD}' "),
     "a link": (lambda run: make_link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
+    "edited config": (edit_config, MORE, "has model.dim = 32, and the config of the run 64; restore the config"),
     "edited record": (lambda run: (run / RECORD).open("a").write(" "), MORE, f"/{RECORD}' has"),
     "no manifest": (lambda run: (run / STEP / MANIFEST_FILE).unlink(), MORE, f"/{STEP}/{MANIFEST_FILE}"),
     "no progress": (edit_record(lambda r: r.pop("progress")), MORE, "progress is missing"),
