@@ -23,6 +23,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.process import use_determinism
+from quaver.lab.trainer.run_description import explain_eager_blocks
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.lab.trainer.train import MEMORY_STEP
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -144,7 +145,7 @@ def _make_row(model: TrainedModel, timings: dict[str, Timing], baseline: Trained
         "timing": asdict(timing),
         "tokens_per_s": tokens / (1e-6 * timing.median_us),
         "time_over_high_precision": timing.median_us / timings[baseline.name].median_us,
-        "eager": model.compile_note,
+        "eager": explain_eager_blocks(model),
         "peak_bytes": peak.peak_bytes,
         "peak_source": peak.source,
         "peak_over_high_precision": ratio,

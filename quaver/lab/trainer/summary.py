@@ -5,6 +5,7 @@ from typing import Any
 from quaver.lab.runs.provenance import describe_environment
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.trainer.flops import compute_utilization
+from quaver.lab.trainer.run_description import list_model_notes
 from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
@@ -23,7 +24,7 @@ def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dic
         "steps": run.progress.step,
         "ranks": run.dims.world_size,
         "mesh": run.dims.mesh,
-        "notes": [*run.notes, *dict.fromkeys(note for model in run.models for note in model.notes)],
+        "notes": [*run.notes, *dict.fromkeys(note for model in run.models for note in list_model_notes(model))],
         "models": models,
         "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
         "float8_peak_flops_per_s": run.peak.float8_flops_per_s,

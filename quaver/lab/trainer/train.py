@@ -27,8 +27,8 @@ from quaver.lab.trainer.process import (
     use_determinism,
 )
 from quaver.lab.trainer.profiling import Profiler
+from quaver.lab.trainer.run_description import explain_eager_blocks, print_nothing_left, print_run_description
 from quaver.lab.trainer.run_end import conclude
-from quaver.lab.trainer.run_start import print_nothing_left, print_run_description
 from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
@@ -130,8 +130,8 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
                 error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
         outputs.record_step(model, step, result, is_loss_spike=_note_result(run, model, result))
-        if is_first_here and model.compile_note:
-            outputs.display.print_line(f"{model.name}: {model.compile_note}")
+        if is_first_here and (reason := explain_eager_blocks(model)):
+            outputs.display.print_line(f"{model.name}: {reason}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 

@@ -11,7 +11,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from quaver import (
     Float8Linear,
@@ -21,7 +20,6 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.conversion.high_precision import iter_float8_modules
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
 from quaver.lab.runs.ranks import Ranks
@@ -126,7 +124,7 @@ class TrainedModel:
     _schedule: PrecisionSchedule = field(init=False, repr=False)
     _skipped_in_a_row: int = field(init=False, default=0)
     _routers: list[Router] = field(init=False, repr=False)
-    _experts: list[Experts] = field(init=False, repr=False)
+    experts: list[Experts] = field(init=False, repr=False)
 
     @classmethod
     def build(
@@ -157,7 +155,7 @@ class TrainedModel:
         self.scaling = float8_scaling_state(self.model)
         self.flops_per_token = self.count_flops_per_token()
         self._schedule = PrecisionSchedule(self.name, self.model, self.config)
-        self._routers, self._experts = list_modules(self.model, Router), list_modules(self.model, Experts)
+        self._routers, self.experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
 
@@ -169,44 +167,6 @@ class TrainedModel:
     def precision(self) -> str:
         """The precision of the last step: `name`, or what `PrecisionSchedule` made it."""
         return self._schedule.precision
-
-    @property
-    def _is_float8(self) -> bool:
-        return any(True for _ in iter_float8_modules(self.model))
-
-    @property
-    def notes(self) -> list[str]:
-        """Facts for the user: how tokens reach experts of other ranks, that weights are rounded before their cast, and
-        after a step that training.compile compiled nothing.
-        """
-        split = [(experts, experts.dispatcher) for experts in self._experts if experts.dispatcher is not None]
-        notes = list(dict.fromkeys(dispatcher.describe_precision(experts) for experts, dispatcher in split))
-        training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
-        is_rounded = training.dtype != training.mixed_precision_param and not gathered
-        is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
-        if is_rounded and is_sharded and self._is_float8:
-            notes.append(
-                f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
-                "one process and float8 all-gathers cast those in " + training.dtype
-            )
-        if self.step_seconds and self.compile_note:
-            notes.append(self.compile_note)
-        return notes
-
-    @property
-    def compile_note(self) -> str:
-        """The reason why training.compile has compiled nothing so far; "" if it has, or is off.
-
-        A graph break inside a checkpoint makes Dynamo skip the whole frame, and expert parallelism breaks graphs.
-        """
-        if not self.config.training.compile or self.compiled_graphs:
-            return ""
-        note = "training.compile compiled no graph, so the blocks run eagerly"
-        is_split = any(experts.dispatcher is not None for experts in self._experts)
-        if is_split and self.config.activation_checkpoint.mode in ("selective", "full"):
-            why = "expert parallelism ends graphs, and torch compiles no part of a checkpoint"
-            return f"{note}: {why}; set activation_checkpoint.mode = none, or training.compile = false"
-        return f"{note}; TORCH_LOGS=graph_breaks says why"
 
     @property
     def has_countable_memory(self) -> bool:
@@ -251,7 +211,7 @@ class TrainedModel:
         if self.monitor is not None:
             self.monitor.step()
         sum_partial_gradients(self.model)
-        average_expert_gradients(self._experts)
+        average_expert_gradients(self.experts)
         shares = torch.stack([loss_sum / self.ranks.world_size, compute_squared_norm_share(self.model)])
         loss, squared_norm = self.ranks.all_reduce(shares)
         norm = squared_norm.sqrt()
