@@ -28,7 +28,7 @@ def main() -> None:
         parser.error("--memory is for --published")
     if options.calibrate:
         for name, gpu in plan_published.CALIBRATED_GPUS.items():
-            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {gpu.sustained}  {gpu.row}")
+            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {gpu.sustained_share}  {gpu.row}")
     for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
         results = record_and_show(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:

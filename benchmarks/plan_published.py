@@ -98,13 +98,13 @@ def make_run(row: Published) -> PipelinedRun:
     if row.sharding == "zero1":
         run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, reduce="last")
     if recipe is not None and run.model.n_experts:
-        run = replace(run, in_float8={**run.in_float8, "experts": 1.0})
+        run = replace(run, float8_shares={**run.float8_shares, "experts": 1.0})
     return run
 
 
 def simulate_seconds(row: Published, gpu: CalibratedGPU) -> float:
     """Return the simulated seconds of a step."""
-    cluster = Cluster(gpu.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, gpu.sustained)
+    cluster = Cluster(gpu.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, gpu.sustained_share)
     run = make_run(row)
     return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
 
@@ -122,7 +122,7 @@ def calibrate_share(name: str) -> float:
     low, high = 0.1, 1.2
     for _ in range(30):
         middle = (low + high) / 2
-        faster = predict_tokens_per_s(row, gpu._replace(sustained=middle)) > row.tokens_per_s_per_gpu
+        faster = predict_tokens_per_s(row, gpu._replace(sustained_share=middle)) > row.tokens_per_s_per_gpu
         low, high = (low, middle) if faster else (middle, high)
     return (low + high) / 2
 
@@ -154,7 +154,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
         lines.append(
             [group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{result['predicted']:,.0f}", shown, note]
         )
-    shares = [[name, f"{gpu.sustained:.3f}", gpu.row] for name, gpu in CALIBRATED_GPUS.items()]
+    shares = [[name, f"{gpu.sustained_share:.3f}", gpu.row] for name, gpu in CALIBRATED_GPUS.items()]
     heads = ["source", "run", "GPU", "published", "predicted", "ratio", "note"]
     return {
         "published runs": make_markdown_table(heads, lines),

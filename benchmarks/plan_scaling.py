@@ -100,8 +100,8 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
         checkpointed_blocks=model.n_layers,
     )
     if precision != "bfloat16":
-        in_float8 = {**run.in_float8, "experts": 1.0} if mixture else run.in_float8
-        run = replace(run, recipe=recipe, in_float8=in_float8, float8_gather=precision == "float8")
+        float8_shares = {**run.float8_shares, "experts": 1.0} if mixture else run.float8_shares
+        run = replace(run, recipe=recipe, float8_shares=float8_shares, float8_gather=precision == "float8")
     return fit_micro_batches(run, settings, precision)
 
 

@@ -139,14 +139,15 @@ def iter_comparison_views(
 def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
     """Yield the lines of both runs, and at most `top` differences in saved and in live tensors."""
     runs = (
-        ("first", comparison.label_a, comparison.peak_a, comparison.peak_at_a, comparison.saved_a),
-        ("other", comparison.label_b, comparison.peak_b, comparison.peak_at_b, comparison.saved_b),
+        ("first", comparison.label_a, comparison.peak_bytes_a, comparison.peak_at_a, comparison.saved_bytes_a),
+        ("other", comparison.label_b, comparison.peak_bytes_b, comparison.peak_at_b, comparison.saved_bytes_b),
     )
     for name, label, peak, where, saved in runs:
         yield _format_line(name, label)
         yield _format_line("", f"peak {_format_long_size(peak)}, in the {where}")
         yield _format_line("", f"saved {_format_long_size(saved)}, by the first forward for its backward")
-    more_peak, more_saved = comparison.peak_b - comparison.peak_a, comparison.saved_b - comparison.saved_a
+    more_peak = comparison.peak_bytes_b - comparison.peak_bytes_a
+    more_saved = comparison.saved_bytes_b - comparison.saved_bytes_a
     yield _format_line("more", f"peak {format_change(more_peak)}, saved {format_change(more_saved)}")
     yield from ("", *_iter_differences("Differences in what is saved for backward", comparison.list_rows("saved"), top))
     yield from ("", *_iter_differences("Differences in what is alive at the peaks", comparison.list_rows("peak"), top))

@@ -31,7 +31,7 @@ def iter_views(
     first = result.rows[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
-        f"{first.run.seq_len:,} tokens a sequence; {result.tried:,} layouts compared, "
+        f"{first.run.seq_len:,} tokens a sequence; {result.fitting_layouts:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
     rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]

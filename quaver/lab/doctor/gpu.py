@@ -157,7 +157,7 @@ def _describe_expert_matmul(
     return MatmulOnGpu(matmul, "exact", one_by_one)
 
 
-def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
+def _describe_layers(model: nn.Module, model_config: Float8LinearConfig, spec: DeviceSpec) -> list[LayersOnGpu]:
     configs = {name: module.float8_config for name, module in iter_float8_modules(model)}
     counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
@@ -165,14 +165,14 @@ def _describe_layers(model: nn.Module, recipe: Float8LinearConfig, spec: DeviceS
         if layer.converted:
             config = configs.get(layer.name) or configs[layer.name.rpartition(".")[0]]
             padding = _describe_padding(layer.in_features, layer.out_features, _find_padding_multiple(config, spec))
-            note = "; ".join(filter(None, (_describe_other_recipe(config, recipe), padding)))
+            note = "; ".join(filter(None, (_describe_other_recipe(config, model_config), padding)))
         counts[mask_layer_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
 
 
-def _describe_other_recipe(config: Float8LinearConfig, recipe: Float8LinearConfig) -> str:
+def _describe_other_recipe(config: Float8LinearConfig, model_config: Float8LinearConfig) -> str:
     """Return "in rowwise:dequantized" if a layer casts otherwise than the model's recipe, else ""."""
-    if config.casts == recipe.casts:
+    if config.casts == model_config.casts:
         return ""
     recipe_name = replace(config, backward="float8").recipe_name
     name = recipe_name.value if recipe_name else config.short_str()

@@ -150,7 +150,7 @@ class _AdviceSearch:
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._set_activity = spec, set_activity
         resolved, self._dims = resolve_config(config, rank=0, world_size=ranks)
-        self._batch = resolved.training.step_batch_size
+        self._step_sequences = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
         self._less_precise_saves = 0
         # Unlike `_try` this raises: there is nothing else to compare with.
@@ -158,7 +158,7 @@ class _AdviceSearch:
 
     def try_single_changes(self) -> None:
         """Try each single change."""
-        for change in list_single_changes(self._config, self._dims, self._batch):
+        for change in list_single_changes(self._config, self._dims, self._step_sequences):
             self._try(change)
         alone = [self._try(change) for change in iter_less_precise(Change((), self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
@@ -166,7 +166,7 @@ class _AdviceSearch:
 
     def find_fastest_that_fits(self) -> int | None:
         """Try combinations, the fastest first, and return the index of the first that fits."""
-        changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._batch)]
+        changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_sequences)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._compute_cost(config)) for config, change in by_config.items()]
         return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)

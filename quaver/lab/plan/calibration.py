@@ -3,9 +3,9 @@
 MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold GPU. A GPU
 that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
-table of rates at a power limit was found. So `sustained` is fitted so that the simulated time of one published run
-equals its measured time. The times of attention, linears (with casts and launches) and recomputation are divided by it.
-All other published runs are predicted, not fitted (docs/lab/published-runs.md).
+table of rates at a power limit was found. So `sustained_share` is fitted so that the simulated time of one published
+run equals its measured time. The times of attention, linears (with casts and launches) and recomputation are divided by
+it. All other published runs are predicted, not fitted (docs/lab/published-runs.md).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class CalibratedGPU(NamedTuple):
     """A GPU in the setup of a published run."""
 
     spec: DeviceSpec
-    sustained: float
+    sustained_share: float
     row: str
-    """The published run (benchmarks/published_runs.toml) from which `sustained` was derived."""
+    """The published run (benchmarks/published_runs.toml) from which `sustained_share` was derived."""
 
 
 _SPECS = {spec.name: spec for spec in DEVICE_SPECS}
@@ -38,13 +38,13 @@ CALIBRATED_GPUS = {
 
 def get_sustained_share(spec: DeviceSpec) -> float:
     """Return the share of the GPU with this specification, or of the H100 if no published run has that GPU."""
-    return _find_calibrated(spec).sustained
+    return _find_calibrated(spec).sustained_share
 
 
 def describe_sustained_share(spec: DeviceSpec) -> str:
     """Return a sentence that says which share is taken and from which run, or that the H100's is assumed."""
     gpu = _find_calibrated(spec)
-    share, runs = f"{gpu.sustained:.0%} of the best rate of a matmul", f"as in {gpu.row}"
+    share, runs = f"{gpu.sustained_share:.0%} of the best rate of a matmul", f"as in {gpu.row}"
     if gpu.spec == spec:
         trained_by = ", with Megatron and TransformerEngine" if gpu.row.startswith("megatron") else ""
         return f"a long run keeps {share}, {runs}{trained_by}"

@@ -42,26 +42,26 @@ class Change:
         return "; ".join(self.edits)
 
 
-def list_single_changes(config: TrainConfig, dims: ParallelDims, batch: int) -> list[Change]:
+def list_single_changes(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> list[Change]:
     """Return changes of one setting each that differ from `config`.
 
     Args:
-        batch: the sequences of one optimizer step over all ranks, which no change affects.
+        step_sequences: the sequences of one optimizer step over all ranks, which no change affects.
     """
-    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, dims, batch)]
-    edits += [*_iter_less_precise(config), *list(_iter_batches(config, batch))[1:2]]
+    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, dims, step_sequences)]
+    edits += [*_iter_less_precise(config), *list(_iter_batches(config, step_sequences))[1:2]]
     changes = [_apply_edits(config, (name,), [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
 
 
-def list_combinations(config: TrainConfig, batch: int) -> list[Change]:
+def list_combinations(config: TrainConfig, step_sequences: int) -> list[Change]:
     """Return all combinations of checkpointing, precision and local batch size that the config accepts.
 
-    The local batch size is halved as often as possible; `batch` as in `list_single_changes`.
+    The local batch size is halved as often as possible; `step_sequences` as in `list_single_changes`.
     """
     checkpointings, precisions = _prepend_unchanged(_iter_checkpointing()), _prepend_unchanged(_iter_precisions(config))
     changes = []
-    for chosen in product(checkpointings, precisions, _iter_batches(config, batch)):
+    for chosen in product(checkpointings, precisions, _iter_batches(config, step_sequences)):
         names = tuple(name for name, _ in chosen if name)
         changes.append(_apply_edits(config, names, [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
@@ -175,8 +175,8 @@ def _edit_precision(precision: str) -> Edit:
     return lambda config: with_precision(config, precision)
 
 
-def _iter_communication(config: TrainConfig, dims: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
-    if batch > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
+def _iter_communication(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> Iterator[tuple[str, Edit]]:
+    if step_sequences > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
         for reduce in REDUCE_MODES[: 3 if dims.replicate > 1 else 2]:
             yield f"gradients reduced after micro-batches: {reduce}", _edit_section("training", reduce=reduce)
     if dims.shard == 1:
@@ -201,11 +201,11 @@ def _iter_less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     yield "saved activations: float8", _edit_section("activation_checkpoint", store_in_float8=True)
 
 
-def _iter_batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
+def _iter_batches(config: TrainConfig, step_sequences: int) -> Iterator[tuple[str, Edit]]:
     """Yield the local batch size unchanged, and then halved repeatedly with twice the micro-batches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:
         sequences //= 2
-        edit = _edit_section("training", local_batch_size=sequences, global_batch_size=batch)
+        edit = _edit_section("training", local_batch_size=sequences, global_batch_size=step_sequences)
         yield f"local batch size: {sequences}", edit

@@ -27,8 +27,8 @@ class NcclProtocol(NamedTuple):
     start_s: float
     inside_s: float
     between_s: float
-    share: float
-    most_gb_per_s: float = float("inf")
+    rate_share: float
+    max_gb_per_s: float = float("inf")
 
 
 NCCL_PROTOCOLS = (
@@ -60,7 +60,7 @@ class Cluster:
     gpus_per_node: int = 8
     network_gbps: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
-    sustained: float = 1.0
+    sustained_share: float = 1.0
     """The share of the best matmul rate that a long run sustains; see calibration.py."""
     storage_gb_per_s: float = 1.0
     """The rate at which each node writes while all nodes do. Llama 3: 2 TB/s sustained and 7 TB/s at best for 16,384
@@ -70,7 +70,7 @@ class Cluster:
     def from_spec(
         cls, spec: DeviceSpec, gpus_per_node: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
     ) -> Cluster:
-        """Make a cluster of devices whose `sustained` is calibrated."""
+        """Make a cluster of devices whose `sustained_share` is calibrated."""
         return cls(spec, gpus_per_node, network_gbps, get_sustained_share(spec), storage_gb_per_s)
 
     def count_nodes(self, ranks: int, stride: int) -> int:
@@ -99,7 +99,7 @@ class Cluster:
             protocol.start_s
             + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.inside_s
             + self._count_hops(kind, nodes) * protocol.between_s
-            + sent / (1e9 * min(protocol.share * rate, protocol.most_gb_per_s))
+            + sent / (1e9 * min(protocol.rate_share * rate, protocol.max_gb_per_s))
             for protocol in NCCL_PROTOCOLS
         )
 

@@ -111,7 +111,7 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
         + experts.forward / 2,
         "full": forward - last_s + between.forward + attention.forward + experts.forward,
     }[run.checkpointing]
-    slower = 1 / cluster.sustained
+    slower = 1 / cluster.sustained_share
     return BlockTimes(
         slower * (forward + experts.forward + attention.forward) + between.forward + stored,
         slower * (backward + experts.backward + attention.backward) + between.backward + stored,
@@ -142,7 +142,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     """
     float8_share = run.get_float8_share(name)
     if 0 < float8_share < 1:
-        parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
+        parts = [replace(run, float8_shares={name: float(is_float8)}) for is_float8 in (True, False)]
         float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
         return _average(float8, bfloat16, float8_share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
@@ -226,8 +226,8 @@ def time_head(run: PlannedRun, cluster: Cluster) -> PerPass:
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
     loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
-    forward = _time_forward(time)
-    return PerPass(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
+    forward, share = _time_forward(time), cluster.sustained_share
+    return PerPass(forward / share + loss[0], (time.total_s - forward) / share + loss[1])
 
 
 def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:

@@ -48,12 +48,12 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     Raises:
         NotImplementedError: blocks differ, or are not one compiled graph, as under expert parallelism.
     """
-    if parts := [name for name, share in run.in_float8.items() if 0 < share < 1]:
+    if parts := [name for name, share in run.float8_shares.items() if 0 < share < 1]:
         raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
     entries = list_block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(
-            time_entry(entry, cluster.spec, by_shape=True, sustained=cluster.sustained)
+            time_entry(entry, cluster.spec, by_shape=True, sustained_share=cluster.sustained_share)
             for entry in entries
             if entry.is_backward is is_backward
         )

@@ -83,7 +83,7 @@ class PlannedRun:
     context: int = 1
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
-    in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
+    float8_shares: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
     """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
     "lm_head". `get_float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False
@@ -137,7 +137,7 @@ class PlannedRun:
 
     def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
-        return 0.0 if self.recipe is None else self.in_float8.get(name, 0.0)
+        return 0.0 if self.recipe is None else self.float8_shares.get(name, 0.0)
 
     @property
     def precision(self) -> str:
@@ -189,7 +189,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         tensor=dims.tensor,
         expert=dims.expert,
         recipe=float8.recipe if float8.enable_float8_linear else None,
-        in_float8=find_float8_shares(config),
+        float8_shares=find_float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=modes[activation_checkpoint.mode],
         checkpointed_blocks=count_checkpointed_blocks(config),
@@ -221,7 +221,7 @@ def _get_itemsize(dtype: str) -> int:
 
 
 def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
-    """Return the share of blocks in which each linear is float8, as `PlannedRun.in_float8` has it.
+    """Return the share of blocks in which each linear is float8, as `PlannedRun.float8_shares` has it.
 
     Raises:
         InputError: as `convert_model`.

@@ -62,7 +62,7 @@ class SearchResult:
 
     rows: list[FittingLayout]
     """Sorted by speed, the fastest first."""
-    tried: int
+    fitting_layouts: int
     """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
     """The number of layouts that the trainer refuses, by reason."""
@@ -186,8 +186,8 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     few = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
     if few < run.micro_batches:
-        fewer = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
-        timeline = ExtrapolatedTimeline(timeline.spans, fewer, run.micro_batches - few)
+        without_last = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
+        timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - few)
     compute_mfu(run, timeline.seconds, cluster.spec)
     checkpoint_s = time_checkpoint_per_step(run, cluster, timeline.seconds)
     if not checkpoint_s:

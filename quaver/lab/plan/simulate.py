@@ -128,30 +128,32 @@ class SimulatedTimeline:
 class ExtrapolatedTimeline(SimulatedTimeline):
     """The spans of a step's first micro-batches. Sums of seconds and bytes are for the whole step.
 
-    Each of the `further` micro-batches adds what the last simulated one adds to `fewer`, the same step without it.
+    Each of the `further_micro_batches` adds what the last simulated one adds to `without_last`, the step without it.
     """
 
-    fewer: SimulatedTimeline
-    further: int
+    without_last: SimulatedTimeline
+    further_micro_batches: int
 
     @property
     def seconds(self) -> float:
-        return self._extrapolate(super().seconds, self.fewer.seconds)
+        return self._extrapolate(super().seconds, self.without_last.seconds)
 
     def append(self, task: Task) -> Self:
-        return replace(super().append(task), fewer=self.fewer.append(task))
+        return replace(super().append(task), without_last=self.without_last.append(task))
 
     def sum_seconds(self, **selected: str | None) -> float:
-        return self._extrapolate(super().sum_seconds(**selected), self.fewer.sum_seconds(**selected))
+        return self._extrapolate(super().sum_seconds(**selected), self.without_last.sum_seconds(**selected))
 
     def sum_sent_bytes(self, link: str) -> float:
-        return self._extrapolate(super().sum_sent_bytes(link), self.fewer.sum_sent_bytes(link))
+        return self._extrapolate(super().sum_sent_bytes(link), self.without_last.sum_sent_bytes(link))
 
     def sum_exposed_seconds(self, **selected: str | None) -> float:
-        return self._extrapolate(super().sum_exposed_seconds(**selected), self.fewer.sum_exposed_seconds(**selected))
+        return self._extrapolate(
+            super().sum_exposed_seconds(**selected), self.without_last.sum_exposed_seconds(**selected)
+        )
 
-    def _extrapolate(self, value: float, fewer: float) -> float:
-        return value + self.further * (value - fewer)
+    def _extrapolate(self, value: float, value_without_last: float) -> float:
+        return value + self.further_micro_batches * (value - value_without_last)
 
 
 def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:

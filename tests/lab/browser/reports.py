@@ -107,7 +107,7 @@ def make_comparison() -> dict:
         plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
         plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
     ]
-    peaks = {"peak_a": 100 * MIB, "peak_b": 97 * MIB}
+    peaks = {"peak_bytes_a": 100 * MIB, "peak_bytes_b": 97 * MIB}
     return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}
 
 

@@ -211,7 +211,7 @@ def make_memory_views():
     numbers = {"peak_bytes": 300 * GIB, "by_category": sizes, "at_peak": [], "saved_by_forward_bytes": 60 * GIB}
     prediction = SimpleNamespace(**numbers)
     compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
-    compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
+    compared |= dict.fromkeys(("peak_bytes_a", "peak_bytes_b", "saved_bytes_a", "saved_bytes_b"), GIB)
     comparison = SimpleNamespace(at=lambda moment: (), **compared)
     with mock.patch.object(memory_views, "merge_layers", return_value=[row] * 3):
         tensors = memory_views.make_tensor_table(prediction, 3)

@@ -58,7 +58,7 @@ def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu,
     assert row.sentence.startswith("+128 KiB per layer x 3: `mm` of ")
     assert "float32 (128, 256)" in row.sentence
     assert "saved by autograd" in row.sentence
-    assert comparison.saved_b - comparison.saved_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
+    assert comparison.saved_bytes_b - comparison.saved_bytes_a == pytest.approx(3 * HIDDEN_BYTES, abs=8)
     assert reverse.list_rows("saved")[0].difference_bytes == -3 * HIDDEN_BYTES
     assert reverse.list_rows("saved")[0].sentence.startswith("-128 KiB per layer x 3: `mm`")
     assert len(reverse.rows) == len(comparison.rows)
@@ -75,7 +75,7 @@ def test_equal_reports_have_no_differences(relu):
     """Nor have reports of two operators that save their results, or of rows that name either of two operands."""
     same = compare_reports(relu, explain_stack())
     assert same.rows == ()
-    assert same.peak_a == same.peak_b == relu.peak_bytes
+    assert same.peak_bytes_a == same.peak_bytes_b == relu.peak_bytes
     assert compare_reports(relu, explain_stack(torch.tanh)).list_rows("saved") == ()
     report = dict(relu.report)
     for name in ("at_peak", "saved_for_backward"):
@@ -196,10 +196,10 @@ def test_lines_for_a_terminal_say_peaks_and_rows(relu, silu):
     comparison = compare_reports(relu, silu)
     lines = list(iter_comparison_lines(comparison, top=1))
     assert lines[0] == "first      one"
-    peak = f"{comparison.peak_a:,} bytes = {format_bytes(comparison.peak_a)}"
+    peak = f"{comparison.peak_bytes_a:,} bytes = {format_bytes(comparison.peak_bytes_a)}"
     assert lines[1] == f"           peak {peak}, in the {comparison.peak_at_a}"
     assert comparison.peak_at_a.startswith("backward of layers.")
-    assert lines[6].endswith(f"saved {format_change(comparison.saved_b - comparison.saved_a)}")
+    assert lines[6].endswith(f"saved {format_change(comparison.saved_bytes_b - comparison.saved_bytes_a)}")
     assert f"    {comparison.list_rows('saved')[0].sentence}" in lines
     (left,) = comparison.list_rows("peak")[1:]
     assert f"    and 1 more row, {format_change(left.difference_bytes)} in all" in lines

@@ -64,7 +64,7 @@ def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
 
 
 def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
-    shares = [replace(TENSORWISE, in_float8=dict.fromkeys(LINEARS, share)) for share in (0, 0.5, 1)]
+    shares = [replace(TENSORWISE, float8_shares=dict.fromkeys(LINEARS, share)) for share in (0, 0.5, 1)]
     none, half, whole = map(time_both, shares)
     assert none == pytest.approx(time_both(RUN))
     assert half == pytest.approx((none + whole) / 2)
@@ -96,7 +96,7 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
 )
 def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
     config = TrainConfig(float8=Float8(**float8))
-    assert make_planned_run(*resolve_config(config)).in_float8 == expected
+    assert make_planned_run(*resolve_config(config)).float8_shares == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])

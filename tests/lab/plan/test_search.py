@@ -148,7 +148,7 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
     """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
     run, spec = plan_last_layout(ranks=8, precisions=(BFLOAT16,), blocks=4), CLUSTER.spec
     long = replace(run, seq_len=2**20)
-    seconds = estimate_seconds(long, replace(CLUSTER, sustained=1.0))
+    seconds = estimate_seconds(long, replace(CLUSTER, sustained_share=1.0))
     as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
     assert compute_mfu(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):

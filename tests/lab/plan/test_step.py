@@ -54,7 +54,7 @@ def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
     nvlink = replace(FAST, spec=replace(spec, link_gb_per_s=2 * spec.link_gb_per_s))
     memory = replace(FAST, spec=replace(spec, memory_gb_per_s=2 * spec.memory_gb_per_s))
     assert max(time_step(run, nvlink), time_step(run, memory)) <= time_step(run)
-    assert time_step(run) < time_step(run, replace(FAST, sustained=FAST.sustained / 2))
+    assert time_step(run) < time_step(run, replace(FAST, sustained_share=FAST.sustained_share / 2))
     assert time_step(run) < time_step(replace(run, local_batch=2))
 
 

@@ -79,7 +79,7 @@ def test_rows_far_off_and_no_others_have_a_reason():
     "name", ["H100", "H100-500W", *(pytest.param(n, marks=pytest.mark.nightly) for n in CALIBRATED_GPUS)]
 )
 def test_a_gpus_rate_is_that_of_its_calibration(name):
-    assert CALIBRATED_GPUS[name].sustained == pytest.approx(calibrate_share(name), abs=0.001)
+    assert CALIBRATED_GPUS[name].sustained_share == pytest.approx(calibrate_share(name), abs=0.001)
 
 
 def test_curves_of_scaling_are_the_models():

@@ -36,14 +36,14 @@ _SCHEDULERS = 4
 """Warp schedulers of a multiprocessor, since Volta."""
 
 
-def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
+def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained_share: float = 1.0) -> float:
     """Return the modeled time of one entry, including its launches.
 
     Args:
         by_shape: take the rate of a matmul's shape instead of the best rate of the device.
-        sustained: the share of their rates that matmuls and attention sustain in a long run.
+        sustained_share: the share of their rates that matmuls and attention sustain in a long run.
     """
-    multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
+    multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained_share if entry.flops else 0.0
     strided_s = entry.strided_elements * STRIDED_COPY_S
     seconds = max(predict_move_seconds(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
     return seconds + entry.launches * KERNEL_LAUNCH_S

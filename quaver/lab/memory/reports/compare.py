@@ -112,10 +112,10 @@ class Comparison:
 
     label_a: str
     label_b: str
-    peak_a: int
-    peak_b: int
-    saved_a: int
-    saved_b: int
+    peak_bytes_a: int
+    peak_bytes_b: int
+    saved_bytes_a: int
+    saved_bytes_b: int
     peak_at_a: str
     """The phase, module and operator of the peak."""
     peak_at_b: str
