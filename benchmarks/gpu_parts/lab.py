@@ -148,19 +148,19 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
     about = {"part": part, "dry": lab.dry, "environment": describe_provenance("gpu_parts", lab.device.type, **more)}
     about["state_before"] = lab.read_state()
 
-    def save(complete: bool) -> None:
+    def save(*, complete: bool) -> None:
         seconds = round(time.monotonic() - lab.started, 1)
         path.write_text(
             json.dumps(about | {"complete": complete, "seconds": seconds, "rows": written}, indent=1) + "\n"
         )
 
-    save(False)
+    save(complete=False)
     for row in rows:
         written.append(row)
         print(format_row(row), flush=True)
-        save(False)
+        save(complete=False)
     about["state_after"] = lab.read_state()
-    save(True)
+    save(complete=True)
     return written
 
 

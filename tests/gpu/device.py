@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quaver.runtime.devices import simulate_gpu
-from tests.virtual_gpu.runtime import host_reads_refused
+from tests.virtual_gpu.runtime import refuse_host_reads
 
 VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
 DEVICE = "cpu" if VIRTUAL else "cuda"
@@ -52,7 +52,7 @@ def waiting_refused() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
-    with host_reads_refused():
+    with refuse_host_reads():
         yield
 
 

@@ -30,7 +30,7 @@ from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
 CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
 """Compute capabilities by card (developer.nvidia.com/cuda-gpus)."""
-KINDS = {
+NATIVE_SCALE_KINDS = {
     "l40s": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE},
     **dict.fromkeys(
         ("h100", "h200"), {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.GROUPS, ScaleKind.BLOCKS_OF_128}
@@ -56,20 +56,20 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
     """Let CPU tensors stand for those of the GPU `name`, a key of CAPABILITIES, inside the block.
 
     Raises AssertionError at the exit if the package took a slow path that gives right results: a probe differs from
-    KINDS, or casts ran in PyTorch on a card that runs kernels.
+    NATIVE_SCALE_KINDS, or casts ran in PyTorch on a card that runs kernels.
     """
     if name not in CAPABILITIES:
         raise ValueError(f"expected one of {', '.join(CAPABILITIES)}, got {name!r}")
     card, before = Card(name, CAPABILITIES[name]), set(list_slow_paths())
     with contextlib.ExitStack() as stack:
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        for operator, model in {**matmuls.MODELS, **grouped_matmuls.MODELS}.items():
+        for operator, model in {**matmuls.OPERATOR_MODELS, **grouped_matmuls.OPERATOR_MODELS}.items():
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
         failures = stack.enter_context(assume_native({}))
-        stack.enter_context(runtime.cuda_functions(card))
+        stack.enter_context(runtime.patch_cuda_functions(card))
         stack.enter_context(simulate_gpu(card.capability))
         yield card
         for (_, kind), failure in failures.items():
-            assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
+            assert (failure is None) == (kind in NATIVE_SCALE_KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
         slow = [path for path in list_slow_paths() if path not in before and path.startswith("float8 casts on")]
         assert card.capability < triton_blocks.MIN_CAPABILITY or not slow, slow

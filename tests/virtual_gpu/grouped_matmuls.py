@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tests.virtual_gpu.matmuls import check, is_row_major, product
+from tests.virtual_gpu.matmuls import check, is_row_major, multiply_and_round
 
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
@@ -41,7 +41,7 @@ def check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> list[tuple[int, i
     )
     check(b.dim() == 2 or a.shape[1] == b.shape[1], f"one contracted dim, got {list(a.shape)} and {list(b.shape)}")
     check(offs is not None and offs.dim() == 1 and offs.dtype is torch.int32, "int32 ends of the groups")
-    stops = [int(stop) for stop in offs.numpy()]  # not tolist(), which `host_reads_refused` refuses
+    stops = [int(stop) for stop in offs.numpy()]  # not tolist(), which `refuse_host_reads` refuses
     check(b.dim() == 2 or len(stops) == b.shape[0], f"an end for each of {b.shape[0]} matrices, got {len(stops)}")
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
@@ -54,9 +54,9 @@ def multiply(a: Tensor, b: Tensor, groups: list[tuple[int, int]], out_dtype: tor
     out = torch.full((*shape[:-1], padded), torch.nan, dtype=out_dtype)[..., :columns]
     for group, (start, stop) in enumerate(groups):
         if b.dim() == 3:
-            out[start:stop] = product(a[start:stop], b[group], None, out_dtype)
+            out[start:stop] = multiply_and_round(a[start:stop], b[group], None, out_dtype)
         elif stop > start:  # the device does not write the result of an empty range
-            out[group] = product(a[:, start:stop], b[start:stop], None, out_dtype)
+            out[group] = multiply_and_round(a[:, start:stop], b[start:stop], None, out_dtype)
     return out
 
 
@@ -117,4 +117,4 @@ def scaled_grouped_mm(
     return multiply(a_wide, b.double() * scale_b.view(count, -1)[group], groups, torch.bfloat16)
 
 
-MODELS = {"_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm}
+OPERATOR_MODELS = {"_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm}

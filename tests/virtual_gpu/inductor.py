@@ -36,7 +36,7 @@ from quaver.lab.memory.compiling.inductor import disable_caches
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
 
-_TORCH = {
+_TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
@@ -49,7 +49,7 @@ MAX_PROGRAMS = 2**31 - 1, 65535, 65535
 
 
 @contextlib.contextmanager
-def inductor(card: Card) -> Iterator[Counter[str]]:
+def compile_for_card(card: Card) -> Iterator[Counter[str]]:
     """Let torch.compile compile for `card` inside the block, and run the code that Inductor writes.
 
     Enter it within `virtual_gpu`. Yields the number of launches of each Triton kernel, by name.
@@ -68,11 +68,11 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
     torch.compiler.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(disable_caches())
-        stack.enter_context(gpu_code._as_gpu(gpu))
+        stack.enter_context(gpu_code.compile_for_gpu(gpu))
         replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
         replace(F, "scaled_dot_product_attention", attention)
         replace(GraphLowering, "_compile_to_module_lines", functools.partialmethod(_load_module, launches))
-        replace(triton_heuristics, "cached_autotune", _interpreted)
+        replace(triton_heuristics, "cached_autotune", _interpret)
         replace(triton_helpers, "set_driver_to_gpu", lambda: None)
         replace(triton_helpers, "libdevice", Libdevice())
         replace(interpreter, "_convert_float", _convert_float)
@@ -83,7 +83,7 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
             torch.compiler.reset()
 
 
-_REPLACED = {
+_REPLACED_DEVICE_CODE = {
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
     "torch._C._dynamo.guards._empty_strided_cuda": "_empty_strided",
     "torch.cuda._DeviceGuard(0)": "_nullcontext()",
@@ -97,7 +97,7 @@ _numbers = itertools.count()
 
 def _load_module(graph: GraphLowering, launches: Counter[str], wrapper_code: Any) -> ModuleType:
     source = wrapper_code.value
-    for device_code, replacement in _REPLACED.items():
+    for device_code, replacement in _REPLACED_DEVICE_CODE.items():
         source = source.replace(device_code, replacement)
     module = ModuleType(f"inductor_on_a_virtual_gpu_{next(_numbers)}")
     module.__file__ = f"<{module.__name__}>"
@@ -125,12 +125,12 @@ class Kernels:
     def __init__(self, launches: Counter[str]) -> None:
         self._launches = launches
 
-    def triton(self, name: str, source: str, device_str: str) -> Interpreted:
+    def triton(self, name: str, source: str, device_str: str) -> InterpretedKernel:
         namespace: dict[str, Any] = {}
         file = f"<{name}_{next(_numbers)}>"
         namespace["__file__"] = file
         exec(_compile(source, file), namespace)
-        kernel: Interpreted = namespace[name]
+        kernel: InterpretedKernel = namespace[name]
         kernel.launches, kernel.name = self._launches, name
         return kernel
 
@@ -138,7 +138,7 @@ class Kernels:
         pass
 
 
-class Interpreted:
+class InterpretedKernel:
     """A kernel of Inductor that Triton interprets, with the first of its configs."""
 
     launches: Counter[str]
@@ -159,12 +159,12 @@ class Interpreted:
         self._function[grid](*args, **self._config)
 
 
-def _interpreted(
+def _interpret(
     size_hints: Any, configs: list[Any], triton_meta: Any, heuristic_type: Any, *args: Any, **options: Any
-) -> Callable[[Any], Interpreted]:
-    def decorate(function: Any) -> Interpreted:
+) -> Callable[[Any], InterpretedKernel]:
+    def decorate(function: Any) -> InterpretedKernel:
         config = {name: value for name, value in configs[0].kwargs.items() if name in function.arg_names}
-        return Interpreted(function, config, options["inductor_meta"])
+        return InterpretedKernel(function, config, options["inductor_meta"])
 
     return decorate
 
@@ -207,7 +207,7 @@ def _patch_tensor(patch: Callable[..., None], tensor: Any, scope: Any) -> None:
 def _convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
     """Replaces the interpreter's conversion, whose rounding loses the carry; rounds to nearest even."""
     bits = np.ascontiguousarray(input).view(f"int{input_dtype.primitive_bitwidth}")
-    numbers = torch.from_numpy(bits.copy()).view(_TORCH[input_dtype.name])
-    converted = numbers.to(_TORCH[output_dtype.name])
+    numbers = torch.from_numpy(bits.copy()).view(_TORCH_DTYPES[input_dtype.name])
+    converted = numbers.to(_TORCH_DTYPES[output_dtype.name])
     integer = f"int{output_dtype.primitive_bitwidth}"
     return converted.view(getattr(torch, integer)).numpy().view(f"u{integer}").reshape(input.shape)

@@ -87,10 +87,10 @@ def scaled_mm(
         check(scale.data_ptr() % 16 == 0, "a scale at a multiple of 16 bytes")
     check_bias(bias, out_dtype, columns)
     card.calls["_scaled_mm", kind] += 1
-    return product(a.double() * scale_a, b.double() * scale_b, bias, out_dtype)
+    return multiply_and_round(a.double() * scale_a, b.double() * scale_b, bias, out_dtype)
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def multiply_and_round(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Return the product of float64 matrices, rounded once."""
     out = a @ b
     return (out if bias is None else out + bias.double()).to(out_dtype)
@@ -122,11 +122,11 @@ def scaled_mm_v2(
         check(card.capability[0] == 10, "scales of 1 x 32 need sm_100")
         check(set(recipes) == {ScalingType.BlockWise1x32}, f"1 x 32 for both operands, got {recipes}")
         check(set(swizzles) == {SwizzleType.SWIZZLE_32_4_4}, f"scales in tiles of 32 x 4 x 4, got {swizzles}")
-        scales = [untiled(scale[0], matrix) for scale, matrix in ((scale_a, a), (scale_b, b.t()))]
+        scales = [undo_tiling(scale[0], matrix) for scale, matrix in ((scale_a, a), (scale_b, b.t()))]
         length = 32
     else:
         check(card.capability[0] == 9, "scales of 1 x 128 and 128 x 128 need sm_90")
-        scales = [by_rows(scale_a[0], a, recipes[0]), by_rows(scale_b[0], b.t(), recipes[1])]
+        scales = [spread_over_rows(scale_a[0], a, recipes[0]), spread_over_rows(scale_b[0], b.t(), recipes[1])]
         check(recipes != (ScalingType.BlockWise128x128,) * 2, "1 x 128 for one operand at least")
         length = 128
     card.calls["_scaled_mm_v2", " x ".join(recipe.name for recipe in recipes)] += 1
@@ -134,10 +134,10 @@ def scaled_mm_v2(
         matrix.double() * scale.double().repeat_interleave(length, 1)[:, : matrix.shape[1]]
         for matrix, scale in zip((a, b.t()), scales, strict=True)
     ]
-    return product(wide[0], wide[1].t(), bias, out_dtype)
+    return multiply_and_round(wide[0], wide[1].t(), bias, out_dtype)
 
 
-def untiled(scale: Tensor, matrix: Tensor) -> Tensor:
+def undo_tiling(scale: Tensor, matrix: Tensor) -> Tensor:
     """Return the E8M0 scales of a matrix [rows, K] from tiles of 128 x 4: float32 [rows, K / 32]."""
     rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 32)
     down, along = -(-rows // 128), -(-blocks // 4)
@@ -148,7 +148,7 @@ def untiled(scale: Tensor, matrix: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(down * 128, along * 4)[:rows, :blocks]
 
 
-def by_rows(scale: Tensor, matrix: Tensor, recipe: ScalingType) -> Tensor:
+def spread_over_rows(scale: Tensor, matrix: Tensor, recipe: ScalingType) -> Tensor:
     """Return the float32 scales of a matrix [rows, K] for blocks of 128 along K: [rows, K / 128]."""
     rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 128)
     check(scale.dtype is torch.float32, f"float32 scales, got {scale.dtype}")
@@ -172,7 +172,7 @@ def mm_with_dtype(card: Card, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> T
     """aten::mm.dtype: operands in 16 bits, a result in float32 or in their dtype."""
     check(a.dtype is b.dtype and a.dtype.itemsize == 2, f"operands of one dtype of 16 bits, got {a.dtype}, {b.dtype}")
     check(out_dtype in (torch.float32, a.dtype), f"a result in float32 or {a.dtype}, got {out_dtype}")
-    return product(a.double(), b.double(), None, out_dtype)
+    return multiply_and_round(a.double(), b.double(), None, out_dtype)
 
 
 def make_out_variant(model: Any) -> Any:
@@ -184,7 +184,7 @@ def make_out_variant(model: Any) -> Any:
     return write
 
 
-MODELS = {
+OPERATOR_MODELS = {
     "_scaled_mm": scaled_mm,
     "_scaled_mm.out": make_out_variant(scaled_mm),
     "_scaled_mm_v2": scaled_mm_v2,

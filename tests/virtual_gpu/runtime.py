@@ -20,7 +20,7 @@ from quaver.roofline.device_specs import find_device_spec
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
 
-NAMES = {
+DRIVER_NAMES = {
     "a100": "NVIDIA A100-SXM4-80GB",
     "l40s": "NVIDIA L40S",
     "h100": "NVIDIA H100 80GB HBM3",
@@ -32,11 +32,11 @@ NAMES = {
 
 
 @contextlib.contextmanager
-def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
+def patch_cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
     """Let these functions of torch.cuda answer for `gpus` GPUs like `card` inside the block."""
-    spec = find_device_spec(NAMES[card.name])
+    spec = find_device_spec(DRIVER_NAMES[card.name])
     properties = SimpleNamespace(
-        name=NAMES[card.name],
+        name=DRIVER_NAMES[card.name],
         major=card.capability[0],
         minor=card.capability[1],
         total_memory=int(1e9 * (spec.memory_gb if spec else 32)),
@@ -77,7 +77,7 @@ def _memory_stats() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def host_reads_refused() -> Iterator[None]:
+def refuse_host_reads() -> Iterator[None]:
     """Raise RuntimeError inside the block if the host reads a number from the device."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -101,7 +101,7 @@ def simulate_capture() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capturing() -> Iterator[None]:
+def simulate_strict_capture() -> Iterator[None]:
     """Pretend inside the block that a CUDA graph is captured: host reads raise. Nothing is replayed."""
-    with simulate_capture(), host_reads_refused():
+    with simulate_capture(), refuse_host_reads():
         yield

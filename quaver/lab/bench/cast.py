@@ -142,7 +142,9 @@ def make_contestants(kind: CastKind, source: Tensor, *, with_torchao: bool) -> d
     scale = None
     if kind.cast.is_persistent:  # as delayed scaling would have it after a step
         quant_scale = FLOAT8_FORMATS[float8_dtype].max / compute_amax(source).float()
-        scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
+        scale = PersistentScale(
+            quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), is_known_to_compiler=True
+        )
 
     def cast_with_quaver(hp: Tensor) -> tuple[Tensor, ...]:
         operands = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)

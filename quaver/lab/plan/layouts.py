@@ -237,7 +237,7 @@ class _Gathering(NamedTuple):
 def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
-        return [_Gathering(False, "default")]
+        return [_Gathering(in_codes=False, reshard_after_forward="default")]
     codes = [True, False] if precision != BFLOAT16 and shares_codes(float8.append_backward(precision)) else [False]
     return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
 

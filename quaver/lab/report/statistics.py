@@ -29,14 +29,14 @@ class Statistic:
     title: str
     unit: str
     """The title and the unit as the page shows them."""
-    is_low_worse: bool
-    """Whether a lower value is worse."""
+    format_value: Callable[[float], str]
+    """Formats a value as text."""
     scale: str
     """The color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte."""
     bounds: tuple[float, float]
     """The widest range of the color scale, after `scale` is applied. The values of the runs narrow it."""
-    format_value: Callable[[float], str]
-    """Formats a value as text."""
+    is_low_worse: bool = False
+    """Whether a lower value is worse."""
 
     def apply_scale(self, values: Values) -> Values:
         """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""
@@ -90,8 +90,8 @@ def _format_amax(value: float) -> str:
 
 
 STATISTICS = (
-    Statistic("sqnr_db", "SQNR", "dB", True, "linear", (-20.0, 60.0), _format_decibels),
-    Statistic("underflow", "underflow", "share of nonzero elements", False, "log10", (-7.0, 0.0), _format_share),
-    Statistic("saturated", "saturation", "share of elements", False, "log10", (-7.0, 0.0), _format_share),
-    Statistic("amax", "amax", "powers of two", False, "log2", (-150.0, 128.0), _format_amax),
+    Statistic("sqnr_db", "SQNR", "dB", _format_decibels, "linear", (-20.0, 60.0), is_low_worse=True),
+    Statistic("underflow", "underflow", "share of nonzero elements", _format_share, "log10", (-7.0, 0.0)),
+    Statistic("saturated", "saturation", "share of elements", _format_share, "log10", (-7.0, 0.0)),
+    Statistic("amax", "amax", "powers of two", _format_amax, "log2", (-150.0, 128.0)),
 )

@@ -316,7 +316,7 @@ def test_a_trial_finds_whether_the_hardware_is_native(result, failure, monkeypat
             raise result
         return grouped_matmuls.scaled_grouped_mm(*args, **options) * result
 
-    monkeypatch.setitem(grouped_matmuls.MODELS, "_scaled_grouped_mm", multiply)
+    monkeypatch.setitem(grouped_matmuls.OPERATOR_MODELS, "_scaled_grouped_mm", multiply)
     with virtual_gpu("h100"):
         if failure is None:
             with pytest.raises(RuntimeError, match="out of memory"):

@@ -347,7 +347,7 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         exchanged = scale_a[0].view(bits).t().flip(0).t().view(scale_a[0].dtype)
         return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
 
-    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm_v2", exchange_scales_of_a)
+    monkeypatch.setitem(matmuls.OPERATOR_MODELS, "_scaled_mm_v2", exchange_scales_of_a)
     with virtual_gpu(card), backends.assume_native({}):
         assert "wrong result" in backends.find_native_failure(0, kind)
 
@@ -356,7 +356,7 @@ def test_a_probe_sees_nans(monkeypatch):
     def multiply(*args, **options):
         return matmuls.scaled_mm(*args, **options) * float("nan")
 
-    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm", multiply)
+    monkeypatch.setitem(matmuls.OPERATOR_MODELS, "_scaled_mm", multiply)
     with virtual_gpu("h100"), backends.assume_native({}):
         assert "wrong result" in backends.find_native_failure(0, ScaleKind.TENSORWISE)
 
@@ -383,7 +383,7 @@ def device_errors(monkeypatch):
             raise errors.pop()
         return matmuls.scaled_mm(card, *args, **options)
 
-    monkeypatch.setitem(matmuls.MODELS, "_scaled_mm", multiply)
+    monkeypatch.setitem(matmuls.OPERATOR_MODELS, "_scaled_mm", multiply)
     return errors, called
 
 

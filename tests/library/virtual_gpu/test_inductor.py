@@ -67,7 +67,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
     The results are the output, the gradients and, with persistent scales, what casts observed. `options` are
     Inductor's, as pairs.
     """
-    from tests.virtual_gpu.inductor import inductor  # imports the interpreter
+    from tests.virtual_gpu.inductor import compile_for_card  # imports the interpreter
 
     def run(function):
         leaf = input.clone().requires_grad_()
@@ -96,7 +96,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
         eager, calls = run_and_observe(function), dict(card.calls)
         card.calls.clear()
         options = {"emulate_precision_casts": True, **dict(options)}
-        with inductor(card) as launches, torch._inductor.config.patch(options):
+        with compile_for_card(card) as launches, torch._inductor.config.patch(options):
             compiled = run_and_observe(torch.compile(function, fullgraph=True))
     return eager, compiled, dict(launches), (calls, dict(card.calls))
 
@@ -109,9 +109,9 @@ def assert_finite_and_same(eager, compiled, launches, calls):
 
 
 def _refuse_card():
-    from tests.virtual_gpu.inductor import inductor
+    from tests.virtual_gpu.inductor import compile_for_card
 
-    with virtual_gpu("a100") as card, pytest.raises(ValueError, match="expected") as error, inductor(card):
+    with virtual_gpu("a100") as card, pytest.raises(ValueError, match="expected") as error, compile_for_card(card):
         pass
     return str(error.value)
 

@@ -11,7 +11,7 @@ from quaver import convert_to_float8_training, monitor
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
-from tests.virtual_gpu.runtime import capturing, simulate_capture
+from tests.virtual_gpu.runtime import simulate_capture, simulate_strict_capture
 
 
 def _step(module, input):
@@ -24,14 +24,14 @@ def _capture(recipe):
     with virtual_gpu("h100"), np.errstate(all="ignore"):
         module = convert_to_float8_training(nn.Linear(32, 48).bfloat16(), config=recipe)
         input = torch.randn(16, 32).bfloat16()
-        with capturing(), pytest.raises(RuntimeError, match="CUDA graph") as first:
+        with simulate_strict_capture(), pytest.raises(RuntimeError, match="CUDA graph") as first:
             _step(module, input)
         _step(module, input)
-        with capturing():
+        with simulate_strict_capture():
             _step(module, input)
         with monitor(module):
             _step(module, input)
-            # Its number of the step lies on the host, which `capturing` takes for the device's.
+            # Its number of the step lies on the host, which `simulate_strict_capture` takes for the device's.
             with simulate_capture(), pytest.raises(RuntimeError, match="CUDA graph") as monitored:
                 _step(module, input)
     return str(first.value), str(monitored.value)
@@ -46,5 +46,5 @@ def test_a_captured_step_reads_nothing_on_the_host(interpreter, recipe):
 
 def test_a_read_on_the_host_raises_while_a_graph_is_captured():
     total = torch.ones(2).sum()
-    with virtual_gpu("h100"), capturing(), pytest.raises(RuntimeError, match="read on the host"):
+    with virtual_gpu("h100"), simulate_strict_capture(), pytest.raises(RuntimeError, match="read on the host"):
         total.item()

@@ -134,14 +134,15 @@ def _record_graphs(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
     with ExitStack() as stack:
         stack.enter_context(disable_caches())
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
-        stack.enter_context(_as_gpu(gpu))
+        stack.enter_context(compile_for_gpu(gpu))
         stack.enter_context(replace_attribute(TritonScheduling, "define_kernel", define_kernel))
         stack.enter_context(replace_attribute(GraphLowering, "_compile_to_module_lines", record))
         yield graphs
 
 
 @contextmanager
-def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
+def compile_for_gpu(gpu: GpuProperties) -> Iterator[None]:
+    """Let torch.compile compile graphs of CPU tensors for `gpu` inside the block."""
     device_interface.get_interface_for_device("cpu")  # registers the devices that torch was built for
     compile_graph = compile_fx._InProcessFxCompile.codegen_and_compile
 
