@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quaver.runtime.devices import is_cuda_device
@@ -85,8 +86,8 @@ def measure_usage(device: torch.device, *, allow_leftover: bool = False) -> Iter
         allow_leftover: allow the step to free memory from before it and allocate a replacement, such as the next
             step's scales. The profiler misses the free, so both count.
     Raises:
-        RuntimeError: at the exit, if `mark` was not called exactly once, or if the step left memory behind. Such a step
-            does not repeat, and releases of older memory may be missing.
+        RuntimeError: a profiler runs on a CPU; or at the exit, if `mark` was not called exactly once, or if the step
+            left memory behind. Such a step does not repeat, and releases of older memory may be missing.
     """
     with pause_garbage_collection():
         yield from _measure_cuda(device, allow_leftover) if is_cuda_device(device) else _measure_cpu(allow_leftover)
@@ -120,12 +121,14 @@ def _measure_cuda(device: torch.device, allow_leftover: bool) -> Iterator[Measur
 
 
 def _measure_cpu(allow_leftover: bool) -> Iterator[MeasuredStep]:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    if profiler._is_profiler_enabled:
+        raise RuntimeError("expected no profiler around a measurement on a CPU, which profiles; two cannot run at once")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiling:
         measured = MeasuredStep(_record_mark)
         yield measured
         gc.collect()
         torch.empty(1)  # logs a last event, which has the allocator's final sum
-    events = profiler.profiler.kineto_results.experimental_event_tree()
+    events = profiling.profiler.kineto_results.experimental_event_tree()
     measured.usage = _compute_usage(list(_iter_nodes(events)), allow_leftover)
 
 

@@ -49,8 +49,8 @@ class StorageWatch(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._ignored: dict[int, weakref.ref[UntypedStorage]] = {}  # buffers of a collective's backend
-        self._undo = ExitStack()
-        """Removes the patch of `resize_` when the mode ends."""
+        self._undo: ExitStack | None = None
+        """Removes the patch of `resize_` when the mode ends; None while it is off."""
         self._among_fakes = False  # whether storages on the meta device belong to fake tensors
         self._lock = threading.RLock()
         """Held while the records change: a thread of a collective's backend may release a storage at any time."""
@@ -85,6 +85,8 @@ class StorageWatch(TorchDispatchMode):
             self._sizes.clear()
 
     def __enter__(self) -> Any:
+        if self._undo is not None:
+            raise RuntimeError(f"this {type(self).__name__} is on already; make another one")
         self._among_fakes = is_fake_mode_on()
         with ExitStack() as undo:
             undo.enter_context(self._patch_resize())
@@ -93,7 +95,8 @@ class StorageWatch(TorchDispatchMode):
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        with self._undo:
+        undo, self._undo = self._undo, None
+        with undo or ExitStack():
             super().__exit__(*error)
 
     def __torch_dispatch__(

@@ -108,6 +108,8 @@ def test_a_step_that_does_not_repeat_is_refused(problem):
         if problem == "something left":
             measured.mark()
             left.append(torch.empty(1000))
+    with torch.profiler.profile(), pytest.raises(RuntimeError, match="expected no profiler around"), measure_usage(CPU):
+        pass
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,8 @@ def test_a_storage_that_is_emptied_and_filled_again_by_hand():
         gathered.untyped_storage().resize_(0)
         assert counted.live_bytes == -2048
         gathered.untyped_storage().resize_(4096)
+        with pytest.raises(RuntimeError, match="this TensorBytes is on already"):
+            counted.__enter__()
     assert (counted.live_bytes, counted.peak_bytes) == (2048, 2048)
     with TensorBytes() as counted:
         grown = torch.zeros(256)
