@@ -32,8 +32,8 @@ DRIVER_NAMES = {
 
 
 @contextlib.contextmanager
-def patch_cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
-    """Let these functions of torch.cuda answer for `gpus` GPUs like `card` inside the block."""
+def patch_cuda_functions(card: Card) -> Iterator[None]:
+    """Let these functions of torch.cuda answer for one GPU like `card` inside the block."""
     spec = find_device_spec(DRIVER_NAMES[card.name])
     properties = SimpleNamespace(
         name=DRIVER_NAMES[card.name],
@@ -45,7 +45,7 @@ def patch_cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index or 0
-        if not 0 <= index < gpus:
+        if index != 0:
             raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
 
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
@@ -54,7 +54,7 @@ def patch_cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
     models = {
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
-        "device_count": lambda: gpus,
+        "device_count": lambda: 1,
         "is_available": lambda: False,  # a PyTorch with CUDA derives it from device_count, and then asks the driver
         "is_current_stream_capturing": lambda: False,
         "set_device": set_device,

@@ -4,6 +4,8 @@
 the extra `quaver[train]` installs.
 """
 
+from dataclasses import asdict
+
 from quaver.lab.cli.doctor_machine import print_machine
 
 
@@ -21,7 +23,7 @@ def main(argv: list[str]) -> int:
         options = parse_options(DoctorOptions, argv, prog="quaver doctor")
         if options.gpu is not None:
             findings = doctor_gpu.describe(options, options.gpu)
-            views, content = doctor_gpu.iter_views(findings), findings.to_dict()
+            views, content = doctor_gpu.iter_views(findings), asdict(findings)
         elif options.model is not None:
             survey = doctor_model.survey_and_write(options, options.model)
             views, content = doctor_model.iter_views(survey, options.output), survey.to_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -74,10 +74,6 @@ class GpuFindings:
     recipe: str
     """The recipe of `layers`; `recipes` has it too."""
     layers: list[LayersOnGpu] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON."""
-        return asdict(self)
 
 
 def describe_gpu(

@@ -38,8 +38,6 @@ from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.recorder.timeline import record_timeline
 from quaver.torch_private.compiler import OptimizedModule, compile_like
 
-_AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -160,7 +158,7 @@ def explain(
         raise ValueError(
             f"expected a function from parameters to an optimizer, got one; give {type(optimizer).__name__}"
         )
-    if autocast not in _AUTOCAST_DTYPES:
+    if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"expected an autocast to bfloat16 or float16, or None, got {autocast!r}")
     compiled = has_compiled_code(model)
     with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
