@@ -134,7 +134,7 @@ def test_each_diff_touches_one_file_a_table(tmp_path, backends):
     changed = [_apply(diff, tmp_path) for diff in DIFF.findall(page)]
     assert changed == [["quaver/recipes/scale_layout.py"], ["quaver/recipes/cast_config.py", "quaver/kernels/cast.py"]]
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
-    # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
+    # only what a shell has: with the variables of a whole test run the compiler links without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT.parent}", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -117,23 +117,19 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "link"),
+    ("dims", "ranks", "link"),
     [
-        (range(8), "dp_replicate x dp_shard x tp"),
-        ((0, 1), "tp"),
-        ((0, 2), "dp_shard"),
-        ((0, 4), "dp_replicate"),
-        ((0, 2, 4, 6), "dp_replicate x dp_shard"),
+        ((2, 2, 2), range(8), "dp_replicate x dp_shard x tp"),
+        ((2, 2, 2), (0, 1), "tp"),
+        ((2, 2, 2), (0, 2), "dp_shard"),
+        ((2, 2, 2), (0, 4), "dp_replicate"),
+        ((2, 2, 2), (0, 2, 4, 6), "dp_replicate x dp_shard"),
+        ((1, 8, 1, 0, 2), (0, 1), "ep"),
+        ((1, 8, 1, 0, 2), (0, 2, 4, 6), "dp_shard / ep"),
     ],
 )
-def test_a_group_is_named_by_its_dims(ranks, link):
-    assert name_link(ranks, ParallelDims(2, 2, 2)) == link
-
-
-def test_groups_of_experts_are_named_by_their_dims():
-    dims = ParallelDims(shard=8, expert=2)
-    assert name_link((0, 1), dims) == "ep"
-    assert name_link((0, 2, 4, 6), dims) == "dp_shard / ep"
+def test_a_group_is_named_by_its_dims(dims, ranks, link):
+    assert name_link(ranks, ParallelDims(*dims)) == link
 
 
 def test_a_collective_whose_bytes_are_not_counted_is_refused():

@@ -140,7 +140,7 @@ def test_a_page_of_a_run_that_could_not_be_seen(tmp_path):
 
 
 def test_a_page_of_many_events_stays_small(tmp_path):
-    """More events than any run of today has, and as many rows as a model of 126 layers."""
+    """As many rows as a model of 126 layers has, and more events."""
     text = write_page(tmp_path, prediction=make_wide(events=100_000, rows=4000))
     assert len(text.encode()) < 3_000_000
     (run,) = read_data(text)["runs"]

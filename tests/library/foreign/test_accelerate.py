@@ -69,7 +69,7 @@ def test_bfloat16_parameters_train_but_refuse_the_float8_gather():
 @proves("Accelerate", "train", "accumulate", "checkpointing", "compile", "DDP", "evaluate")
 @pytest.mark.parametrize("variant", ["accumulate", *at_night([("checkpointing",), ("compile",)])])
 def test_losses_are_those_of_a_loop_written_by_hand(variant):
-    """To the bit; compiled code may sum in another order. DDP around a compiled float8 model broke elsewhere."""
+    """To the bit; compiled code may sum in another order."""
     for by_accelerate, by_hand in run(2, train_by_accelerate_and_by_hand, variant):
         assert by_accelerate == pytest.approx(by_hand, rel=1e-4 if variant == "compile" else 0)
         assert by_hand[-1] < by_hand[0]
