@@ -261,9 +261,9 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     """
     mesh = mesh_of((2, 2), ("fsdp", "tp"))
     model = convert_to_float8_training(models.make_model(), config=fsdp_models.gathering("tensorwise"))
+    parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
-    parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
     models.shard_model(None, mesh=mesh["fsdp"], model=model)
     call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
     message = refusal(call, model)
