@@ -28,14 +28,14 @@ from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict_step import Prediction, predict_step
+from quaver.lab.model.float8 import fuse_producers
+from quaver.lab.model.llama import Attention, Block, FeedForward, make_rope_tables
+from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.float8 import fuse_producers
 from quaver.lab.trainer.memory import count_storage_bytes
-from quaver.lab.trainer.model import Attention, Block, FeedForward, make_rope_tables
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import pretend_mesh
 
 PRECISIONS = (
     "bfloat16",

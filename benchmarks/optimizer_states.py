@@ -111,7 +111,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     with (
         mock.patch("quaver.lab.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
         mock.patch(
-            "quaver.lab.trainer.parallelize.store_activations_in_float8",
+            "quaver.lab.model.parallelize.store_activations_in_float8",
             partial(store_activations_in_float8, modules=STORING_MODULES.get(name)),
         ),
         # torchao does not compile while a step is recorded.

@@ -29,8 +29,8 @@ from pathlib import Path
 from unittest import mock
 
 from quaver.lab.cli import main
+from quaver.lab.model.llama import Block
 from quaver.lab.runs.json_lines import read_json_lines
-from quaver.lab.trainer.model import Block
 from tests.lab.integration.train_on_ranks import compile_quickly, train_on_ranks
 
 BASE = [

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.published import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.model import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
-from quaver.lab.trainer import parallelize, trained_model
+from quaver.lab.trainer import trained_model
 
 PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_memory.json"

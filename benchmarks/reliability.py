@@ -35,6 +35,7 @@ import torch
 
 import quaver.lab.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.lab.cli import main
+from quaver.lab.huggingface.weights import make_meta_state
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.json_lines import read_json_lines
@@ -42,7 +43,6 @@ from quaver.lab.runs.manifest import MANIFEST_FILE, check_manifest
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Checkpoint, Model, TrainConfig
 from quaver.lab.settings.fields import OneOf
-from quaver.lab.trainer.huggingface.weights import make_meta_state
 from quaver.roofline.device_specs import get_peak_flops
 
 RUN_FLAGS = [

@@ -21,13 +21,13 @@ from quaver.lab.bench.modules import OptimizerStep, make_steps
 from quaver.lab.bench.options import BenchOptions, ModeOptions, RecipeOptions, Size
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model
+from quaver.lab.model.llama import list_block_weights
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import AtLeast1, OneOf, setting
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.trainer.memory import count_storage_bytes
-from quaver.lab.trainer.model import list_block_weights
 from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.errors import InputError
 

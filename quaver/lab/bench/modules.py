@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.lab.bench.harness import Rotation
+from quaver.lab.model.float8 import fuse_producers
+from quaver.lab.model.llama import Block, make_rope_tables
 from quaver.lab.settings import Model, Optimizer
-from quaver.lab.trainer.float8 import fuse_producers
-from quaver.lab.trainer.model import Block, make_rope_tables
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.recipes.config import Float8LinearConfig
 

@@ -10,10 +10,10 @@ import torch
 
 from quaver.conversion.report import LayerReport
 from quaver.lab.bench.shapes import LLAMA3_MODELS
+from quaver.lab.model.float8 import convert_model
+from quaver.lab.model.llama import SPLIT_DIMS, count_training_flops_per_token, make_meta_llama
 from quaver.lab.settings import Float8, Model
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import SPLIT_DIMS, count_training_flops_per_token, make_meta_llama
 from quaver.recipes.config import SHARED_INPUTS
 from quaver.runtime.errors import InputError
 

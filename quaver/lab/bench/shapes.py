@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quaver.lab.model.llama import SPLIT_DIMS, list_block_weights
 from quaver.lab.settings import Model
-from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.runtime.errors import InputError
 
 LLAMA3_MODELS = {

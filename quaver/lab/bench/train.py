@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from quaver.lab.bench.harness import Timing
 from quaver.lab.bench.options import MAX_COMPILED_VARIANTS, BenchOptions, RecipeOptions
 from quaver.lab.bench.results import Result, Row, UnfinishedError
+from quaver.lab.model.llama import Llama
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import NotNegative, setting
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.terminal.progress import show_progress
-from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.process import use_determinism
 from quaver.lab.trainer.run_description import explain_eager_blocks
 from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run

@@ -7,12 +7,12 @@ from typing import Annotated
 
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.huggingface.convert import export_hf, import_hf
+from quaver.lab.huggingface.weights import make_file_state
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
-from quaver.lab.trainer.huggingface.convert import export_hf, import_hf
-from quaver.lab.trainer.huggingface.weights import make_file_state
 
 DTYPES = ("float32", "bfloat16")
 CONVERSIONS = {

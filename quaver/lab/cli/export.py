@@ -18,14 +18,14 @@ from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.plan import plan_export
 from quaver.lab.cli.errors import report_bad_input
+from quaver.lab.huggingface.export_source import ExportSource, open_huggingface_source
+from quaver.lab.huggingface.float8 import make_run_source
 from quaver.lab.runs.checkpoint_folder import find_checkpoint
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
-from quaver.lab.trainer.huggingface.export_source import ExportSource, open_huggingface_source
-from quaver.lab.trainer.huggingface.float8 import make_run_source
 from quaver.runtime.errors import InputError
 from quaver.runtime.folders import check_new
 

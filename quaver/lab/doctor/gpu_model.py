@@ -11,12 +11,12 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.export.files import CONFIG_JSON, read_config
 from quaver.lab.doctor.gpu import GpuFindings, describe_gpu
+from quaver.lab.huggingface.export_source import build_skeleton
+from quaver.lab.model.float8 import convert_model, make_linear_config
+from quaver.lab.model.llama import make_meta_llama
 from quaver.lab.runs.file_names import CONFIG_FILE
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.float8 import convert_model, make_linear_config
-from quaver.lab.trainer.huggingface.export_source import build_skeleton
-from quaver.lab.trainer.model import make_meta_llama
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.names import find_tied_modules

@@ -13,7 +13,7 @@ from quaver.experts.module import is_experts
 from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey_linears
 from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.doctor.surveyed_model import SurveyedModel
-from quaver.lab.trainer.float8 import make_linear_config
+from quaver.lab.model.float8 import make_linear_config
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import DYNAMIC_RECIPES
 from quaver.recipes.config import Float8LinearConfig

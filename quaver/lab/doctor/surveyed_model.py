@@ -14,17 +14,17 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.roles import ROUTER_NAMES
 from quaver.export.files import read_config
 from quaver.lab.data import Batch, load_data
+from quaver.lab.huggingface.config import read_hf_config
+from quaver.lab.huggingface.convert import open_checkpoint
+from quaver.lab.huggingface.export_source import open_huggingface_source
+from quaver.lab.huggingface.float8 import make_run_source
+from quaver.lab.model.float8 import make_filter
+from quaver.lab.model.llama import Llama
+from quaver.lab.model.loss import compute_next_token_loss
 from quaver.lab.runs.checkpoint_folder import find_checkpoint
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config
 from quaver.lab.terminal.counts import format_count
-from quaver.lab.trainer.float8 import make_filter
-from quaver.lab.trainer.huggingface.config import read_hf_config
-from quaver.lab.trainer.huggingface.convert import open_checkpoint
-from quaver.lab.trainer.huggingface.export_source import open_huggingface_source
-from quaver.lab.trainer.huggingface.float8 import make_run_source
-from quaver.lab.trainer.loss import compute_next_token_loss
-from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.trained_model import make_autocast
 from quaver.runtime.errors import InputError
 

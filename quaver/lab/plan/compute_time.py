@@ -11,10 +11,10 @@ from math import ceil
 from typing import NamedTuple
 
 from quaver.conversion.roles import LM_HEAD
+from quaver.lab.model.llama import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun, count_networks
 from quaver.lab.settings import Model
-from quaver.lab.trainer.model import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName
 from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, PerPass, predict_seconds_between_matmuls
@@ -28,7 +28,7 @@ INPUT_READERS = {name: len(names) for names in SHARED_INPUTS for name in names i
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
 """Linears that "selective" recomputes: every second matmul, starting from the second to last."""
 LOGIT_BYTES = PerPass(14, 36)
-"""Bytes that the loss moves per logit, in slices of float32 (quaver/lab/trainer/loss.py). Forward reads bfloat16,
+"""Bytes that the loss moves per logit, in slices of float32 (quaver/lab/model/loss.py). Forward reads bfloat16,
 writes float32, reads it and writes log-probabilities. Backward repeats that, writes the gradient of the
 log-probabilities, and reads both to write the gradient of the logits in bfloat16."""
 SPLIT_LOGIT_BYTES = PerPass(20, 28)

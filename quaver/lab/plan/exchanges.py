@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.scales import list_linear_layouts
+from quaver.lab.model.llama import SPLIT_DIMS, list_block_weights
 from quaver.lab.plan.compute_time import INPUT_READERS, list_expert_matrices, list_linears
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
-from quaver.lab.trainer.model import SPLIT_DIMS, list_block_weights
 from quaver.parallel.expert_parallel import travels_as_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -24,7 +24,7 @@ _GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
 """The linears in each half of a block that read what tensor parallelism gathers: codes if all of them are float8."""
 
 _GATHERED_OF_LOGITS = 12
-"""Bytes per token that the loss gathers from each rank (quaver/lab/trainer/loss.py)."""
+"""Bytes per token that the loss gathers from each rank (quaver/lab/model/loss.py)."""
 
 
 class Exchange(NamedTuple):

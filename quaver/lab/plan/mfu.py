@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quaver.conversion.roles import LM_HEAD
+from quaver.lab.model.llama import count_expert_elements
 from quaver.lab.plan.compute_time import list_linears
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
-from quaver.lab.trainer.model import count_expert_elements
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import find_scale_kinds
 

@@ -24,12 +24,12 @@ import torch
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
+from quaver.lab.model.llama import SPLIT_DIMS, BlockWeight, list_block_weights
+from quaver.lab.model.loss import SLICE_ELEMENTS
 from quaver.lab.plan.planned_run import EXPERTS, count_networks, find_float8_shares, shares_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
-from quaver.lab.trainer.loss import SLICE_ELEMENTS
-from quaver.lab.trainer.model import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.optim.buckets import BYTES_PER_UPDATED_ELEMENT, MAX_BUCKET_ELEMENTS, MIN_BUCKETS
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
@@ -41,7 +41,7 @@ tests/lab/plan/test_peak_memory.py draws configs at random; most are within half
 _EMBEDDING = "embed_tokens"
 _ALL_SPLIT_DIMS = SPLIT_DIMS | {_EMBEDDING: 0, LM_HEAD: 0}
 _LOSS_SLICES = 4
-"""Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/trainer/loss.py):
+"""Slices of the logits in float32 that are alive at once in the loss's backward (quaver/lab/model/loss.py):
 log-probabilities and gradients of the previous slice, logits (unless they are float32) and log-probabilities of the
 next."""
 _SPLIT_LOSS_SLICES = 1

@@ -19,11 +19,11 @@ from quaver import Float8Linear
 from quaver.activations.policy import parse_selective_option
 from quaver.conversion.roles import LM_HEAD
 from quaver.experts.module import Float8Experts
+from quaver.lab.model.float8 import convert_model
+from quaver.lab.model.llama import SPLIT_DIMS, make_meta_llama
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.model import SPLIT_DIMS, make_meta_llama
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.errors import InputError

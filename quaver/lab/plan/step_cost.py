@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import count_recomputed_flops
 from quaver.lab.plan.extrapolate import estimate_seconds
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import DeviceSpec
 
 

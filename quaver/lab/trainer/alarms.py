@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from quaver.lab.model.float8 import find_layer_name
 from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Numerics
 from quaver.lab.trainer.display import Display
-from quaver.lab.trainer.float8 import find_layer_name
 from quaver.lab.trainer.training_run import TrainingRun
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms

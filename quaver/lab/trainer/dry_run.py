@@ -11,12 +11,12 @@ import torch
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
+from quaver.lab.model.flops import LinearPrecision, group_linears, list_linear_precisions
+from quaver.lab.model.llama import count_training_flops_per_token
+from quaver.lab.model.parallelize import parallelize, pretend_mesh
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
-from quaver.lab.trainer.flops import LinearPrecision, group_linears, list_linear_precisions
-from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
 from quaver.lab.trainer.run_setup import check_environment, make_models
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.storages import TensorBytes
 from quaver.lab.terminal.byte_sizes import format_bytes
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import storage_key
 

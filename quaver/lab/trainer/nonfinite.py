@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.linear.module import Float8Linear
 
 

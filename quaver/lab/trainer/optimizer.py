@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import LRScheduler, Optimizer
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, find_embedding_weights
 
 DECAY_FUNCTIONS: dict[str, Callable[[float], float]] = {

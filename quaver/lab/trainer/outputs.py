@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quaver.conversion.report import conversion_report
+from quaver.lab.model.flops import compute_utilization
 from quaver.lab.runs.errors import OutputFailures
 from quaver.lab.runs.file_names import CONVERSION_FILE
 from quaver.lab.runs.json_lines import JsonLinesWriter, RecordKind
@@ -13,7 +14,6 @@ from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
-from quaver.lab.trainer.flops import compute_utilization
 from quaver.lab.trainer.loggers import Loggers, list_scalars
 from quaver.lab.trainer.memory import read_device_memory
 from quaver.lab.trainer.numerics import NumericsLog

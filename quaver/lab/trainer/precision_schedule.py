@@ -1,10 +1,10 @@
 """Switches the matmuls of a model between float8 and high precision, step by step (float8.high_precision_schedule)."""
 
 from quaver.conversion.high_precision import iter_float8_modules
+from quaver.lab.model.float8 import switch_high_precision_matmuls
+from quaver.lab.model.llama import Llama
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.schedule import list_high_precision_matmuls
-from quaver.lab.trainer.float8 import switch_high_precision_matmuls
-from quaver.lab.trainer.model import Llama
 from quaver.recipes.linear_casts import MATMULS
 
 

@@ -16,9 +16,9 @@ from types import FrameType
 
 import torch
 
+from quaver.lab.model.llama import Llama
 from quaver.lab.settings import TrainConfig
 from quaver.lab.terminal.escape import print_to_stderr
-from quaver.lab.trainer.model import Llama
 from quaver.recipes.linear_casts import MATMULS
 
 CUBLAS_WORKSPACE_VARIABLE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -13,6 +13,9 @@ import torch
 
 from quaver.conversion.report import ConversionReport
 from quaver.lab.data import TokenData, load_data
+from quaver.lab.model.float8 import convert_model
+from quaver.lab.model.llama import Llama, make_meta_llama
+from quaver.lab.model.parallelize import check_tensor_parallel, parallelize, pretend_mesh
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
@@ -20,10 +23,7 @@ from quaver.lab.runs.run_folder import will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.display import ShownProgress
-from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.loggers import check_loggers
-from quaver.lab.trainer.model import Llama, make_meta_llama
-from quaver.lab.trainer.parallelize import check_tensor_parallel, parallelize, pretend_mesh
 from quaver.runtime.devices import is_cuda_device, resolve_device
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from quaver.lab.model.flops import compute_utilization
 from quaver.lab.runs.provenance import describe_environment
 from quaver.lab.runs.status import RunStatus
-from quaver.lab.trainer.flops import compute_utilization
 from quaver.lab.trainer.run_description import list_model_notes
 from quaver.lab.trainer.step_statistics import compute_median_after_warmup
 from quaver.lab.trainer.trained_model import TrainedModel

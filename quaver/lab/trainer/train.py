@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quaver.lab.data import Batch
+from quaver.lab.model.parallelize import ignore_view_warning
 from quaver.lab.runs.dcp import ignore_single_process_warning
 from quaver.lab.runs.errors import CheckpointError, OutputFailures
 from quaver.lab.runs.json_lines import RecordKind
@@ -18,7 +19,6 @@ from quaver.lab.trainer.alarms import apply_fallbacks
 from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
-from quaver.lab.trainer.parallelize import ignore_view_warning
 from quaver.lab.trainer.process import (
     SignalRequests,
     catch_stop_signals,

@@ -22,15 +22,12 @@ from quaver import (
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
-from quaver.lab.runs.ranks import Ranks
-from quaver.lab.settings import Optimizer, TrainConfig, Training
-from quaver.lab.trainer.float8 import convert_layer, find_layer_name, fuse_producers, in_high_precision
-from quaver.lab.trainer.flops import count_flops_per_token_by_precision
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.loss import compute_next_token_loss
-from quaver.lab.trainer.memory import PeakMemory, measure_peak
-from quaver.lab.trainer.micro_batches import accumulate_gradients
-from quaver.lab.trainer.mixture import (
+from quaver.lab.model.float8 import convert_layer, find_layer_name, fuse_producers, in_high_precision
+from quaver.lab.model.flops import count_flops_per_token_by_precision
+from quaver.lab.model.initialize import allocate, initialize
+from quaver.lab.model.llama import Llama
+from quaver.lab.model.loss import compute_next_token_loss
+from quaver.lab.model.mixture import (
     Experts,
     Router,
     average_expert_gradients,
@@ -38,7 +35,11 @@ from quaver.lab.trainer.mixture import (
     list_modules,
     take_expert_load,
 )
-from quaver.lab.trainer.model import Llama
+from quaver.lab.model.parallelize import parallelize
+from quaver.lab.runs.ranks import Ranks
+from quaver.lab.settings import Optimizer, TrainConfig, Training
+from quaver.lab.trainer.memory import PeakMemory, measure_peak
+from quaver.lab.trainer.micro_batches import accumulate_gradients
 from quaver.lab.trainer.nonfinite import NonFiniteError, describe_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
@@ -47,7 +48,6 @@ from quaver.lab.trainer.optimizer import (
     compute_squared_norm_share,
     sum_partial_gradients,
 )
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.precision_schedule import PrecisionSchedule
 from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 from quaver.numerics.monitoring import Monitor

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quaver.lab.model.parallelize import make_mesh
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
 from quaver.lab.runs.checkpoint_folder import RunProgress
 from quaver.lab.runs.errors import CheckpointError
@@ -15,7 +16,6 @@ from quaver.lab.runs.file_names import CONVERSION_FILE, DATA_FILE
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
-from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.process import Watchdog
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel

@@ -27,7 +27,7 @@ def fail(*args, **options):
     [
         ("quaver.lab.trainer.run_setup.make_models", f"train {TRAIN}"),
         (f"{CLI}.train.RunFolder.open", f"train {TRAIN}"),
-        ("quaver.lab.trainer.float8.convert_layers", f"train {TRAIN}"),
+        ("quaver.lab.model.float8.convert_layers", f"train {TRAIN}"),
         ("quaver.lab.settings.float8.Float8.require_default", f"train {TRAIN}"),
         (f"{CLI}.dry_run.dry_run", f"train {TRAIN} --dry-run"),
         (f"{CLI}.prepare_data.load_data", f"prepare-data {TRAIN}"),

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.lab.data.order import compute_stream_indices
+from quaver.lab.model.float8 import convert_model
+from quaver.lab.model.llama import Llama
+from quaver.lab.model.loss import compute_next_token_loss
+from quaver.lab.model.parallelize import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, TrainConfig, Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.float8 import convert_model
-from quaver.lab.trainer.loss import compute_next_token_loss
-from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed
 from tests.thinned import at_night

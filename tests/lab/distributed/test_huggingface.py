@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from quaver.lab.model.initialize import initialize
+from quaver.lab.model.llama import Llama
 from quaver.lab.runs.checkpoint_folder import RECORD_FORMAT, write_record
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
-from quaver.lab.trainer.initialize import initialize
-from quaver.lab.trainer.model import Llama
 from tests.lab.trainer.runs import build_on_rank
 from tests.ranks import run
 from tests.steps import assert_same

@@ -8,9 +8,9 @@ import torch
 
 from quaver.lab.memory.train_step.links import TrafficCounter, name_link, predict_links
 from quaver.lab.memory.train_step.predict import make_train_step
+from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.parallelize import pretend_mesh
 from tests import ranks
 from tests.counting import CollectiveCounter
 from tests.lab.trainer.runs import build_on_rank

@@ -19,9 +19,9 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
+from quaver.lab.huggingface.convert import open_checkpoint
+from quaver.lab.model.llama import Llama
 from quaver.lab.runs.checkpoint_folder import find_checkpoint, read_record, write_record
-from quaver.lab.trainer.huggingface.convert import open_checkpoint
-from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT
 from tests.isolated import quaver
 from tests.steps import assert_same

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
+from quaver.lab.model.llama import Block
 from quaver.lab.runs.json_lines import read_json_lines
-from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests import command_line
 from tests.isolated import quaver

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from quaver.lab.cli import main
+from quaver.lab.model.llama import Block
 from quaver.lab.runs import ranks
 from quaver.lab.trainer import run_end
-from quaver.lab.trainer.model import Block
 from tests.ranks import run
 
 LIMIT_S = 240

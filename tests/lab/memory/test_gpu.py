@@ -15,10 +15,10 @@ from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict_step import explain
 from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.model.float8 import fuse_producers
+from quaver.lab.model.llama import FeedForward, RMSNorm
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
-from quaver.lab.trainer.float8 import fuse_producers
-from quaver.lab.trainer.model import FeedForward, RMSNorm
 from quaver.linear.backends import predict_backend
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from quaver.lab.cli.memory_views import make_side_by_side_table
 from quaver.lab.memory.train_step.measure import MAX_RANKS, measure_memory, measure_rank, tabulate_side_by_side
 from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.model.llama import Block
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve_config
-from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.lab.memory.models import needs_gathers

@@ -15,8 +15,8 @@ from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.lab.memory import TensorBytes, explain
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.parallelize import pretend_mesh
 from tests.lab.memory.models import CPU, Block, check
 from tests.steps import assert_same
 

@@ -15,8 +15,8 @@ from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict_step import predict_step
 from quaver.lab.memory.reports.compare import compare
+from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.parallelize import pretend_mesh
 from tests.lab.memory.models import needs_gathers
 
 pytestmark = needs_gathers

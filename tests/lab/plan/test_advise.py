@@ -12,6 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quaver.lab.cli.memory_views import summarize_advice
 from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.model.llama import Llama, count_training_flops_per_token
+from quaver.lab.model.loss import compute_next_token_loss
+from quaver.lab.model.parallelize import parallelize
 from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
 from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
@@ -21,9 +24,6 @@ from quaver.lab.plan.step_cost import compute_step_cost
 from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve_config
-from quaver.lab.trainer.loss import compute_next_token_loss
-from quaver.lab.trainer.model import Llama, count_training_flops_per_token
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, changed
 

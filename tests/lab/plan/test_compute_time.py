@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.record import ROOT
 from quaver.conversion.roles import LM_HEAD
+from quaver.lab.model.llama import SPLIT_DIMS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import time_block, time_head
 from quaver.lab.plan.planned_run import Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config
-from quaver.lab.trainer.model import SPLIT_DIMS
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline import matmul
 from quaver.roofline.attention import choose_kernel, predict_attention_seconds

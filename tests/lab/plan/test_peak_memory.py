@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from benchmarks.plan_memory import predict_peak_bytes
+from quaver.lab.model.llama import Llama
+from quaver.lab.model.parallelize import parallelize, pretend_mesh
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, Estimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.settings.training import REDUCE_MODES
-from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.parallelize import parallelize, pretend_mesh
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.combined import list_optimizers

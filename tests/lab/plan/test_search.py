@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.plan import search as searching
 from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.checkpoint_time import time_writing
@@ -19,7 +20,6 @@ from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_step
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.model import count_training_flops_per_token
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, changed
 

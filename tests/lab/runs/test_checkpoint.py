@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from quaver.lab.cli import main
+from quaver.lab.huggingface.convert import open_checkpoint
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_json_lines
@@ -22,7 +23,6 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.huggingface.convert import open_checkpoint
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel

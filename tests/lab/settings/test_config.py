@@ -6,10 +6,10 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from quaver.lab.model.llama import make_meta_llama
 from quaver.lab.settings import Float8, TrainConfig, Training
 from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments
 from quaver.lab.settings.fields import get_base_type, get_types
-from quaver.lab.trainer.model import make_meta_llama
 
 DELAYED = "--float8.recipe_name delayed --float8.delayed_history_len=4"
 

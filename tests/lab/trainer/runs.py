@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from quaver.lab.model.parallelize import make_mesh
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
-from quaver.lab.trainer.parallelize import make_mesh
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel

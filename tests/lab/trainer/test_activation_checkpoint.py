@@ -7,8 +7,8 @@ import torch
 import torch._functorch.config as compiler_config
 
 from quaver.lab.data import Batch
+from quaver.lab.model.llama import Block
 from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
-from quaver.lab.trainer.model import Block
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.lab.trainer.runs import build_on_rank, changed, read_numbers, run_to_end

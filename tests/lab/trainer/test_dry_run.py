@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from quaver.lab.cli import main
+from quaver.lab.model import flops
+from quaver.lab.model.flops import MASKED_FLOPS, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer import flops
 from quaver.lab.trainer.dry_run import dry_run
-from quaver.lab.trainer.flops import MASKED_FLOPS, count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear import backends
 from quaver.linear.backends import GemmBackend

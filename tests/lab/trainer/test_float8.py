@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
 from quaver.conversion.high_precision import iter_float8_modules
+from quaver.lab.model.float8 import convert_model, in_high_precision
+from quaver.lab.model.llama import Llama
+from quaver.lab.model.parallelize import parallelize
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.settings import Float8, Model, TrainConfig, Validation
-from quaver.lab.trainer.float8 import convert_model, in_high_precision
-from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.trainer.micro_batches import accumulate_gradients
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from tests.lab.trainer.runs import build_on_rank, changed
 from tests.ranks import run as run_on_ranks
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from quaver.lab.model.llama import Llama
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.training import OPTIMIZERS
-from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer, clip_gradients, compute_squared_norm_share
 
 SHAPE = Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32)

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from quaver import Float8Linear
 from quaver.lab.cli import main
 from quaver.lab.cli import train as train_cli
+from quaver.lab.model import flops as flops_module
+from quaver.lab.model.flops import count_flops_per_token_by_precision
 from quaver.lab.runs.checkpoint_folder import read_record, write_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.terminal.console import make_stdout_console
-from quaver.lab.trainer import flops as flops_module
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
-from quaver.lab.trainer.flops import count_flops_per_token_by_precision
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build_run, prepare_run

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 from quaver.export import save_float8, set_kv_scales
-from quaver.lab.trainer.huggingface.export_source import open_huggingface_source
+from quaver.lab.huggingface.export_source import open_huggingface_source
 
 TOKENS = torch.arange(1, 49).view(2, 24)
 

@@ -16,8 +16,8 @@ from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
 from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import Fakes
+from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings import Model
-from quaver.lab.trainer.float8 import fuse_producers
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import find_unmultiplied_kinds

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.train_step.predict import fake_run
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.tensor import Float8Tensor
 from quaver.roofline.sent_bytes import count_sent_bytes
 from quaver.torch_private.functional_collectives import find_process_group

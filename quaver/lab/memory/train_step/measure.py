@@ -21,12 +21,12 @@ from torch.multiprocessing.spawn import spawn
 from quaver.lab.data import Batch
 from quaver.lab.memory.predict_step import Prediction, record_step
 from quaver.lab.memory.train_step.predict import COMPARED_NOTE, RunMemory, make_train_step
+from quaver.lab.model.parallelize import ignore_view_warning, make_mesh
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
-from quaver.lab.trainer.parallelize import ignore_view_warning, make_mesh
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel

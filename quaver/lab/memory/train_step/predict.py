@@ -21,11 +21,11 @@ from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
 from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict_step import Prediction, predict_step
+from quaver.lab.model.initialize import allocate
+from quaver.lab.model.parallelize import ignore_view_warning, parallelize, pretend_mesh
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
-from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import ignore_view_warning, parallelize, pretend_mesh
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.experts.token_exchange import Dispatch, send_back, send_to_experts
+from quaver.lab.model.functional import swiglu
+from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import Model
-from quaver.lab.trainer.functional import swiglu
-from quaver.lab.trainer.plain_tensors import list_plain_tensors
 from quaver.linear.function import get_output_dtype
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 

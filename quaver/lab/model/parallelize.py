@@ -43,10 +43,10 @@ from quaver.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from quaver.lab.model.llama import SPLIT_DIMS, Block, FeedForward, Llama
+from quaver.lab.model.mixture import Experts, list_modules
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.mixture import Experts, list_modules
-from quaver.lab.trainer.model import SPLIT_DIMS, Block, FeedForward, Llama
 from quaver.linear.sharding import check_can_be_sharded
 from quaver.runtime.errors import blame_input
 from quaver.torch_private.fake_ranks import FakeStore

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
 from quaver.lab.data import load_data
+from quaver.lab.huggingface.config import read_hf_config
+from quaver.lab.model.llama import Llama
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.dcp import load_state
 from quaver.lab.runs.manifest import write_manifest
 from quaver.lab.settings import Model
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.huggingface.config import read_hf_config
-from quaver.lab.trainer.model import Llama
 from tests.command_line import TEXT, TINY
 from tests.lab.trainer.runs import read_losses
 from tests.steps import assert_same

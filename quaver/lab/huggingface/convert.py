@@ -24,6 +24,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from quaver.export.bundle import list_tokenizer_files
 from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
+from quaver.lab.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
+from quaver.lab.huggingface.weights import (
+    EMBEDDING,
+    HEAD,
+    CheckpointWeights,
+    make_empty_shared_experts,
+    make_file_state,
+    make_meta_state,
+    make_stored_state,
+    write_weights,
+)
 from quaver.lab.runs.checkpoint_folder import (
     RECORD_FILE,
     RECORD_FORMAT,
@@ -39,17 +50,6 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
-from quaver.lab.trainer.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
-from quaver.lab.trainer.huggingface.weights import (
-    EMBEDDING,
-    HEAD,
-    CheckpointWeights,
-    make_empty_shared_experts,
-    make_file_state,
-    make_meta_state,
-    make_stored_state,
-    write_weights,
-)
 from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.folders import check_new, new_folder
 from quaver.runtime.names import join_names

@@ -6,10 +6,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quaver.lab.huggingface.config import make_hf_config
+from quaver.lab.model.llama import Llama, count_training_flops_per_token, scale_frequencies
+from quaver.lab.model.loss import compute_next_token_loss
 from quaver.lab.settings import Model
-from quaver.lab.trainer.huggingface.config import make_hf_config
-from quaver.lab.trainer.loss import compute_next_token_loss
-from quaver.lab.trainer.model import Llama, count_training_flops_per_token, scale_frequencies
 
 CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
 TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)

@@ -12,9 +12,9 @@ from quaver import Float8Linear, Float8LinearConfig
 from quaver.experts.grouped_gemm import predict_grouped_backend
 from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.model.llama import Llama, count_attention_flops_per_token, count_training_flops_per_token
+from quaver.lab.model.mixture import Experts
 from quaver.lab.settings import Model
-from quaver.lab.trainer.mixture import Experts
-from quaver.lab.trainer.model import Llama, count_attention_flops_per_token, count_training_flops_per_token
 from quaver.linear.backends import GemmBackend, predict_backend
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops

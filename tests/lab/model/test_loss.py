@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from quaver.lab.model import loss as losses
+from quaver.lab.model.loss import IGNORE_INDEX, compute_next_token_loss
 from quaver.lab.recorder.storages import TensorBytes
-from quaver.lab.trainer import loss as losses
-from quaver.lab.trainer.loss import IGNORE_INDEX, compute_next_token_loss
 from quaver.runtime.float8_collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import mesh_of, on_ranks

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from quaver import convert_to_float8_training
+from quaver.lab.model.float8 import fuse_producers
+from quaver.lab.model.functional import embedding, rms_norm, swiglu
+from quaver.lab.model.llama import Block, make_rope_tables
 from quaver.lab.settings import Model
-from quaver.lab.trainer.float8 import fuse_producers
-from quaver.lab.trainer.functional import embedding, rms_norm, swiglu
-from quaver.lab.trainer.model import Block, make_rope_tables
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 CONFIG = Model(dim=64, n_heads=2, n_kv_heads=1, hidden_dim=224, n_layers=1)

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from quaver import conversion_report, convert_to_float8_training
 from quaver.activations import apply_activation_checkpointing
 from quaver.experts.module import Float8Experts
+from quaver.lab.model.flops import count_flops_per_token_by_precision, list_linear_precisions
+from quaver.lab.model.initialize import allocate, initialize
+from quaver.lab.model.llama import count_training_flops_per_token, make_meta_llama
+from quaver.lab.model.mixture import Mixture, Router, balance_experts, list_modules, take_expert_load
 from quaver.lab.settings import Model
-from quaver.lab.trainer.flops import count_flops_per_token_by_precision, list_linear_precisions
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.mixture import Mixture, Router, balance_experts, list_modules, take_expert_load
-from quaver.lab.trainer.model import count_training_flops_per_token, make_meta_llama
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
 

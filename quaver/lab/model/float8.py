@@ -25,9 +25,9 @@ from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.layer_recipes import HIGH_PRECISION, check_layer_names, convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
+from quaver.lab.model.llama import Block, FeedForward, Llama
+from quaver.lab.model.mixture import Experts
 from quaver.lab.settings import Float8
-from quaver.lab.trainer.mixture import Experts
-from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.serving import serving_config
 from quaver.runtime.devices import is_cuda_device

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quaver.lab.trainer.flops import MASKED_FLOPS, compute_utilization
+from quaver.lab.model.flops import MASKED_FLOPS, compute_utilization
 from quaver.roofline.device_specs import PeakFlops
 
 

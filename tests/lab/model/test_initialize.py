@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from quaver.lab.model.initialize import allocate, initialize
+from quaver.lab.model.llama import Llama, make_meta_llama
+from quaver.lab.model.parallelize import make_mesh, parallelize
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
-from quaver.lab.trainer.initialize import allocate, initialize
-from quaver.lab.trainer.model import Llama, make_meta_llama
-from quaver.lab.trainer.parallelize import make_mesh, parallelize
 
 CPU = torch.device("cpu")
 # 68 rows over 2 tensor parallel and 4 sharding ranks are 9, 9, 9 and 7 of each half: unlike parts.

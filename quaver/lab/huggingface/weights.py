@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.export.checkpoint_names import CheckpointNames, make_checkpoint_names
+from quaver.lab.model.llama import make_meta_llama
 from quaver.lab.runs.dcp import describe_innermost_cause, ignore_single_process_warning, load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
-from quaver.lab.trainer.model import make_meta_llama
 from quaver.runtime.errors import NotWrittenError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

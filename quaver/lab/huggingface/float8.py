@@ -15,18 +15,18 @@ from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
+from quaver.lab.huggingface.config import make_hf_config
+from quaver.lab.huggingface.convert import CheckedModel, find_usage_settings, make_section, open_checkpoint
+from quaver.lab.huggingface.export_source import ExportSource
+from quaver.lab.huggingface.weights import make_empty_shared_experts, make_stored_state
+from quaver.lab.model.float8 import convert_filtered
+from quaver.lab.model.llama import Llama, make_meta_llama
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE
 from quaver.lab.runs.dcp import load_state, read_metadata
 from quaver.lab.runs.manifest import CHECKPOINT_HINT
 from quaver.lab.runs.model_state import set_scales
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
-from quaver.lab.trainer.float8 import convert_filtered
-from quaver.lab.trainer.huggingface.config import make_hf_config
-from quaver.lab.trainer.huggingface.convert import CheckedModel, find_usage_settings, make_section, open_checkpoint
-from quaver.lab.trainer.huggingface.export_source import ExportSource
-from quaver.lab.trainer.huggingface.weights import make_empty_shared_experts, make_stored_state
-from quaver.lab.trainer.model import Llama, make_meta_llama
 from quaver.runtime.errors import InputError
 
 
@@ -124,7 +124,7 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
 def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
     """Return the dtype in which FSDP2 gathered weights, or None if it did not change the dtype.
 
-    See [Note: precision under FSDP2] in parallelize.py.
+    See [Note: precision under FSDP2] in quaver/lab/model/parallelize.py.
     """
     checkpoint = checked.weights.parent
     tensor_parallel = make_section(Parallelism, checked.record, checkpoint).tensor_parallel_degree

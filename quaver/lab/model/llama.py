@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.lab.model.functional import embedding, plain_rms_norm, rms_norm, swiglu
+from quaver.lab.model.mixture import Mixture
 from quaver.lab.settings import Model
 from quaver.lab.settings.model import RopeScaling
-from quaver.lab.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu
-from quaver.lab.trainer.mixture import Mixture
 from quaver.linear.function import get_output_dtype
 from quaver.runtime.compile_hints import materialize
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.lab.trainer.mixture import Router
-from quaver.lab.trainer.model import Llama, choose_init_std
+from quaver.lab.model.llama import Llama, choose_init_std
+from quaver.lab.model.mixture import Router
 
 
 def allocate(model: Llama, device: torch.device) -> None:
