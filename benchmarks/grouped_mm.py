@@ -1,7 +1,7 @@
 """Forward and backward of grouped matmuls: quaver's recipes against bfloat16 and torchao's emulated MXFP8.
 
     python -m benchmarks.grouped_mm --update-docs              writes benchmarks/results/grouped_mm.json and the table
-                                                               of docs/lab/performance.md
+                                                               of docs/experiments/performance.md
     python -m benchmarks.grouped_mm --recorded --update-docs   the table again, from the recorded times
 
 Eight experts whose groups of tokens are ragged, on one thread of a CPU. Contestants alternate in one process.
@@ -20,7 +20,7 @@ from quaver import float8_grouped_mm
 from quaver.lab.bench.harness import time_alternating
 
 RECORD = ROOT / "benchmarks" / "results" / "grouped_mm.json"
-PAGE = ROOT / "docs" / "lab" / "performance.md"
+PAGE = ROOT / "docs" / "experiments" / "performance.md"
 EXPERTS = 8
 SHAPES = ((1024, 512, 512), (1024, 1024, 1024), (8192, 1024, 1024))
 """Tokens, K, N."""

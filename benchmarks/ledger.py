@@ -1,4 +1,4 @@
-"""What one float8 block of Llama 3 8B costs: the table of docs/lab/block-cost.md, counted without a GPU.
+"""What one float8 block of Llama 3 8B costs: the table of docs/experiments/block-cost.md, counted without a GPU.
 
     python -m benchmarks.ledger --update-docs              minutes; writes benchmarks/results/ledger.{json,png}
     python -m benchmarks.ledger --recorded --update-docs   the page again, from the recorded counts
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.record import ROOT, make_markdown_table, make_page_parser, record_and_show
 from quaver.lab.cli import main as quaver
 
-PAGE = ROOT / "docs" / "lab" / "block-cost.md"
+PAGE = ROOT / "docs" / "experiments" / "block-cost.md"
 RECORD = ROOT / "benchmarks" / "results" / "ledger.json"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 COMMAND = ["bench", "ledger", "--model", "llama-8b", "--gpu", "h200", "--peer", "torchao", "--recipe", *RECIPES]

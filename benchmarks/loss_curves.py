@@ -22,7 +22,7 @@ from benchmarks.record import ROOT, describe_provenance, make_markdown_table, ma
 from quaver.lab.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
-MIXTURE_DOCS = ROOT / "docs" / "lab" / "mixture-curves.md"
+MIXTURE_DOCS = ROOT / "docs" / "experiments" / "mixture-curves.md"
 CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}
 """The config by the name of the record and of the picture."""
 REFERENCE = "bfloat16"

@@ -32,7 +32,7 @@ from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.monitoring import Monitor
 from quaver.numerics.record import Record, RecordWriter
 
-STORIES_PAGE = ROOT / "docs" / "lab" / "alarms.md"
+STORIES_PAGE = ROOT / "docs" / "experiments" / "alarms.md"
 PAGE = ROOT / "benchmarks" / "results" / "numerics.md"
 RECORD = ROOT / "benchmarks" / "results" / "numerics_faults.json"
 STORIES = (
@@ -212,7 +212,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def make_story_table(faults: list[dict[str, Any]]) -> str:
-    """Return the table of docs/lab/alarms.md."""
+    """Return the table of docs/experiments/alarms.md."""
     stories = [f"{fault['fault']} | {_find_message(fault)}" for fault in faults if fault["fault"] in STORIES]
     return "\n".join(["story | alarm", "---|---", *stories])
 

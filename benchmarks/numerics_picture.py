@@ -1,4 +1,4 @@
-"""Draws a run's curves and its heat map of one statistic: the pictures of docs/lab/alarms.md."""
+"""Draws a run's curves and its heat map of one statistic: the pictures of docs/experiments/alarms.md."""
 
 from __future__ import annotations
 

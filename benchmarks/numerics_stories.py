@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs; those that it has stay")
     parser.add_argument("--only", default="", help="those with this in the name of the fault")
-    parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/lab/alarms.md")
+    parser.add_argument("--update-docs", action="store_true", help="write docs/experiments/alarms.md and its pictures")
     options = parser.parse_args()
     results = []
     for story in (story for story in STORIES if options.only in story.fault):

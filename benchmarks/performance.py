@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md (predicted) and docs/lab/performance.md (measured on a CPU).
+"""The tables of docs/performance.md (predicted) and docs/experiments/performance.md (measured on a CPU).
 
     python -m benchmarks.performance --update-docs                        the pages again, from the recorded files
     python -m benchmarks.performance --predict --update-docs              predict again first
@@ -22,7 +22,7 @@ from quaver.roofline.matmul import MATMUL_SHARES
 from quaver.roofline.scaled_matmul import get_scales_share
 
 DOCS = ROOT / "docs" / "performance.md"
-LAB = ROOT / "docs" / "lab" / "performance.md"
+EXPERIMENTS = ROOT / "docs" / "experiments" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 ROOFLINE, CPU = RESULTS / "roofline", RESULTS / "cpu"
 DEVICES = ("H100", "H200", "B200", "MI300X", "A100")
@@ -61,7 +61,7 @@ def make_recorded_tables() -> dict[Path, dict[str, str]]:
     measured = {f"cpu {name}": _MEASURED[name](read(CPU / f"{name}.json")["rows"]) for name in COMMANDS}
     return {
         DOCS: {"layers": _make_layers_table(layers), "totals": _make_totals_table(totals)},
-        LAB: {"devices": _make_devices_table(), **measured},
+        EXPERIMENTS: {"devices": _make_devices_table(), **measured},
     }
 
 

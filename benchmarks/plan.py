@@ -1,8 +1,8 @@
 """Predicts published runs, and quaver's configs on up to 100,000 GPUs, with `quaver plan`. Nothing is trained.
 
-    python -m benchmarks.plan --published --update-docs    docs/lab/published-runs.md; a minute
+    python -m benchmarks.plan --published --update-docs    docs/experiments/published-runs.md; a minute
     python -m benchmarks.plan --published --memory         predicts their memory, too; half an hour
-    python -m benchmarks.plan --scaling --update-docs      docs/lab/scaling-curves.md and its picture; minutes
+    python -m benchmarks.plan --scaling --update-docs      docs/experiments/scaling-curves.md and its picture; minutes
     python -m benchmarks.plan --calibrate                  the share of each gpu that fits its row
 
 `--recorded` reads benchmarks/results/plan_{published,memory,scaling}.json. Without `--memory`, memory is always read.

@@ -1,4 +1,4 @@
-"""Predicts the memory of published runs as the trainer does: a table of docs/lab/published-runs.md.
+"""Predicts the memory of published runs as the trainer does: a table of docs/experiments/published-runs.md.
 
 Each run is predicted twice: as the trainer would run it, and with torchtitan's differences (`use_published_loss`). The
 published figures are bytes that the caching allocator reserved; the predictions are live bytes.
@@ -22,7 +22,7 @@ from quaver.lab.model import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import trained_model
 
-PAGE = ROOT / "docs" / "lab" / "published-runs.md"
+PAGE = ROOT / "docs" / "experiments" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_memory.json"
 CHECKPOINTING = {
     "none": ActivationCheckpoint(mode="none"),

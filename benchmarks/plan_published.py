@@ -1,4 +1,4 @@
-"""The published runs as `quaver plan` predicts them: the table of docs/lab/published-runs.md.
+"""The published runs as `quaver plan` predicts them: the table of docs/experiments/published-runs.md.
 
 One row per GPU determines the share of the best matmul rate that the GPU sustains (`calibrate_share`). Nothing else
 is fitted.
@@ -19,7 +19,7 @@ from quaver.lab.plan.step import build_step
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import require_device_spec
 
-PAGE = ROOT / "docs" / "lab" / "published-runs.md"
+PAGE = ROOT / "docs" / "experiments" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """The bandwidth of a network whose source does not state it."""

@@ -1,4 +1,4 @@
-"""Simulates tokens/s per GPU on 8 to 100,352 H100s: the tables and the picture of docs/lab/scaling-curves.md.
+"""Simulates tokens/s per GPU on 8 to 100,352 H100s: the tables and the picture of docs/experiments/scaling-curves.md.
 
 Tries the `layouts` that fit for each config of CONFIGS, precision and number of GPUs: FSDP2 and HSDP, each with tensor
 parallelism, and for mixtures with expert parallelism. Scaling is weak, with a fixed number of tokens per GPU, or at a
@@ -27,7 +27,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
 
-PAGE = ROOT / "docs" / "lab" / "scaling-curves.md"
+PAGE = ROOT / "docs" / "experiments" / "scaling-curves.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_scaling.json"
 PICTURE = ROOT / "docs" / "images" / "plan-scaling.png"
 GPU_COUNTS = (*(2**power for power in range(3, 17)), 100_352)

@@ -1,4 +1,4 @@
-"""Tests other trainers in six scenarios. Prints a table of docs/lab/reliability.md.
+"""Tests other trainers in six scenarios. Prints a table of docs/experiments/reliability.md.
 
     python -m benchmarks.reliability_peers            # a minute
 

@@ -5,7 +5,7 @@ that trains for hours is limited by its power: an H100 at 8192^3 falls below its
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
 table of rates at a power limit was found. So `sustained_share` is fitted so that the simulated time of one published
 run equals its measured time. The times of attention, linears (with casts and launches) and recomputation are divided by
-it. All other published runs are predicted, not fitted (docs/lab/published-runs.md).
+it. All other published runs are predicted, not fitted (docs/experiments/published-runs.md).
 """
 
 from __future__ import annotations

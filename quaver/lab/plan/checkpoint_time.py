@@ -13,7 +13,8 @@ from quaver.lab.plan.planned_run import PlannedRun
 
 STAGED_GB_PER_S = 0.7
 """The rate of a rank's copy to host memory. torch's DefaultStager, a new one per checkpoint, fills pages that the
-process has not touched, at 0.5 to 0.7 GB/s per core (docs/lab/log.md). Not measured on a GPU; PCIe 5 moves 60 GB/s."""
+process has not touched, at 0.5 to 0.7 GB/s per core (docs/experiments/log.md). Not measured on a GPU; PCIe 5 moves
+60 GB/s."""
 
 
 def time_checkpoint_per_step(run: PlannedRun, cluster: Cluster, step_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Tests that the tables of docs/lab/ are those of the recorded predictions, and those are the model's."""
+"""Tests that the tables of docs/experiments/ are those of the recorded predictions, and those are the model's."""
 
 import json
 

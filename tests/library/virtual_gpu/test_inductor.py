@@ -147,7 +147,7 @@ def test_a_linear_with_persistent_scales_has_eager_bits(interpreter, recipe, kno
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_kernels_that_inductor_joins_side_by_side_have_eager_bits(interpreter, recipe):
-    """docs/lab/block-cost.md has the launches that the option saves."""
+    """docs/experiments/block-cost.md has the launches that the option saves."""
     joined = interpreter(_run_eager_and_compiled, _linear, recipe, "h100", True, [("combo_kernels", True)])
     assert_finite_and_same(*joined)
     apart = interpreter(_run_eager_and_compiled, _linear, recipe, "h100")

@@ -30,7 +30,7 @@ from quaver.roofline.scaled_matmul import get_scales_share
 STRIDED_COPY_S = 7.4e-12
 """Time per element of aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
 0.224 ms (github.com/pytorch/pytorch/issues/113560). It is assumed for every GPU; one measurement on a loaded H200 was
-closer to a compiled copy (docs/lab/log.md)."""
+closer to a compiled copy (docs/experiments/log.md)."""
 
 _SCHEDULERS = 4
 """Warp schedulers of a multiprocessor, since Volta."""
