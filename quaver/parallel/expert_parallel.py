@@ -8,7 +8,7 @@ one of its experts to the expert's rank (dispatch) and the result back (combine)
     backward    dispatch    grad_output of the last matmul    codes or high precision
                 combine     grad_input of the first matmul    high precision
 
-[Note: what travels as codes] A matrix travels as codes only if all its readers on the receiving rank get the operands
+[Note: what is sent as codes] A matrix is sent as codes only if all its readers on the receiving rank get the operands
 of a single process from them. Casts of rows commute with sending rows, because a row's codes depend only on that row:
 
     row and column cast are one (tensorwise)     always: the ranks agree on each expert's amax before they cast
@@ -17,7 +17,7 @@ of a single process from them. Casts of rows commute with sending rows, because 
     all others                                   never: the column operand (grad_weight) is a cast of all ranks' rows
                                                  in high precision, or these rows themselves
 
-With `grad_weight_from_codes` the second kind travels as codes in training too, and the column operand is quantized from
+With `grad_weight_from_codes` the second kind is sent as codes in training too, and the column operand is quantized from
 the dequantized rows. docs/experts.md counts the bytes.
 
 Rows arrive sorted by expert, then rank, then position, which is how one process with the tokens of all ranks sorts
@@ -92,8 +92,8 @@ class TokenDispatch:
         return pad_rows(all_to_all(by_rank, self._sent_counts, self._received_counts, self._group), self._pairs)
 
     def quantize(self, hp: Tensor, casts: OperandCasts, *, row: bool, column: bool) -> Operands:
-        """Return the operands of `dispatch(hp)`; see [Note: what travels as codes]."""
-        if not travels_as_codes(casts, row=row, column=column, grad_weight_from_codes=self._grad_weight_from_codes):
+        """Return the operands of `dispatch(hp)`; see [Note: what is sent as codes]."""
+        if not sends_codes(casts, row=row, column=column, grad_weight_from_codes=self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row=row, column=column)
         cast = casts.row if row else casts.column_source
         if not cast.is_tensorwise:
@@ -131,8 +131,8 @@ class TokenDispatch:
         return Operands(operand, requantized.column)
 
 
-def travels_as_codes(casts: OperandCasts, *, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
-    """Return whether a matrix travels as codes if these operands of it are read; see [Note: what travels as codes]."""
+def sends_codes(casts: OperandCasts, *, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
+    """Return whether a matrix is sent as codes if these operands of it are read; see [Note: what is sent as codes]."""
     if casts.is_dequantized:
         row, column = True, False
     cast = casts.row if row else casts.column
@@ -206,7 +206,7 @@ class ExpertDispatcher:
         if config is not None:
             readers = ((config.casts.input, trains_first), (config.casts.grad_output, trains_last))
             options = {"row": True, "grad_weight_from_codes": self.grad_weight_from_codes}
-            are_codes = [travels_as_codes(casts, column=trains, **options) for casts, trains in readers]
+            are_codes = [sends_codes(casts, column=trains, **options) for casts, trains in readers]
             # A bias or a norm after the experts reads grad_output in high precision.
             is_read = getattr(experts, "has_bias", False) or getattr(experts, "has_post_expert_norm", False)
             are_codes[1] = are_codes[1] and not is_read

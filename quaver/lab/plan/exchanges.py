@@ -15,7 +15,7 @@ from quaver.fsdp.scales import list_linear_layouts
 from quaver.lab.model.llama import SPLIT_DIMS, list_block_weights
 from quaver.lab.plan.compute_time import INPUT_READERS, list_expert_matrices, list_linears
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
-from quaver.parallel.expert_parallel import travels_as_codes
+from quaver.parallel.expert_parallel import sends_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
@@ -222,7 +222,7 @@ def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange
 def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back.
 
-    Rows return in bfloat16. They are sent as codes where `travels_as_codes` says so; with one scale per expert, ranks
+    Rows return in bfloat16. They are sent as codes where `sends_codes` says so; with one scale per expert, ranks
     first agree on its amax.
     """
     if run.expert == 1:
@@ -236,7 +236,7 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
     for operand in sent:
         in_codes = 0.0
-        if operand is not None and travels_as_codes(
+        if operand is not None and sends_codes(
             operand, row=True, column=True, grad_weight_from_codes=run.grad_weight_from_codes
         ):
             in_codes = run.get_float8_share(EXPERTS)

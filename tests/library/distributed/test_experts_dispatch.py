@@ -268,7 +268,7 @@ def count_sent_bytes(experts, hidden, index, weights, grad):
 @RECIPE
 @on_ranks(2)
 def test_a_token_travels_in_the_documented_bytes(recipe):
-    """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what travels as codes]
+    """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what is sent as codes]
     says, with scales."""
     tokens = tokens_of(2, 2)[0]
     kind = next(name for name in KINDS if recipe.startswith(name))
