@@ -19,7 +19,7 @@ from quaver.fsdp.scales import get_rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
 from quaver.kernels.operands import Operand, expect
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.parts import compute_part_amaxes, select_part_scales
+from quaver.recipes.part_scales import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks

@@ -66,7 +66,7 @@ from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.recipes.parts import select_part_scales
+from quaver.recipes.part_scales import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import CastScales
 from quaver.runtime.float8_collectives import pad_rows

@@ -33,7 +33,7 @@ from quaver.fsdp.shard import LocatedShard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.parts import compute_part_amaxes
+from quaver.recipes.part_scales import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import CastScales, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks
