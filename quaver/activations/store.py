@@ -31,7 +31,7 @@ from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forwa
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import format_module_name, iter_enclosing_modules
+from quaver.runtime.module_names import format_module_name, iter_enclosing_modules
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
 

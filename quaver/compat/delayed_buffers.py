@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quaver.conversion.persistent_scales import float8_scaling_state, list_named_slots
 from quaver.recipes.scaling import compute_persistent_scale
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.module_names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 

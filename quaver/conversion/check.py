@@ -24,7 +24,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import format_module_name, join_names
+from quaver.runtime.module_names import format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, check_is_module
-from quaver.runtime.names import find_weight_modules, format_module_name, join_names
+from quaver.runtime.module_names import find_weight_modules, format_module_name, join_names
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once

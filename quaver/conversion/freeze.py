@@ -39,7 +39,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import find_parameter_names, format_module_name
+from quaver.runtime.module_names import find_parameter_names, format_module_name
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 from quaver.weights.primary_weight import Float8PrimaryWeight
 

@@ -19,7 +19,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import join_names, strip_wrappers
+from quaver.runtime.module_names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 
 logger = logging.getLogger(__name__)

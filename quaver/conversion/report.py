@@ -28,7 +28,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import find_weight_modules, format_module_name, join_names
+from quaver.runtime.module_names import find_weight_modules, format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths
 from quaver.torch_private.dtensor import get_local_tensor
 

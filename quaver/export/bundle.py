@@ -17,7 +17,7 @@ from quaver.conversion.report import ConversionReport
 from quaver.export.files import CONFIG_JSON, INDEX_SUFFIX, SAFETENSORS, check_names, read_json_object, write_json
 from quaver.runtime.errors import InputError
 from quaver.runtime.folders import make_file_threads
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 RECORD_FILE = "quaver_export.json"
 HEADER_KEY = "quaver_export"

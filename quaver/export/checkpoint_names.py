@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module import get_expert_weights, is_experts, is_transposed
 from quaver.linear.class_change import get_class_parts
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.module_names import strip_wrappers
 
 PartNames = tuple[str, ...]
 """The names of the matrices of one expert; the stack concatenates their rows in this order."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quaver.runtime.errors import InputError, NotWrittenError
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 SAFETENSORS = ".safetensors"
 SINGLE_FILE = "model.safetensors"

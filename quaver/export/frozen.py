@@ -26,7 +26,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRe
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
 from quaver.recipes.serving import get_serving, serving_config
-from quaver.runtime.names import find_parameter_names, join_names
+from quaver.runtime.module_names import find_parameter_names, join_names
 
 _STORED_IN_HP = FilterDecision(convert=False, reason="in high precision in the checkpoint")
 _DEQUANTIZED_EXPERTS = FilterDecision(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quaver.export.checkpoint_names import make_checkpoint_names
 from quaver.recipes.formats import E4M3
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import join_names, strip_wrappers
+from quaver.runtime.module_names import join_names, strip_wrappers
 from quaver.runtime.process_group import has_process_group
 
 SCALE_LEAVES = ("k_scale", "v_scale")

@@ -27,7 +27,7 @@ from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
 from quaver.recipes.serving import SERVING_CASTS, ServingCasts, find_serving, get_serving
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 
 @dataclass(frozen=True)

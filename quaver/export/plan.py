@@ -20,7 +20,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.recipes.serving import find_serving
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import find_parameter_names, join_names, strip_wrappers
+from quaver.runtime.module_names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)
 

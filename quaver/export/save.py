@@ -35,7 +35,7 @@ from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
 from quaver.runtime.folders import check_new, new_folder
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from quaver.export.formats import FORMAT_READERS
 from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import find_kv_scale_names
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2")
 """The dtypes of float8 weights, as the headers of files name them."""

@@ -47,7 +47,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import CastScales, dequantize, to_dequant_scale
 from quaver.recipes.sqnr import compute_sqnr_db
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.module_names import strip_wrappers
 from quaver.torch_private.dtensor import get_local_tensor
 
 FUSED_BY_SERVERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -31,7 +31,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import CastScales
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again, check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.once import log_once
+from quaver.runtime.log_once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.convert import convert_to_float8_training as _convert
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.runtime.names import format_module_name
+from quaver.runtime.module_names import format_module_name
 
 USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
 TORCHAO_MODULES = tuple(

@@ -59,7 +59,7 @@ from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.serving import serving_config
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 logger = logging.getLogger(__name__)
 

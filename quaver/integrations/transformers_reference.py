@@ -22,7 +22,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.module_names import strip_wrappers
 
 logger = logging.getLogger(__name__)
 

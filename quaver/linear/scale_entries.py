@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quaver.linear.scale_state import NamedSlot
 from quaver.recipes.config import ScalingType
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 from quaver.torch_private.tracing import FakeTensor
 
 

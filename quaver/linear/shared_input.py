@@ -31,7 +31,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import CastScales, PersistentScale
-from quaver.runtime.names import iter_enclosing_modules
+from quaver.runtime.module_names import iter_enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICY_MODES
 from quaver.torch_private.versions import get_version

@@ -15,7 +15,7 @@ from quaver.numerics.extras import EXTRAS_WIDTH
 from quaver.numerics.probe import Probe, ProbeSite, describe_site, list_sites
 from quaver.numerics.sampling import Sampling
 from quaver.recipes.config import Float8LinearConfig
-from quaver.runtime.names import join_names, strip_wrappers
+from quaver.runtime.module_names import join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)
 

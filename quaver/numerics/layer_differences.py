@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quaver.recipes.sqnr import compute_sqnr_db
-from quaver.runtime.names import strip_wrappers
+from quaver.runtime.module_names import strip_wrappers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quaver.numerics.error_bounds import compute_bulk_db
 from quaver.numerics.history import Sample, TensorStatistics
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""

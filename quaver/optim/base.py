@@ -38,7 +38,7 @@ from quaver.optim.state import (
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again
 from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.once import log_once
+from quaver.runtime.log_once import log_once
 from quaver.runtime.process_group import has_process_group
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.dispatch import is_fake_mode_on

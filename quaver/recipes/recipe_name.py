@@ -6,7 +6,7 @@ import enum
 
 from quaver.recipes.torchao_forms import convert_from_torchao
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import suggest_name
+from quaver.runtime.module_names import suggest_name
 
 BACKWARD_MODES = ("float8", "dequantized", "high_precision")
 """The values of `Float8LinearConfig.backward`."""

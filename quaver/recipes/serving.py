@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quaver.recipes.cast_config import CastConfig, ScalingGranularity, ScalingType
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import E4M3
-from quaver.runtime.names import suggest_name
+from quaver.runtime.module_names import suggest_name
 
 
 class ServingCasts(NamedTuple):

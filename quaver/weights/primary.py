@@ -38,7 +38,7 @@ from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.weight_form import is_parameter
 from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.names import find_parameter_names
+from quaver.runtime.module_names import find_parameter_names
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 from quaver.weights.primary_weight import Float8PrimaryWeight

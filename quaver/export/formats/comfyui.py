@@ -30,7 +30,7 @@ from quaver.export.formats.stored import StoredFormat, StoredScale, is_block_siz
 from quaver.kernels.operands import Operand
 from quaver.recipes.config import CastConfig
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 COMFYUI = "comfyui"
 _MARK = "comfy_quant"

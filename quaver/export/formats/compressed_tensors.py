@@ -17,7 +17,7 @@ from quaver.export.formats.stored import LINEAR_TARGET, StoredFormat, parse_bloc
 from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 METHOD = "compressed-tensors"
 BLOCK_FORMAT = "compressed-tensors-block"

@@ -11,7 +11,7 @@ from quaver.export.checkpoint_names import is_transformers_model
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import BLOCK_FORMAT
 from quaver.recipes.scale_layout import BLOCK_SIZE
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 METHOD = "fp8"
 

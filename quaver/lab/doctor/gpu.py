@@ -22,7 +22,7 @@ from quaver.recipes.linear_casts import MATMULS, disable_cast
 from quaver.roofline.cost import find_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
-from quaver.runtime.names import mask_layer_numbers
+from quaver.runtime.module_names import mask_layer_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
 """The names of the GPUs whose kernels are known."""

@@ -19,7 +19,7 @@ from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.runtime.names import find_tied_modules
+from quaver.runtime.module_names import find_tied_modules
 
 
 def describe_model_on_gpu(spec: DeviceSpec, path: Path, recipe: str | None) -> GpuFindings:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quaver.lab.settings import Model
 from quaver.runtime.errors import InputError, blame_input
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
 """model_type and architecture."""

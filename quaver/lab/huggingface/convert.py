@@ -52,7 +52,7 @@ from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
 from quaver.runtime.errors import InputError, blame_input
 from quaver.runtime.folders import check_new, new_folder
-from quaver.runtime.names import join_names
+from quaver.runtime.module_names import join_names
 
 Section = TypeVar("Section", bound=Settings)
 

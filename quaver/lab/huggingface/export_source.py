@@ -18,7 +18,7 @@ from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
 from quaver.recipes.config import resolve_config
 from quaver.runtime.errors import InputError, blame_input
-from quaver.runtime.names import find_tied_modules
+from quaver.runtime.module_names import find_tied_modules
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from quaver.lab.recorder.recorder import CATEGORIES, Allocation, Recorder
-from quaver.runtime.names import mask_layer_numbers
+from quaver.runtime.module_names import mask_layer_numbers
 
 SCHEMA = 4
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quaver.runtime.names import (
+from quaver.runtime.module_names import (
     find_parameter_names,
     find_weight_modules,
     iter_enclosing_modules,
