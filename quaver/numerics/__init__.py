@@ -1,7 +1,7 @@
 """Measures the numerics of a model's float8 matmuls while it trains.
 
 measure    monitoring.py attaches a probe to each weight (probe.py), which adds to slots (observe.py, statistics.py)
-write      ranks.py merges the slots of all ranks, and delivery.py writes them as lines of a record (record.py)
+write      ranks.py merges the slots of all ranks, and sample_writer.py writes them as lines of a record (record.py)
 judge      alarm_sink.py gives each sample (history.py) to alarms.py, by the rules of rules.py
 """
 

@@ -7,8 +7,8 @@
 
 Each `Float8Linear` and each weight of `Float8Experts` gets a probe while the monitor is open (attached_probes.py). A
 step ends with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective
-gathers the slots of all weights on the first rank, which writes them as one line of a record (delivery.py, record.py).
-Every rank takes part, even if nothing ran on it.
+gathers the slots of all weights on the first rank, which writes them as one line of a record (sample_writer.py,
+record.py). Every rank takes part, even if nothing ran on it.
 
 A step that is not sampled costs one call per cast and result.
 """
@@ -35,15 +35,15 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module_weight import iter_model_weights
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.attached_probes import AttachedProbes
-from quaver.numerics.delivery import Delivery, Outcome
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA, AnySink, make_sink
+from quaver.numerics.sample_writer import Outcome, SampleWriter
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
-from quaver.numerics.step_ends import StepEnds
+from quaver.numerics.step_ends import StepEndDetector
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.process_group import has_process_group
@@ -114,7 +114,7 @@ class Monitor:
         self._is_first = not has_process_group() or dist.get_rank(group) == 0
         self._ranks = dist.get_world_size(group) if has_process_group() else 1
         self._sampling = Sampling()
-        self._attached, self._delivery = AttachedProbes(self._sampling), Delivery()
+        self._attached, self._writer = AttachedProbes(self._sampling), SampleWriter()
         self._is_open = True
         error = self._start(model, sink, history_len)
         try:
@@ -128,7 +128,7 @@ class Monitor:
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._attached.tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
             self._plan_next()
-            self._ends = StepEnds(model, self._any_over_ranks)
+            self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:
                 self._in_hook.append(self)
                 self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
@@ -149,7 +149,7 @@ class Monitor:
             self._check_options(history_len)
             self._attached.attach(model, self)
             self.header = self._make_header(self.completed_steps + 1)
-            self._delivery.open(make_sink(sink) if self._is_first else None, self.header)
+            self._writer.open(make_sink(sink) if self._is_first else None, self.header)
         except BaseException as error:  # noqa: BLE001 - raised by the caller on all ranks, also an interrupt
             return error
         return None
@@ -190,7 +190,7 @@ class Monitor:
         if self._is_open:
             self._attached.attach_lost()
             if self._hook is None or self._any_over_ranks(self._sampling.ran):
-                self._ends.record_end()
+                self._step_end_detector.record_end()
                 self._end(1)
 
     def is_sampled(self, step: int) -> bool:
@@ -253,7 +253,7 @@ class Monitor:
         turn = step // self.every
         chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
         if self._ranks == 1:  # other ranks do not know the suspects
-            chosen |= self._delivery.suspects & set(names)
+            chosen |= self._writer.suspects & set(names)
         tensors, configs = self._attached.tensors, self._attached.configs
         numbers = {tensor.name: int(tensor.probe.number) for tensor in tensors if tensor.name in chosen}
         with_sums: frozenset[int] = frozenset()
@@ -265,7 +265,7 @@ class Monitor:
         if not self._is_open or runs_in_backward():
             return
         self._attached.attach_lost()
-        if steps := self._ends.count_ends(optimizer, self._sampling):
+        if steps := self._step_end_detector.count_ends(optimizer, self._sampling):
             self._is_in_hook = True
             try:
                 self._end(steps)
@@ -283,7 +283,7 @@ class Monitor:
         self._attached.clear()
         failure = None
         if gathered is not None:
-            failure = self._delivery.deliver(self.header, partial(self._make_sample, gathered))
+            failure = self._writer.write(self.header, partial(self._make_sample, gathered))
         outcome = Outcome(self._max_over_ranks(failure.outcome if failure else Outcome.WRITTEN))
         if outcome is Outcome.STEP_ENDS:
             raise failure.error if failure else RuntimeError("a callback of an alarm ended the step on the first rank")
@@ -329,7 +329,7 @@ class Monitor:
         self._is_open = False
         self._attached.detach()
         self._sampling.close()
-        self._delivery.close()
+        self._writer.close()
 
     def __enter__(self) -> Monitor:
         return self

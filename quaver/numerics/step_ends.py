@@ -1,4 +1,4 @@
-"""`StepEnds` decides which `optimizer.step()` ends a training step of a model, on all ranks alike.
+"""`StepEndDetector` decides which `optimizer.step()` ends a training step of a model, on all ranks alike.
 
 A training step ends when all optimizers that step in every training step have stepped. No rank decides alone by what
 ran on it: a rank may have had no batch, and gathering a sampled step is a collective. The cases are:
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from quaver.numerics.sampling import Sampling
 
 
-class StepEnds:
+class StepEndDetector:
     """Counts the training steps of `model` that end with an optimizer's step.
 
     Args:

@@ -23,7 +23,7 @@ from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import observe_matrix, summarize_slots
-from quaver.numerics.step_ends import StepEnds
+from quaver.numerics.step_ends import StepEndDetector
 from quaver.optim import CombinedOptimizer
 from tests import steps
 from tests.library.numerics.samples import compare_sums
@@ -314,7 +314,7 @@ def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
 def test_an_optimizer_of_replaced_parameters_ends_no_step():
     model, sampling = nn.Linear(4, 4), Sampling(ran=True)
     stale = torch.optim.SGD(model.parameters())
-    ends = StepEnds(model, bool)
+    ends = StepEndDetector(model, bool)
     assert ends.count_ends(stale, sampling) == 1
     model.weight, model.bias = nn.Parameter(model.weight.detach()), nn.Parameter(model.bias.detach())
     assert [ends.count_ends(stale, sampling) for _ in range(2)] == [0, 0]
@@ -469,7 +469,7 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
 
 def test_ctrl_c_while_a_monitor_starts_leaves_no_probes(monkeypatch):
     model = make()
-    monkeypatch.setattr(monitoring, "StepEnds", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(monitoring, "StepEndDetector", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         monitor(model)
     assert "probes" not in vars(model.up)

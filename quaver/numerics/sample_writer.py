@@ -1,4 +1,4 @@
-"""`Delivery`: writes the header and the samples of a monitor to its sink, on the first rank.
+"""`SampleWriter`: writes the header and the samples of a monitor to its sink, on the first rank.
 
 [Note: a sink that fails] A monitor must not end a training. If the header cannot be written, the constructor raises on
 all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. What the callback of an
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
         logger.warning("the monitor ends after step %s: %s", f"{step:,}", text, exc_info=traceback)
 
 
-class Delivery:
+class SampleWriter:
     """Writes lines to a sink, each sample after its header. Without a sink it writes nothing."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Delivery:
         """The layers that an `AlarmSink` wants extras of in the next sample."""
         return set(self._sink.alarms.suspects) if isinstance(self._sink, AlarmSink) else set()
 
-    def deliver(self, header: dict[str, Any], make_sample: Callable[[], dict[str, Any] | None]) -> Failure | None:
+    def write(self, header: dict[str, Any], make_sample: Callable[[], dict[str, Any] | None]) -> Failure | None:
         """Make a sample and write it, unless it is None. Returns an error, which ends the monitor or the step."""
         is_writing = False
         try:
