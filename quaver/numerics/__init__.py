@@ -5,7 +5,7 @@ write      ranks.py merges the slots of all ranks, and sample_writer.py writes t
 judge      alarm_sink.py gives each sample (history.py) to alarms.py, by the rules of rules.py
 """
 
-from quaver.numerics.extras import compute_what_if
+from quaver.numerics.extra_statistics import compute_what_if
 from quaver.numerics.layer_differences import Difference, find_first_differences
 from quaver.numerics.logprob_mismatch import Mismatch, compute_mismatch
 from quaver.numerics.monitoring import Monitor, monitor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.linear.module import Float8Linear
-from quaver.numerics.extras import EXTRAS_WIDTH
+from quaver.numerics.extra_statistics import EXTRAS_WIDTH
 from quaver.numerics.probe import Probe, ProbeSite, describe_site, list_sites
 from quaver.numerics.sampling import Sampling
 from quaver.recipes.config import Float8LinearConfig

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module_weight import iter_model_weights
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.attached_probes import AttachedProbes
-from quaver.numerics.extras import describe_extras, describe_sums
+from quaver.numerics.extra_statistics import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots

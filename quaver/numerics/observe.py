@@ -40,7 +40,7 @@ from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import format_parameters, library
 from quaver.linear.quantize import flatten_to_matrix
-from quaver.numerics.extras import compute_extras, compute_result_extras
+from quaver.numerics.extra_statistics import compute_extras, compute_result_extras
 from quaver.numerics.matmul_sums import sample_rows
 from quaver.numerics.sampling import SampledInput, Sampling, record_use
 from quaver.numerics.statistics import (

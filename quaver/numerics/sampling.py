@@ -32,7 +32,7 @@ class Sampling:
     is_on: bool = False
     """Whether this step is sampled."""
     with_extras: frozenset[int] = frozenset()
-    """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
+    """The numbers of the linears whose casts get extra statistics (extra_statistics.py)."""
     with_sums: frozenset[int] = frozenset()
     """The numbers of the linears whose sums on `hardware` are computed in this step."""
     ran: bool = False

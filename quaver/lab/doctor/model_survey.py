@@ -15,7 +15,7 @@ from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
 from quaver.lab.doctor.surveyed_model import SurveyedModel
 from quaver.lab.model.float8 import make_linear_config
 from quaver.numerics.accumulation import get_accumulation
-from quaver.numerics.extras import DYNAMIC_RECIPES
+from quaver.numerics.extra_statistics import DYNAMIC_RECIPES
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.sqnr import replace_inf
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.numerics.extras import DYNAMIC_RECIPES, compute_what_if
+from quaver.numerics.extra_statistics import DYNAMIC_RECIPES, compute_what_if
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.scaled_matmul import find_scale_kinds
 from quaver.runtime.errors import InputError

@@ -11,7 +11,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
-from quaver.numerics.extras import (
+from quaver.numerics.extra_statistics import (
     CONFIG_BY_RECIPE,
     DYNAMIC_RECIPES,
     HISTOGRAM_ROWS,
