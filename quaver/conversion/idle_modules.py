@@ -41,7 +41,7 @@ def find_replaced_forward(module: Float8Module) -> str:
     A module that ran since gives no warning, because its new forward calls the original. Neither do experts whose
     forward a plan for expert parallelism replaced.
     """
-    if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
+    if "forward" not in vars(module) or has_run(module) or getattr(module, "external_dispatcher", None) is not None:
         return ""
     ran = "" if module._last_run.device is None else ", and it has not run since"
     return (

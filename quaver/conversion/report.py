@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
 from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
-from quaver.experts.base import Float8Grouped
+from quaver.experts.base import Float8GroupedModule
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp.gathered import is_all_gather_weight
@@ -337,7 +337,7 @@ def _report_other_weights(
         filtered = vars(module).get(FILTER_REASON_ATTRIBUTE, "")
         if idle:
             reason, backend = idle, ""
-        elif isinstance(module, Float8Grouped):
+        elif isinstance(module, Float8GroupedModule):
             frozen = _describe_frozen(get_local_tensor(parameter))
             reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
             reasons += [HIGH_PRECISION_REASON] if is_in_high_precision(module) else []
@@ -351,5 +351,5 @@ def _report_other_weights(
             in_features, out_features = out_features, in_features
         full_name = f"{name}.{leaf}".lstrip(".")
         uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
-        converted = isinstance(module, Float8Grouped) and not idle and not is_in_high_precision(module)
+        converted = isinstance(module, Float8GroupedModule) and not idle and not is_in_high_precision(module)
         yield LayerReport(full_name, in_features, out_features, converted, reason, uses, backend)

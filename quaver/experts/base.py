@@ -1,4 +1,4 @@
-"""`Float8Grouped`: the base class of modules whose grouped matmuls run in float8."""
+"""`Float8GroupedModule`: the base class of modules whose grouped matmuls run in float8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quaver.linear.float8_module import Float8Module
 from quaver.recipes.config import Float8LinearConfig
 
 
-class Float8Grouped(Float8Module):
+class Float8GroupedModule(Float8Module):
     """A converted module with 3-D weights. Its subclasses multiply."""
 
     _describe_backends = staticmethod(describe_grouped_backends)

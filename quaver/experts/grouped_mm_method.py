@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quaver.experts.base import Float8Grouped
+from quaver.experts.base import Float8GroupedModule
 from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import change_to_float8
@@ -27,10 +27,10 @@ _IS_TRANSPOSED = {"B_t": False, "weight_EOI": True}
 """Names of weights, and whether they are [E, N, K], which the matmul reads transposed."""
 
 
-class Float8GroupedMM(Float8Grouped):
+class Float8GroupedMM(Float8GroupedModule):
     """A module whose `_grouped_mm` runs in float8."""
 
-    _own_attributes = (*Float8Grouped._own_attributes, "_arguments")
+    _own_attributes = (*Float8GroupedModule._own_attributes, "_arguments")
     _arguments: tuple[str, str, str]
     """The names of the tokens, the weight and the ends in the signature of `_grouped_mm`."""
 

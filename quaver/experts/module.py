@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.base import Float8Grouped
+from quaver.experts.base import Float8GroupedModule
 from quaver.experts.grouped_mm import (
     find_config_obstacle,
     get_frozen_operands,
@@ -56,7 +56,7 @@ class RoutedExperts(nn.Module):
     post_expert_norm: Callable[[Tensor], Tensor]
     dispatcher: Dispatcher | None = None
     """Sends tokens to the ranks of their experts under expert parallelism, else None."""
-    planned_dispatcher: Dispatcher | None = None
+    external_dispatcher: Dispatcher | None = None
     """The dispatcher of experts that another library split, kept before and after a conversion."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
@@ -153,17 +153,17 @@ class RoutedExperts(nn.Module):
         raise NotImplementedError
 
 
-class Float8Experts(Float8Grouped, RoutedExperts):
+class Float8Experts(Float8GroupedModule, RoutedExperts):
     """Experts whose matmuls run in float8. Parameters, buffers and state_dict do not change.
 
     `convert_to_float8_training` converts a module of experts in place.
     """
 
-    _own_attributes = (*Float8Grouped._own_attributes, "dispatcher")
+    _own_attributes = (*Float8GroupedModule._own_attributes, "dispatcher")
 
     def _init_float8(self, config: Float8LinearConfig) -> None:
         super()._init_float8(config)
-        self.dispatcher = self.planned_dispatcher
+        self.dispatcher = self.external_dispatcher
 
     def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
@@ -215,20 +215,20 @@ def is_experts(module: nn.Module) -> bool:
 
 def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
     """Return why experts cannot be converted to `config`, or "" if they can."""
-    is_planned = getattr(module, "planned_dispatcher", None) is not None
-    if "forward" in vars(module) and not is_planned and getattr(module, "_is_expert_parallel", False):
+    is_external = getattr(module, "external_dispatcher", None) is not None
+    if "forward" in vars(module) and not is_external and getattr(module, "_is_expert_parallel", False):
         return (
             "transformers' expert parallelism runs them: import quaver.integrations.transformers, and load the model "
             'with DistributedConfig(ep_implementation="float8")'
         )
-    if "forward" in vars(module) and not is_planned:
+    if "forward" in vars(module) and not is_external:
         return "their forward was replaced on the instance, for example by an Accelerate hook: convert before that"
     return find_config_obstacle(config)
 
 
 def check_not_split(module: Float8Experts) -> None:
     """Raise ValueError if `Float8ExpertParallel` split the experts, which the original class does not support."""
-    if module.dispatcher is not module.planned_dispatcher:
+    if module.dispatcher is not module.external_dispatcher:
         raise ValueError(
             "expected all experts on this rank, got experts that Float8ExpertParallel split; convert a model back "
             "before it is parallelized"

@@ -39,7 +39,7 @@ class Float8EP(EPImplementation):
         check_backend(ep_mesh, torch.device(ep_mesh.device_type))
         count = experts.num_experts * ep_mesh.size()
         dispatcher = ExpertDispatcher(ep_mesh, count, grad_weight_from_codes=grad_weight_from_codes)
-        vars(experts)["planned_dispatcher"] = dispatcher
+        vars(experts)["external_dispatcher"] = dispatcher
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not isinstance(self._experts, Float8Experts):

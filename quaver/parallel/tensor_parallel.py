@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver.experts.base import Float8Grouped
+from quaver.experts.base import Float8GroupedModule
 from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
 from quaver.linear.sharding import (
@@ -49,7 +49,7 @@ def _require_linear(style: object, module: nn.Module) -> Float8Linear:
         raise NotImplementedError(
             f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
         )
-    if isinstance(module, Float8Grouped) or is_experts(module):
+    if isinstance(module, Float8GroupedModule) or is_experts(module):
         raise ValueError(
             f"{type(style).__name__} expects a Float8Linear, got the experts {type(module).__name__}; split these by "
             "expert, with Float8ExpertParallel"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
-from quaver.experts.base import Float8Grouped
+from quaver.experts.base import Float8GroupedModule
 from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
 from tests.library.distributed.models import config_of, world_mesh
@@ -147,8 +147,8 @@ def test_errors_when_a_style_is_applied():
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
             parallelize_module(nn.Linear(16, 16), mesh, style)
-        with raises(ValueError, name, "got the experts Float8Grouped", "Float8ExpertParallel"):
-            parallelize_module(Float8Grouped(), mesh, style)
+        with raises(ValueError, name, "got the experts Float8GroupedModule", "Float8ExpertParallel"):
+            parallelize_module(Float8GroupedModule(), mesh, style)
         with raises(ValueError, "one mesh axis", "mesh['tp']"):
             style._apply(Float8Linear(16, 16), mesh_2d)  # parallelize_module itself refuses it, in its own words
         cut = Float8Linear(200, 200, config="blockwise")
