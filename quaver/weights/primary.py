@@ -47,7 +47,7 @@ _ROUNDINGS_KEY = "stochastic_roundings"
 """The key in the first param group of the count of steps, which starts at random; see [Note: bfloat16 masters]."""
 
 
-class Primary(NamedTuple):
+class WeightWithMaster(NamedTuple):
     """A primary weight, its module, and the master that the wrapped optimizer holds instead of the weight."""
 
     name: str
@@ -67,9 +67,9 @@ class Float8PrimaryOptimizer(Optimizer):
         primaries: the primary weights and their masters.
     """
 
-    def __init__(self, inner: Optimizer, primaries: list[Primary], *, rounds: bool) -> None:
-        """Use `use_float8_primary_weights`. `rounds`: whether the masters are bfloat16."""
-        self.inner, self.primaries, self._rounds = inner, primaries, rounds
+    def __init__(self, inner: Optimizer, primaries: list[WeightWithMaster], *, rounds_masters: bool) -> None:
+        """Use `use_float8_primary_weights`. `rounds_masters`: whether the masters are bfloat16."""
+        self.inner, self.primaries, self._rounds_masters = inner, primaries, rounds_masters
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
         self._is_made = self._is_stepping = False
@@ -101,7 +101,7 @@ class Float8PrimaryOptimizer(Optimizer):
                 result = self.inner.step()
             else:
                 result = self.inner.step(lambda: self._run_closure(closure))
-            if self._rounds:
+            if self._rounds_masters:
                 self.inner.param_groups[0][_ROUNDINGS_KEY] += 1
         return result
 
@@ -129,7 +129,7 @@ class Float8PrimaryOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["state"]
-        state |= {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}
+        state |= {"inner": self.inner, "primaries": self.primaries, "_rounds_masters": self._rounds_masters}
         return {**state, "_is_made": True, "_is_stepping": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Float8PrimaryOptimizer(Optimizer):
         """
         self._check_weights()
         _copy_options(self.param_groups, self.inner.param_groups)
-        if self._rounds:
+        if self._rounds_masters:
             for primary in self.primaries:
                 primary.master.data = primary.master.data.float()
         try:
@@ -156,7 +156,7 @@ class Float8PrimaryOptimizer(Optimizer):
         finally:
             self._is_stepping = False
             _copy_options(self.inner.param_groups, self.param_groups)
-            if self._rounds:
+            if self._rounds_masters:
                 self._round_masters()
             for primary in self.primaries:
                 primary.master.grad = None
@@ -240,7 +240,7 @@ def use_float8_primary_weights(
             or DDP that was made before; another master_dtype.
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
-    rounds = master_dtype is torch.bfloat16
+    rounds_masters = master_dtype is torch.bfloat16
     named: dict[str, ModuleWeight] = {}
     options = {}
 
@@ -248,7 +248,7 @@ def use_float8_primary_weights(
         named.update(_find_weights_to_convert(model, optimizer, master_dtype))
         return int(torch.randint(2**62, (), device="cpu"))
 
-    if rounds:  # all ranks draw, so that their generators advance alike, and take rank 0's number
+    if rounds_masters:  # all ranks draw, so that their generators advance alike, and take rank 0's number
         options[_ROUNDINGS_KEY] = run_on_every_rank(prepare)[0]
     else:
         named = _find_weights_to_convert(model, optimizer, master_dtype)
@@ -256,8 +256,8 @@ def use_float8_primary_weights(
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         undo.callback(optimizer.param_groups[0].pop, _ROUNDINGS_KEY, None)
         optimizer.param_groups[0].update(options)
-        primaries = [_make_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
-        primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds=rounds)
+        primaries = [_replace_with_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
+        primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds_masters=rounds_masters)
         undo.pop_all()
     for module in {weight.module: None for weight in named.values()}:
         module.register_state_dict_post_hook(_put_masters_in_state_dict)
@@ -319,7 +319,9 @@ def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -
     return f"it is tied: {', '.join(names)}" if len(names) > 1 else ""
 
 
-def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dtype, undo: ExitStack) -> Primary:
+def _replace_with_primary(
+    name: str, module_weight: ModuleWeight, master_dtype: torch.dtype, undo: ExitStack
+) -> WeightWithMaster:
     """Replace a weight with a primary weight; `undo` restores it."""
     master, module = module_weight.parameter, module_weight.module
     undo.callback(_restore_weight, module_weight, master, master.data, master.grad)
@@ -329,7 +331,7 @@ def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dt
     weight = nn.Parameter(quantized, master.requires_grad)
     weight.grad = None if grad is None else grad.to(master_dtype)
     setattr(module, module_weight.name, weight)
-    return Primary(name, module_weight, typing.cast(Float8PrimaryWeight, weight), master)
+    return WeightWithMaster(name, module_weight, typing.cast(Float8PrimaryWeight, weight), master)
 
 
 def _restore_weight(module_weight: ModuleWeight, master: nn.Parameter, data: Tensor, grad: Tensor | None) -> None:
