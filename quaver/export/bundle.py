@@ -16,7 +16,7 @@ from typing import Any
 from quaver.conversion.report import ConversionReport
 from quaver.export.files import CONFIG_JSON, INDEX_SUFFIX, SAFETENSORS, check_names, read_json_object, write_json
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import make_file_threads
+from quaver.runtime.files import make_file_threads
 from quaver.runtime.module_names import join_names
 
 RECORD_FILE = "quaver_export.json"

@@ -29,7 +29,7 @@ from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import check_new, new_folder
+from quaver.runtime.files import check_new, new_folder
 from quaver.runtime.module_names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
-from quaver.runtime.folders import check_new, new_folder
+from quaver.runtime.files import check_new, new_folder
 from quaver.runtime.module_names import join_names
 
 logger = logging.getLogger(__name__)

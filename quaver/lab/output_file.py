@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from quaver.lab.runs.file_names import CONFIG_FILE, RUN_FILES
 from quaver.runtime.errors import InputError, NotWrittenError
-from quaver.runtime.files import MAX_NAME_BYTES, replace_file
-from quaver.runtime.folders import make_folder
+from quaver.runtime.files import MAX_NAME_BYTES, make_folder, replace_file
 
 _BEGINNINGS = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),

@@ -27,7 +27,7 @@ from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import check_new
+from quaver.runtime.files import check_new
 
 
 @dataclass(frozen=True)

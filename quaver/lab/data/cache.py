@@ -26,7 +26,7 @@ from quaver.lab.settings import require
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.escape import print_to_stderr
-from quaver.runtime.folders import make_folder
+from quaver.runtime.files import make_folder
 
 LOCK_TIMEOUT_S = 3600
 """How long a process waits for another one, on this host or another, which makes the tokens."""

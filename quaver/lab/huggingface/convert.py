@@ -51,7 +51,7 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
 from quaver.runtime.errors import InputError, blame_input
-from quaver.runtime.folders import check_new, new_folder
+from quaver.runtime.files import check_new, new_folder
 from quaver.runtime.module_names import join_names
 
 Section = TypeVar("Section", bound=Settings)

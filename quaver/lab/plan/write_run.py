@@ -9,7 +9,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import new_folder
+from quaver.runtime.files import new_folder
 
 
 def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:

@@ -34,7 +34,7 @@ from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import flush_folder, rename
+from quaver.runtime.files import flush_folder, rename
 
 RECORD_FORMAT = 1
 RECORD_FILE = "checkpoint.json"

@@ -17,7 +17,7 @@ from xxhash import xxh3_128
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.errors import InputError
-from quaver.runtime.folders import make_file_threads
+from quaver.runtime.files import make_file_threads
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1

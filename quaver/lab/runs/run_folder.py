@@ -38,8 +38,7 @@ from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.terminal.counts import format_count
 from quaver.runtime.errors import NotWrittenError, make_write_error
-from quaver.runtime.files import replace_file
-from quaver.runtime.folders import make_folder
+from quaver.runtime.files import make_folder, replace_file
 
 SUBFOLDER_SETTINGS = (
     "checkpoint.folder",

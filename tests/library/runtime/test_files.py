@@ -7,15 +7,13 @@ import sys
 
 import pytest
 
-from quaver.runtime.files import replace_file
-from quaver.runtime.folders import new_folder
+from quaver.runtime.files import new_folder, replace_file
 
 WRITERS = (replace_file, new_folder)
 KILLED = """
 import os, sys
 from pathlib import Path
-from quaver.runtime.folders import new_folder
-from quaver.runtime.files import replace_file
+from quaver.runtime.files import new_folder, replace_file
 with {0}(Path(sys.argv[1])) as partial:
     (partial / "left" if partial.is_dir() else partial).write_text("left")
     os.kill(os.getpid(), 9)
