@@ -12,12 +12,12 @@ from quaver.kernels.operands import Operand, Operands
 class Groups(NamedTuple):
     """Which rows of a matrix belong to which expert; experts/groups.py has the rules."""
 
-    experts: int
+    num_experts: int
     """The number of experts; 0 for the matrix of a linear, which has no groups."""
     ends: Tensor | None = None
-    """int32 [experts]: where the rows of each expert end; None for weights, which have equal numbers of rows."""
+    """int32 [num_experts]: where the rows of each expert end; None for weights, which have equal numbers of rows."""
     transposed: bool = False
-    """Whether weights are stored [experts, K, N]."""
+    """Whether weights are stored [num_experts, K, N]."""
 
 
 class MatmulProbe(Protocol):

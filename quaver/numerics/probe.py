@@ -144,7 +144,7 @@ class Probe:
                     operand.layout,
                     operand.quant_scale,
                     groups.ends,
-                    groups.experts,
+                    groups.num_experts,
                     moved,
                     groups.transposed,
                     is_forward,
@@ -160,15 +160,15 @@ class Probe:
     ) -> None:
         if self._observes():
             hps = _drop_float8(input), _to_matmul_shape(_drop_float8(weight), groups)
-            number, ends, experts = self.number, groups.ends, groups.experts
-            observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), number, output, *hps, bias, ends, experts)
+            tensors = output, *hps, bias, groups.ends, groups.num_experts
+            observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), self.number, *tensors)
 
     def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
     ) -> None:
         if self._observes():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
-            tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
+            tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.num_experts
             observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number, *tensors)
 
     def observe_grad_input(
@@ -180,9 +180,9 @@ class Probe:
         groups: Groups = _ONE_MATRIX,
     ) -> None:
         if self._observes():
-            if operand.dequant_scale is None and not groups.experts:
+            if operand.dequant_scale is None and not groups.num_experts:
                 weight = operand.data
-            tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.experts
+            tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.num_experts
             observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number, *tensors)
 
     def _observes(self) -> bool:

@@ -103,14 +103,14 @@ class TokenDispatch:
 
     def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> Operand:
         """Quantize with one scale for each expert, from the amax of its tokens on all ranks, and dispatch the codes."""
-        experts = self._all_ends.shape[0]
-        expert = find_groups(self._all_ends, experts, hp.shape[0], hp.device)[0]
-        amax = max_over_ranks(compute_scale_row_amax(hp, expert, experts, ALL), self._group)
+        num_experts = self._all_ends.shape[0]
+        expert = find_groups(self._all_ends, num_experts, hp.shape[0], hp.device)[0]
+        amax = max_over_ranks(compute_scale_row_amax(hp, expert, num_experts, ALL), self._group)
         scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.rule)
         factor = scaling.choose_factor(scales, cast.rule)
         codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, cast.rule)[0]
-        local_experts = self.ends.shape[0]
-        local_scales = scales.dequant[:, 0].narrow(0, self._group.rank() * local_experts, local_experts)
+        num_local_experts = self.ends.shape[0]
+        local_scales = scales.dequant[:, 0].narrow(0, self._group.rank() * num_local_experts, num_local_experts)
         return Operand(self.dispatch(codes), local_scales)
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
