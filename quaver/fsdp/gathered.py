@@ -24,7 +24,7 @@ kinds of writes:
                         multi-tensor kernels of optimizers, which move no version counters. All ranks run these ops, so
                         they find a scale missing together and join the collective that computes it. An optimizer must
                         therefore step empty shards too, and no rank may skip a step that the others make. Before that
-                        collective the ranks meet in a store if other weights lack scales than in earlier steps, or if
+                        collective the ranks wait in a store if other weights lack scales than in earlier steps, or if
                         scales were precomputed. So a rank that wrote alone raises.
     past dispatch       A write into a tensor of a state_dict may happen on some ranks only, since shards can be empty.
                         A rank sees it in a version counter, but cannot know what the other ranks see. It raises

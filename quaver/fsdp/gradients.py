@@ -33,7 +33,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
-from quaver.runtime.agreement import meet_ranks
+from quaver.runtime.agreement import wait_at_store_barrier
 from quaver.runtime.errors import check_is_module
 from quaver.torch_private.fsdp import find_fsdp_module_class, has_comm_hook, list_reductions
 
@@ -104,15 +104,15 @@ def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -
             if group is not None:
                 groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     for group in groups.values():
-        _meet_ranks(group)
+        _check_every_rank_calls(group)
     reduce_scatter: Any = Float8ReduceScatter()  # without FSDP2's base class, which is private
     for module in sharded:
         module.set_custom_reduce_scatter(reduce_scatter)
 
 
-def _meet_ranks(group: dist.ProcessGroup) -> None:
+def _check_every_rank_calls(group: dist.ProcessGroup) -> None:
     """Raise RuntimeError if another rank of `group` does not call: its collective in the backward would be another."""
-    meet_ranks(group, "reduce_gradients_in_float8 was called", advice="call it on all ranks")
+    wait_at_store_barrier(group, "reduce_gradients_in_float8 was called", advice="call it on all ranks")
 
 
 class Float8ReduceScatter:
@@ -152,7 +152,7 @@ def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
             "this DistributedDataParallel has a communication hook already, and DDP accepts one: call "
             "reduce_gradients_in_float8 once, and without register_comm_hook"
         )
-    _meet_ranks(group)
+    _check_every_rank_calls(group)
     # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
     model.register_comm_hook(group, lambda group, bucket: _average_bucket(group, bucket))
 

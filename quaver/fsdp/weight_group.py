@@ -29,7 +29,7 @@ from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, l
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import CastScales
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again, check_ranks_agree_once
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_after_change, check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
@@ -139,7 +139,7 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     shard = get_current_shard(weight)
     sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
     named = [(name, member) for name, member in sharded if get_current_shard(member).ranks == shard.ranks]
-    check = check_ranks_agree_again if weight.name in state.agreed else check_ranks_agree
+    check = check_ranks_agree_after_change if weight.name in state.agreed else check_ranks_agree
     check(_describe_weights(named), *_list_groups(shard), what=_GATHERED_WEIGHTS)
     for _, member in named:
         get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)
@@ -157,9 +157,9 @@ def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
     If they are unknown, one collective computes the scales of every weight of the group that lacks them. A rank that
-    wrote alone would enter it alone. So the ranks first meet and compare the weights that lack scales if a write
-    dropped precomputed ones, or if other weights lack them than in earlier steps. The writes of each step's optimizer
-    are always the same, and wait for no rank.
+    wrote alone would enter it alone. So the ranks first wait for each other in the store, and compare the weights that
+    lack scales, if a write dropped precomputed ones, or if other weights lack them than in earlier steps. The writes of
+    each step's optimizer are always the same, and wait for no rank.
 
     Raises:
         RuntimeError: this rank wrote alone, to other weights than each step writes to; or, on every rank, ranks wrote
@@ -181,7 +181,7 @@ def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
-        check_ranks_agree_again(names, *_list_groups(shard), what=_WRITTEN_WEIGHTS, event=_WRITE)
+        check_ranks_agree_after_change(names, *_list_groups(shard), what=_WRITTEN_WEIGHTS, event=_WRITE)
     usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))

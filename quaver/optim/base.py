@@ -35,7 +35,7 @@ from quaver.optim.state import (
     read_moments,
     update_master,
 )
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_again
+from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_after_change
 from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
@@ -163,7 +163,7 @@ class Float8Optimizer(Optimizer):
                     if placement.is_replicate():
                         process_group = parameter.device_mesh.get_group(axis)
                         replicas[tuple(dist.get_process_group_ranks(process_group))] = process_group
-        check = check_ranks_agree if self._compared_seeds is None else check_ranks_agree_again
+        check = check_ranks_agree if self._compared_seeds is None else check_ranks_agree_after_change
         check([f"seed {seed}" for seed in seeds], *replicas.values(), what=f"the seeds of {type(self).__name__}")
         self._compared_seeds = seeds
 

@@ -104,7 +104,7 @@ def check_ranks_agree_once(
     *,
     what: str,
 ) -> None:
-    """Call `check_ranks_agree` the first time, and `check_ranks_agree_again` whenever `subjects` change.
+    """Call `check_ranks_agree` the first time, and `check_ranks_agree_after_change` whenever `subjects` change.
 
     Each rank decides by its own `subjects` whether to enter the collective.
 
@@ -120,31 +120,33 @@ def check_ranks_agree_once(
     if agreed.get(what) == subjects:
         return
     if groups := find_groups():
-        check = check_ranks_agree_again if what in agreed else check_ranks_agree
+        check = check_ranks_agree_after_change if what in agreed else check_ranks_agree
         check(describe(), *groups, what=what)
         _agreed_subjects.setdefault(owner, {})[what] = subjects
 
 
-def check_ranks_agree_again(lines: Sequence[str], *groups: ProcessGroup, what: str, event: str | None = None) -> None:
+def check_ranks_agree_after_change(
+    lines: Sequence[str], *groups: ProcessGroup, what: str, event: str | None = None
+) -> None:
     """Call `check_ranks_agree` after a change on this rank, which the other ranks may not have made.
 
-    The ranks first meet in the store of each group. The collective of a rank that changed alone would be matched with
-    another one of the other ranks; it raises instead, and the others fail when it ends.
+    The ranks first wait for each other in the store of each group. The collective of a rank that changed alone would be
+    matched with another one of the other ranks; it raises instead, and the others fail when it ends.
 
     Args:
         event: a clause that says what changed, by default that the lines did.
     Raises:
-        RuntimeError: the errors of `check_ranks_agree` and of `meet_ranks`.
+        RuntimeError: the errors of `check_ranks_agree` and of `wait_at_store_barrier`.
     """
     for group in groups:
-        meet_ranks(group, event or f"{what} changed", advice=_ADVICE)
+        wait_at_store_barrier(group, event or f"{what} changed", advice=_ADVICE)
     check_ranks_agree(lines, *groups, what=what)
 
 
 _ADVICE = "change modules, weights, configs and loaded scales on all ranks between the same two steps"
 
 
-def meet_ranks(group: ProcessGroup, event: str, *, advice: str) -> None:
+def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> None:
     """Wait until every rank of `group` has called this as often, without a collective.
 
     Args:
@@ -152,22 +154,22 @@ def meet_ranks(group: ProcessGroup, event: str, *, advice: str) -> None:
         advice: how to do it on all ranks, for the error message.
     Raises:
         RuntimeError: not every rank called within half the time limit of the store. This call then does not count, so
-            that ranks can still meet later.
+            that a later one can still succeed.
     """
     if dist.get_backend(group) == "fake":  # its store holds nothing
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)
     counter = f"quaver: calls: {event}"
     calls = _add_to_counter(store, counter, 1)
-    meeting = -(-calls // ranks)
-    everyone = f"quaver: all ranks, time {meeting}: {event}"
+    round_number = -(-calls // ranks)
+    everyone = f"quaver: all ranks, time {round_number}: {event}"
     if calls % ranks == 0:
         store.set(everyone, "")
     try:
         store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
-        # The last rank may have called since. Then this rank has met it and goes on, as the others do.
-        if _add_to_counter(store, counter, -1, limit=meeting * ranks) < meeting * ranks:
+        # The last rank may have called since. Then no rank is missing, and this one goes on, as the others do.
+        if _add_to_counter(store, counter, -1, limit=round_number * ranks) < round_number * ranks:
             raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
 
 

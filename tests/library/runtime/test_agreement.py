@@ -1,4 +1,4 @@
-"""Tests how ranks compare, and how they meet in a store without a collective."""
+"""Tests how ranks compare, and how they wait for each other in a store."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from quaver.runtime.agreement import check_ranks_agree_again, meet_ranks
+from quaver.runtime.agreement import check_ranks_agree_after_change, wait_at_store_barrier
 from quaver.torch_private.fake_ranks import FakeStore
 from tests.isolated import isolated
 
@@ -33,18 +33,18 @@ def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(monkeypa
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", iter(range(100)).__next__)
     group = SimpleNamespace(get_group_store=lambda: store)
-    store = _Store(lambda: meet_ranks(group, "it happened", advice="all"))
-    meet_ranks(group, "it happened", advice="all")
+    store = _Store(lambda: wait_at_store_barrier(group, "it happened", advice="all"))
+    wait_at_store_barrier(group, "it happened", advice="all")
     with pytest.raises(RuntimeError, match="it happened on rank .*, but not on every rank: all"):
-        meet_ranks(group, "it happened", advice="all")
-    store.arrive = lambda: meet_ranks(group, "it happened", advice="all")  # the call that failed does not count
-    meet_ranks(group, "it happened", advice="all")
+        wait_at_store_barrier(group, "it happened", advice="all")
+    store.arrive = lambda: wait_at_store_barrier(group, "it happened", advice="all")  # the failed call does not count
+    wait_at_store_barrier(group, "it happened", advice="all")
 
 
 def _compare_fake_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with FakeTensorMode():
-        check_ranks_agree_again(["a line"], dist.group.WORLD, what="lines")
+        check_ranks_agree_after_change(["a line"], dist.group.WORLD, what="lines")
 
 
 def test_a_process_that_only_pretends_to_have_other_ranks_compares_nothing():
