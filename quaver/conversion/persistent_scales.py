@@ -148,7 +148,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             state.refresh_after_load()
             state.calibrating = True
         yield
-        amaxes = {state: state.reduce_observed(group)[:, 0] for state in states}
+        amaxes = {state: state.reduce_amax_buffer(group)[:, 0] for state in states}
         _check_measured({name: float(amaxes[state][slot]) for name, state, slot in named})
         for (scales, _), (state, slots) in zip(before, slots_of.items(), strict=True):
             amax, format_max = amaxes[state][slots], state.format_max[slots]
@@ -244,7 +244,7 @@ class Float8ScalingState:
         """Forget all histories and measured scales, for example after loading other weights."""
         load_slots(self._slots, {})
 
-    def forget_observed(self) -> None:
+    def forget_recorded_amaxes(self) -> None:
         """Forget the amaxes since the last sync, for a step that is skipped: they do not enter the next scales."""
         for state in self._states:
             state.reset_amax_buffer()

@@ -65,7 +65,7 @@ class ModuleWeight(NamedTuple):
         weight = self.parameter.detach()
         if isinstance(self.module, Float8Experts):
             return quantize_weight(weight.contiguous(), self.config, self.is_transposed, row=True, column=True)
-        scale = None if self.scaling is None else self.scaling.observe_weight(weight.device)
+        scale = None if self.scaling is None else self.scaling.begin_weight_cast(weight.device)
         return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
 
     @property

@@ -143,8 +143,8 @@ class Float8AllGatherWeight(ScaledShard):
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
         if weight.scaling is not None:
-            scale = weight.scaling.observe_weight(shard.device, self.shard_state.observed)
-            self.shard_state.observed = weight.scaling.weight_observed
+            scale = weight.scaling.begin_weight_cast(shard.device, self.shard_state.recorded_amax)
+            self.shard_state.recorded_amax = weight.scaling.recorded_weight_amax
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: Sequence[CastScales]
         if scale is not None and scale.is_known:
@@ -251,7 +251,7 @@ class Float8AllGatherWeight(ScaledShard):
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if not _is_padding_copy(func, args):
-            self.shard_state.scales = self.shard_state.observed = None
+            self.shard_state.scales = self.shard_state.recorded_amax = None
             self.shard_state.writes += 1
 
     def wrap_view(self, view: Tensor) -> Tensor:

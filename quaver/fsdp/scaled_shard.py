@@ -30,7 +30,7 @@ AllGatherInputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
 class ScaledShardState:
     """The scales of one shard, shared by all views of it."""
 
-    __slots__ = ("are_precomputed", "computed_from", "name", "observed", "scales", "writes")
+    __slots__ = ("are_precomputed", "computed_from", "name", "recorded_amax", "scales", "writes")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,8 +40,8 @@ class ScaledShardState:
         """Whether `precompute_scales` computed the last scales, which a write may have dropped since."""
         self.computed_from: tuple[Tensor, int, int] | None = None
         """The plain tensor that the scales were computed from, and its version and the parameter's at that time."""
-        self.observed: Tensor | None = None
-        """`LinearScaleSlots.weight_observed` of the all-gathers since the last write. It is replaced only after a
+        self.recorded_amax: Tensor | None = None
+        """`LinearScaleSlots.recorded_weight_amax` of the all-gathers since the last write. It is replaced only after a
         write: forwards that read it may be queued on another stream, and all-gathers wait for that stream after an
         optimizer step.
         """

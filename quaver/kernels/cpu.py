@@ -285,26 +285,26 @@ def compute_block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
 
 
 def cast_and_observe(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, recorded_amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Run `scaling.cast_with_persistent_scale` on `hp` [rows, columns], in one pass if the scale is initialized.
 
     Args:
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.
-        observed: float32 [2], contiguous; updated in place to the maximum of itself and hp's amax and saturated count.
+        recorded_amax: float32 [2], contiguous; updated to the maximum of itself and hp's amax and saturated count.
     Returns:
         float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
     """
     codes = _empty_codes(hp, float8_dtype)
     if codes is None:
         return None
-    for tensor, elements in ((quant_scale, 1), (observed, 2)):
+    for tensor, elements in ((quant_scale, 1), (recorded_amax, 2)):
         if not (is_plain(tensor) and tensor.dtype is torch.float32 and tensor.is_contiguous()):
             raise _make_error(tensor, "expected contiguous float32 on the CPU")
         if tensor.numel() != elements:
             raise _make_error(tensor, f"expected {elements} elements")
     scales = _empty_scales()
-    addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, observed)]
+    addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, recorded_amax)]
     _call_extension(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
     return codes, *scales
 

@@ -36,33 +36,33 @@ def _cast_with_persistent_scale(
 ) -> tuple[Tensor | None, ...]:
     """Return row codes, quant_scale, dequant_scale, column codes; float32 [2]: amax and saturated count."""
     cpu.check_memory(hp, quant_scale)
-    codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
+    codes, quant, dequant, recorded_amax = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
     )
     if is_cpu(codes):
-        return codes, quant, dequant, None, observed
+        return codes, quant, dequant, None, recorded_amax
     row_codes, column_codes = lay_out_codes(codes, row, column)
-    return row_codes, quant, dequant, column_codes, observed
+    return row_codes, quant, dequant, column_codes, recorded_amax
 
 
 def _cast_with_persistent_scale_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    observed = hp.new_zeros(2, dtype=torch.float32)
-    result = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
-    return None if result is None else (*result, None, observed)
+    recorded_amax = hp.new_zeros(2, dtype=torch.float32)
+    result = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, recorded_amax)
+    return None if result is None else (*result, None, recorded_amax)
 
 
 def _cast_with_persistent_scale_fake(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...]:
     scaling.check_hp(hp)
-    codes, observed = torch.empty_like(hp, dtype=float8_dtype), hp.new_empty(2, dtype=torch.float32)
+    codes, recorded_amax = torch.empty_like(hp, dtype=float8_dtype), hp.new_empty(2, dtype=torch.float32)
     quant, dequant = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
     if is_cpu(codes):
-        return codes, quant, dequant, None, observed
+        return codes, quant, dequant, None, recorded_amax
     row_codes, column_codes = lay_out_codes(codes, row, column)
-    return row_codes, quant, dequant, column_codes, observed
+    return row_codes, quant, dequant, column_codes, recorded_amax
 
 
 _run_persistent_cast = register_operation(
@@ -102,10 +102,10 @@ def cast_with_persistent_scale(
         if result is not None:  # C updated the buffer
             codes, quant, dequant = result
             return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
-    row_codes, quant, dequant, column_codes, observed = _run_persistent_cast(
+    row_codes, quant, dequant, column_codes, recorded_amax = _run_persistent_cast(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
-    record_observed(scale, observed)
+    update_amax_buffer(scale, recorded_amax)
     if is_cpu(hp):
         return select_directions(Operand(row_codes, dequant, TENSORWISE, quant), row, column)
     return pair_codes(row_codes if row else None, column_codes if column else None, quant, dequant)
@@ -127,11 +127,13 @@ def _trace_persistent_cast(
     """
     cpu.check_memory(hp, scale.quant_scale)
     stored = scale.quant_scale
-    amax, saturated = _observe(hp, stored if scale.is_known_to_compiler else stored.clamp(min=0), float8_dtype)
+    amax, saturated = _compute_amax_and_saturated(
+        hp, stored if scale.is_known_to_compiler else stored.clamp(min=0), float8_dtype
+    )
     if scale.amax_buffer is not None:
         elements = scale.elements or scale.amax_buffer.unbind()
-        for element, observed in zip(elements, (amax, saturated), strict=True):
-            element.copy_(torch.maximum(element, observed.detach()))
+        for element, value in zip(elements, (amax, saturated), strict=True):
+            element.copy_(torch.maximum(element, value.detach()))
     computed = (
         amax - amax
         if scale.is_known_to_compiler
@@ -153,10 +155,10 @@ def _trace_persistent_cast(
 
 
 _VALUES_PER_RUN = 4
-"""The values of adjacent rows that `_observe` reduces together."""
+"""The values of adjacent rows that `_compute_amax_and_saturated` reduces together."""
 
 
-def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _compute_amax_and_saturated(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute the amax of a matrix, and how many elements saturate under a quant_scale; both float32 ().
 
     Rows are reduced first, so that Inductor fuses this into the kernel that computes the matrix. A row whose amax does
@@ -176,29 +178,29 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
     return scaling.compute_amax(amaxes), counts.sum()
 
 
-def record_observed(scale: PersistentScale, observed: Tensor) -> None:
-    """Update the amax buffer of a persistent scale to the maximum of itself and one cast's `observed`, float32 [2]."""
+def update_amax_buffer(scale: PersistentScale, recorded_amax: Tensor) -> None:
+    """Update the amax buffer of a persistent scale to the maximum of itself and a `recorded_amax`, float32 [2]."""
     if scale.amax_buffer is None:
         return
     if torch.compiler.is_compiling():
-        scale.amax_buffer.copy_(torch.maximum(scale.amax_buffer, observed.detach()))
+        scale.amax_buffer.copy_(torch.maximum(scale.amax_buffer, recorded_amax.detach()))
     elif cpu.runs_directly():
-        _update_amax_buffer(scale.amax_buffer, observed)
+        _update_amax_buffer(scale.amax_buffer, recorded_amax)
     else:
-        torch.ops.quaver.update_amax_buffer(scale.amax_buffer, observed)
+        torch.ops.quaver.update_amax_buffer(scale.amax_buffer, recorded_amax)
 
 
 def record_amax(scale: PersistentScale, amax: Tensor) -> None:
     """Record the amax, float32 (), of a matrix that was scaled dynamically, with no saturated elements."""
-    record_observed(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
+    update_amax_buffer(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
 
 
-def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:
-    cpu.check_memory(amax_buffer, observed)
-    torch.maximum(amax_buffer, observed.detach(), out=amax_buffer)  # make_fx drops a detach in the caller
+def _update_amax_buffer(amax_buffer: Tensor, recorded_amax: Tensor) -> None:
+    cpu.check_memory(amax_buffer, recorded_amax)
+    torch.maximum(amax_buffer, recorded_amax.detach(), out=amax_buffer)  # make_fx drops a detach in the caller
 
 
 # The operation returns nothing: a policy that saves all results would save the buffer, which the sync changes.
-library.define("update_amax_buffer(Tensor(a!) amax_buffer, Tensor observed) -> ()")
+library.define("update_amax_buffer(Tensor(a!) amax_buffer, Tensor recorded_amax) -> ()")
 library.impl("update_amax_buffer", _update_amax_buffer, "CompositeExplicitAutograd")
-torch.library.register_fake("quaver::update_amax_buffer", lambda amax_buffer, observed: None, lib=library)
+torch.library.register_fake("quaver::update_amax_buffer", lambda amax_buffer, recorded_amax: None, lib=library)

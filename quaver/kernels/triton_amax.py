@@ -48,9 +48,9 @@ def compute_amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
 
     If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.
     """
-    observed = hp.new_zeros(2, dtype=torch.float32)
-    launch(_amax, hp, choose_tile(hp), quant_scale, observed, None, None)
-    return observed
+    recorded_amax = hp.new_zeros(2, dtype=torch.float32)
+    launch(_amax, hp, choose_tile(hp), quant_scale, recorded_amax, None, None)
+    return recorded_amax
 
 
 def compute_amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:

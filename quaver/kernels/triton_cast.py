@@ -118,13 +118,13 @@ def _cast_with_one_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """Run `cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
-    observed = compute_amax_unless_known(hp, quant_scale)
+    recorded_amax = compute_amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     tile = choose_tile(hp, column_codes=column)
-    tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
+    tensors = (row_codes, column_codes, quant_scale, recorded_amax, quant, dequant)
     launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
-    return row_codes, quant, dequant, column_codes, observed
+    return row_codes, quant, dequant, column_codes, recorded_amax
 
 
 def cast_rowwise(
@@ -196,7 +196,7 @@ def _cast_tensorwise(
     row_codes_ptr: tl.tensor,
     column_codes_ptr: tl.tensor,
     quant_scale_ptr: tl.tensor,
-    observed_ptr: tl.tensor,
+    recorded_amax_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
     rows: tl.tensor,
@@ -204,10 +204,10 @@ def _cast_tensorwise(
     TILE: tl.constexpr,
     CAST: tl.constexpr,
 ) -> None:
-    """Cast with one scale. With a persistent scale, also update `observed`: the amax and the saturated count."""
+    """Cast with one scale. With a persistent scale, also update `recorded_amax`: the amax and the saturated count."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
-    recorded = tl.load(view_bits(observed_ptr))
+    recorded = tl.load(view_bits(recorded_amax_ptr))
     quant = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
     dequant = quant
     if not (quant > 0):
@@ -218,12 +218,12 @@ def _cast_tensorwise(
         product = apply_scale(widen(hp), quant, dequant, CAST)
     else:
         bits = compute_amax_bits(hp)
-        tl.atomic_max(view_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
+        tl.atomic_max(view_bits(recorded_amax_ptr), bits, mask=bits > recorded, sem="relaxed")
         hp = hide_from_cse(hp)
         # Rounding keeps products in the order of the factors: if the largest does not saturate, none does.
         if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
             count = tl.sum((tl.abs(replace_inf_by_nan(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
-            tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
+            tl.atomic_add(recorded_amax_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
         product = replace_inf_by_nan(widen(hide_from_cse(hp))) * quant
     codes = to_float8(product, CAST)
     if row_codes_ptr is not None:

@@ -48,14 +48,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.persistent_cast import record_observed
+from quaver.kernels.persistent_cast import update_amax_buffer
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
-from quaver.runtime.float8_collectives import NOTHING_OBSERVED, max_over_ranks
+from quaver.runtime.float8_collectives import NO_AMAX, max_over_ranks
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
@@ -177,8 +177,8 @@ class ConversionScaleSlots:
         Traceable without graph breaks: compiled code reads no tensor on the host, except where `host_decides`.
         """
         config = self.delayed_config
-        observed = self.reduce_observed(group)
-        amax = observed[:, 0]
+        recorded_amax = self.reduce_amax_buffer(group)
+        amax = recorded_amax[:, 0]
         recorded = self.is_delayed & ~(amax < 0)  # NaN is recorded, too
         if config.nonfinite_amax == "skip":
             recorded &= amax.isfinite()
@@ -187,7 +187,7 @@ class ConversionScaleSlots:
         largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
         usable = recorded & (largest > 0) & largest.isfinite()
         scale = scaling.compute_persistent_scale(largest, self.format_max, config, self.power_of_2)
-        self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
+        self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), recorded_amax], 1))
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
         if not torch.compiler.is_compiling():
@@ -205,12 +205,12 @@ class ConversionScaleSlots:
         if self.host_decides or (self.syncs_with_unknown.bit_count() == 1 and not is_capturing()):
             self.refresh_known()
 
-    def reduce_observed(self, group: ProcessGroup | None) -> Tensor:
+    def reduce_amax_buffer(self, group: ProcessGroup | None) -> Tensor:
         """Return the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
         return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, allow_missing=True)
 
     def reset_amax_buffer(self) -> None:
-        self.amax_buffer.fill_(NOTHING_OBSERVED)
+        self.amax_buffer.fill_(NO_AMAX)
 
     def refresh_known(self) -> None:
         self.is_known.copy_(self.quant_scale > 0)
@@ -265,7 +265,7 @@ class LinearScaleSlots:
 
     def __init__(self, state: ConversionScaleSlots, slots: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.slots = state, slots
-        self.weight_observed: Tensor | None = None
+        self.recorded_weight_amax: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
         state.linear_scales.append(self)
         self.refresh()
@@ -291,7 +291,7 @@ class LinearScaleSlots:
     def begin_forward(self, device: torch.device, weight: Tensor | None) -> PersistentScales:
         """Return the scales for the casts of a forward, which record amaxes; see [Note: who records].
 
-        Counts the forward, and merges `weight_observed` into the state, which moves to `device`.
+        Counts the forward, and merges `recorded_weight_amax` into the state, which moves to `device`.
 
         Args:
             weight: the linear's, for [Note: a forgotten sync].
@@ -307,28 +307,28 @@ class LinearScaleSlots:
                 "separate call of convert_to_float8_training, or move the model to one device before the step"
             )
         self.get_scales(device)
-        if self.recorded.weight is not None and self.weight_observed is not None:
-            record_observed(self.recorded.weight, self.weight_observed)
+        if self.recorded.weight is not None and self.recorded_weight_amax is not None:
+            update_amax_buffer(self.recorded.weight, self.recorded_weight_amax)
         if not torch.compiler.is_compiling():
             state.count_forward(id(self), weight)
         return self.recorded
 
-    def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
+    def begin_weight_cast(self, device: torch.device, recorded_amax: Tensor | None = None) -> PersistentScale | None:
         """Return the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
 
-        The cast records into `weight_observed`; see [Note: who records].
+        The cast records into `recorded_weight_amax`; see [Note: who records].
 
         Args:
-            observed: `weight_observed` of an earlier cast of the same weight, which this cast updates.
+            recorded_amax: `recorded_weight_amax` of an earlier cast of the same weight, which this cast updates.
         """
         scale = self.get_scales(device).weight
         if scale is None:
             return None
-        if observed is None:
+        if recorded_amax is None:
             with torch.inference_mode(False):  # a later forward may train
-                observed = scale.quant_scale.new_full((2,), NOTHING_OBSERVED)
-        self.weight_observed = observed
-        return scale._replace(amax_buffer=observed)
+                recorded_amax = scale.quant_scale.new_full((2,), NO_AMAX)
+        self.recorded_weight_amax = recorded_amax
+        return scale._replace(amax_buffer=recorded_amax)
 
     def fits(self, config: Float8LinearConfig) -> bool:
         """Return whether the slots hold the persistent scales of `config`. Dynamic casts need none."""

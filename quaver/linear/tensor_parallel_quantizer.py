@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from quaver.kernels.cast import cast_with_scale, compute_matrix_amax, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
-from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax, record_observed
+from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax, update_amax_buffer
 from quaver.linear.gemm import lay_out_columns, lay_out_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
@@ -74,8 +74,8 @@ class TensorParallelQuantizer(Quantizer):
         quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
         quant_scale, is_known = self.scale.quant_scale, self.scale.is_known
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
-        codes, quant, dequant, observed = quantize(hp, quant_scale, is_known, dtype, power_of_2, group_name)
-        record_observed(self.scale, observed)
+        codes, quant, dequant, recorded_amax = quantize(hp, quant_scale, is_known, dtype, power_of_2, group_name)
+        update_amax_buffer(self.scale, recorded_amax)
         return Operands(
             Operand(lay_out_rows(codes), dequant, TENSORWISE, quant) if row else None,
             Operand(lay_out_columns(codes), dequant, TENSORWISE, quant) if column else None,
@@ -193,19 +193,19 @@ def _cast_with_agreed_scale(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row codes, quant_scale, dequant_scale, and this rank's update of `PersistentScale.amax_buffer`."""
     check_memory(hp, quant_scale, is_known)
-    observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
-    scale = PersistentScale(quant_scale, observed, is_known)
+    recorded_amax, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
+    scale = PersistentScale(quant_scale, recorded_amax, is_known)
     if is_known:
         row, column = True, False
         operand = expect(cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row)
-        return operand.data, expect(operand.quant_scale).clone(), expect(operand.dequant_scale), observed
+        return operand.data, expect(operand.quant_scale).clone(), expect(operand.dequant_scale), recorded_amax
     local_amax = compute_matrix_amax(hp, None)
     record_amax(scale, local_amax)
     # Functional collectives also take the name of a group.
     amax = max_over_ranks(local_amax, group_name)  # type: ignore[arg-type]
     scales = compute_scales(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None, "")
-    return codes, scales.quant, scales.dequant, observed
+    return codes, scales.quant, scales.dequant, recorded_amax
 
 
 _library = torch.library.Library("quaver", "FRAGMENT")
@@ -220,5 +220,5 @@ _library.impl("cast_with_agreed_scale", _cast_with_agreed_scale, "CompositeExpli
 def _fake_cast_with_agreed_scale(
     hp: Tensor, quant_scale: Tensor, is_known: Tensor, float8_dtype: torch.dtype, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale, observed = hp.new_empty((), dtype=torch.float32), hp.new_empty(2, dtype=torch.float32)
-    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), observed
+    scale, recorded_amax = hp.new_empty((), dtype=torch.float32), hp.new_empty(2, dtype=torch.float32)
+    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), recorded_amax

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from quaver.torch_private import functional_collectives as functional
 
-NOTHING_OBSERVED = -1.0
+NO_AMAX = -1.0
 """A value that stands for a missing amax."""
 
 
@@ -18,8 +18,7 @@ def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool =
 
     Args:
         amaxes: float32, contiguous, each at least 0, or NaN; the same shape on every rank.
-        allow_missing: whether values may be NOTHING_OBSERVED. The result is NOTHING_OBSERVED only if every rank passes
-            it.
+        allow_missing: whether values may be NO_AMAX. The result is NO_AMAX only if every rank passes it.
     Returns:
         A new float32 tensor, equal on every rank.
 
@@ -30,7 +29,7 @@ def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool =
     bits = torch.where(amaxes < 0, -1, bits) if allow_missing else bits
     bits = functional.wait_tensor(functional.all_reduce(bits, "max", group))
     largest = bits.view(torch.float32)
-    return torch.where(bits < 0, NOTHING_OBSERVED, largest) if allow_missing else largest
+    return torch.where(bits < 0, NO_AMAX, largest) if allow_missing else largest
 
 
 def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:

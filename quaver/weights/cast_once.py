@@ -83,7 +83,7 @@ def open_scope(model: nn.Module, *, opened_by: str) -> Iterator[None]:
         for weight in whole:
             weight.module.cast_once_weights.pop(weight.name, None)
             if weight.scaling is not None:
-                weight.scaling.weight_observed = None
+                weight.scaling.recorded_weight_amax = None
         for state, _ in gathered:
             state.cast_once_shards.clear()
 

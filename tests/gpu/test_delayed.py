@@ -31,16 +31,16 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def test_codes_scales_and_observed_amaxes_are_those_of_a_cpu(hp_dtype, float8_dtype, scale, is_known, compiled):
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
 
-    def cast(hp, quant_scale, observed, known):
-        scale = PersistentScale(quant_scale, observed, known, is_known)
+    def cast(hp, quant_scale, recorded_amax, known):
+        scale = PersistentScale(quant_scale, recorded_amax, known, is_known)
         codes, dequant, _, quant, _ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False).row
         return codes, quant, dequant
 
-    observed = torch.tensor([-1.0, 0.0], device=DEVICE)
+    recorded_amax = torch.tensor([-1.0, 0.0], device=DEVICE)
     cast = torch.compile(cast, fullgraph=True, backend=BACKEND) if compiled else cast
-    on_gpu = cast(hp.to(DEVICE), torch.tensor(scale, device=DEVICE), observed, torch.tensor(bool(scale)))
+    on_gpu = cast(hp.to(DEVICE), torch.tensor(scale, device=DEVICE), recorded_amax, torch.tensor(bool(scale)))
     expected = oracle(hp, torch.tensor(scale), float8_dtype)
-    for actual, reference in zip((*on_gpu, observed), expected, strict=True):
+    for actual, reference in zip((*on_gpu, recorded_amax), expected, strict=True):
         assert_same_bits(actual.cpu(), reference)
 
 

@@ -178,9 +178,9 @@ def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
         codes, quant, dequant = scaling.dynamic_cast(on_host, E4M3)
         row_codes, column_codes = laid_out(codes, codes)
         expected = [row_codes, dequant, quant, column_codes, dequant, quant]
-        codes, quant, dequant, observed = scaling.cast_with_persistent_scale(on_host, torch.tensor(scale), E4M3)
+        codes, quant, dequant, recorded_amax = scaling.cast_with_persistent_scale(on_host, torch.tensor(scale), E4M3)
         row_codes, column_codes = laid_out(codes, codes)
-        expected += [row_codes, quant, dequant, column_codes, observed]
+        expected += [row_codes, quant, dequant, column_codes, recorded_amax]
         codes, quant, dequant = scaling.dynamic_cast(on_host, E4M3, 1, power_of_2=True)
         row = codes, dequant, quant
         codes, quant, dequant = scaling.dynamic_cast(on_host, E4M3, 0, power_of_2=True)

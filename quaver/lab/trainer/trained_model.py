@@ -266,7 +266,7 @@ class TrainedModel:
                 self.model, partial(self.forward_backward, batches), self.ranks.all_gather_objects
             )
         where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
-        self.scaling.forget_observed()
+        self.scaling.forget_recorded_amaxes()
         take_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":

@@ -30,9 +30,9 @@ H100, A100 = (9, 0), (8, 0)
 
 
 def cast_with_persistent_scale(hp, scale):
-    observed = torch.full((2,), -1.0)
-    quant_scale = PersistentScale(torch.tensor(scale), observed, torch.tensor(scale > 0))
-    return persistent_cast.cast_with_persistent_scale(hp, quant_scale, E5M2, True, True, False), observed
+    recorded_amax = torch.full((2,), -1.0)
+    quant_scale = PersistentScale(torch.tensor(scale), recorded_amax, torch.tensor(scale > 0))
+    return persistent_cast.cast_with_persistent_scale(hp, quant_scale, E5M2, True, True, False), recorded_amax
 
 
 OPERATIONS = {

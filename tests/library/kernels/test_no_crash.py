@@ -29,16 +29,16 @@ from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 E4M3, ROWS, COLUMNS = torch.float8_e4m3fn, 600, 400  # enough bytes that a wrong address is not mapped by chance
 ones = torch.ones(ROWS, COLUMNS)
 LAYOUTS = TENSORWISE, TENSORWISE
-codes, scale, observed = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
+codes, scale, recorded_amax = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 
 
-def calls(hp=ones, codes=codes, scale=scale, observed=observed):
+def calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     for dim in (None, 0, 1):
         yield lambda: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
     yield lambda: cpu.compute_block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
-    yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
+    yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, recorded_amax)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
     yield lambda: widen(codes, torch.bfloat16)
     yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)
@@ -119,7 +119,7 @@ for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((
            torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
     assert not cpu.supports(hp, E4M3)
     attempt(hp=hp)
-    attempt(scale=hp, observed=hp)
+    attempt(scale=hp, recorded_amax=hp)
 codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
 assert codes.float().unique().tolist() == [-448.0]
 attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
@@ -130,7 +130,7 @@ def inside(x):
     for call in list(calls())[:8]:
         refused(call)
     attempt()
-    attempt(hp=x, scale=x.sum(), observed=x)
+    attempt(hp=x, scale=x.sum(), recorded_amax=x)
     return x.sum()
 torch.func.grad(inside)(ones)
 torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
@@ -138,7 +138,7 @@ torch.func.functionalize(inside)(ones)
 torch.func.jvp(inside, (ones,), (ones,))
 escaped = []
 torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
-attempt(hp=escaped[0], scale=escaped[0], observed=escaped[0])
+attempt(hp=escaped[0], scale=escaped[0], recorded_amax=escaped[0])
 """,
     "shapes strides and scales that do not fit": """
 huge = torch.ones(1).expand(1 << 20, 1 << 40)
@@ -150,7 +150,7 @@ for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge
 for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
             torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
     refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
-    refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, observed))
+    refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, recorded_amax))
     refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
     refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
     if cpu.HAS_MM and bad.is_contiguous():
@@ -212,7 +212,7 @@ def arguments(schema, name: str) -> dict[str, object]:
     """Return ordinary arguments of the operation `name`, by their names."""
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     values = {"hp": torch.randn(ROWS, COLUMNS), "codes": codes, "a": codes, "b": codes.t(), "bias": torch.rand(ROWS)}
-    values |= {"quant_scale": torch.tensor(2.0), "is_known": torch.tensor(True), "observed": torch.ones(2)}
+    values |= {"quant_scale": torch.tensor(2.0), "is_known": torch.tensor(True), "recorded_amax": torch.ones(2)}
     values |= {"row_scale": torch.rand(ROWS, 1) + 1, "column_scale": torch.rand(1, COLUMNS) + 1}
     values |= {"a_dequant_scale": torch.rand(ROWS, 1) + 1, "b_dequant_scale": torch.rand(1, ROWS) + 1}
     values |= {"scale": torch.full((ROWS, 1), 0.5), "amax_buffer": torch.zeros(2), "float8_dtype": codes.dtype}

@@ -41,14 +41,14 @@ def by_pytorch(hp, quant_scale, float8_dtype, power_of_2):
 
 
 def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
-    observed = torch.zeros(2)
-    return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed), observed)
+    recorded_amax = torch.zeros(2)
+    return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, recorded_amax), recorded_amax)
 
 
 @functools.cache
 def compiled_cast(float8_dtype, power_of_2, is_known, on_gpu):
-    def cast(hp, quant_scale, observed):
-        scale = PersistentScale(quant_scale, observed, torch.tensor(True), is_known)
+    def cast(hp, quant_scale, recorded_amax):
+        scale = PersistentScale(quant_scale, recorded_amax, torch.tensor(True), is_known)
         codes, dequant, _, quant, _ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row
         return codes, quant, dequant
 
@@ -56,9 +56,12 @@ def compiled_cast(float8_dtype, power_of_2, is_known, on_gpu):
 
 
 def compiled(hp, quant_scale, float8_dtype, power_of_2, is_known=False, on_gpu=False):
-    observed = torch.full((2,), -1.0)
+    recorded_amax = torch.full((2,), -1.0)
     with torch._dynamo.config.patch(recompile_limit=100):
-        return (*compiled_cast(float8_dtype, power_of_2, is_known, on_gpu)(hp, quant_scale, observed), observed)
+        return (
+            *compiled_cast(float8_dtype, power_of_2, is_known, on_gpu)(hp, quant_scale, recorded_amax),
+            recorded_amax,
+        )
 
 
 def compiled_for_a_gpu(hp, quant_scale, float8_dtype, power_of_2):
@@ -125,13 +128,13 @@ def test_casts_on_several_threads_have_the_bits_of_the_oracle(threads):
 @pytest.mark.parametrize("path", [*PATHS, FOR_A_GPU])
 def test_what_casts_observe_is_a_maximum_in_which_nan_stays(path):
     def observe(*tensors):
-        observed = torch.tensor([-1.0, 0.0])
+        recorded_amax = torch.tensor([-1.0, 0.0])
         for hp in tensors:
             if path is by_the_extension:
-                cpu.cast_and_observe(hp, torch.tensor(448.0), E4M3, False, observed)
+                cpu.cast_and_observe(hp, torch.tensor(448.0), E4M3, False, recorded_amax)
             else:
-                observed = torch.maximum(observed, path(hp, torch.tensor(448.0), E4M3, False)[3])
-        return observed
+                recorded_amax = torch.maximum(recorded_amax, path(hp, torch.tensor(448.0), E4M3, False)[3])
+        return recorded_amax
 
     small, large, bad = torch.full((2, 2), 0.5), torch.tensor([[3.0, -4.0, 0.1, 9.0]]), torch.tensor([[NAN, 1.0]])
     assert observe(small, large, small, large).tolist() == [9.0, 3.0]

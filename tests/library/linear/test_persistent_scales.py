@@ -505,15 +505,15 @@ def test_a_calibration_of_an_inner_module_leaves_its_siblings_unchanged():
 
 
 def test_calibration_leaves_delayed_scales_unchanged():
-    """Nor does it change what was observed for them since the last sync."""
+    """Nor does it change what was recorded_amax for them since the last sync."""
     config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
-    observed = module.scaling.state.amax_buffer.fill_(2.0).clone()
+    recorded_amax = module.scaling.state.amax_buffer.fill_(2.0).clone()
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
-    assert torch.equal(module.scaling.state.amax_buffer, observed)
+    assert torch.equal(module.scaling.state.amax_buffer, recorded_amax)
     module.scaling.state.reset_amax_buffer()
     assert read_scale(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
     assert read_scale(module, "input") == 0

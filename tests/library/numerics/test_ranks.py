@@ -13,7 +13,7 @@ from quaver.recipes.config import Float8LinearConfig
 SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 
 
-def observe_weight(weight, casts=1):
+def begin_weight_cast(weight, casts=1):
     """Return the slots [1, SLOT_WIDTH] of a rank that casts a weight so often."""
     slots = make_slots(1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -39,9 +39,9 @@ def observe_weight(weight, casts=1):
     ],
 )
 def test_the_rank_that_most_others_differ_from(weights, expected):
-    assert find_disagreements([observe_weight(weight) for weight in weights], [0]) == expected
+    assert find_disagreements([begin_weight_cast(weight) for weight in weights], [0]) == expected
 
 
 def test_the_number_of_micro_batches_may_differ():
-    assert find_disagreements([observe_weight(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
-    assert find_disagreements([observe_weight(SAME, casts=3), observe_weight(OTHER, casts=7)], [0]) == {0: 1}
+    assert find_disagreements([begin_weight_cast(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
+    assert find_disagreements([begin_weight_cast(SAME, casts=3), begin_weight_cast(OTHER, casts=7)], [0]) == {0: 1}

@@ -3,14 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from quaver.runtime.float8_collectives import NOTHING_OBSERVED, max_over_ranks
+from quaver.runtime.float8_collectives import NO_AMAX, max_over_ranks
 from tests.ranks import on_ranks
 
 
 @on_ranks(2)
 def test_the_maximum_keeps_a_nan_and_lacks_only_what_all_lack():
-    amaxes = torch.tensor([[NOTHING_OBSERVED, NOTHING_OBSERVED, -torch.nan, 3.0], [NOTHING_OBSERVED, 0.0, 5.0, 4.0]])
-    own, expected = amaxes[dist.get_rank()], torch.tensor([NOTHING_OBSERVED, 0.0, torch.nan, 4.0])
+    amaxes = torch.tensor([[NO_AMAX, NO_AMAX, -torch.nan, 3.0], [NO_AMAX, 0.0, 5.0, 4.0]])
+    own, expected = amaxes[dist.get_rank()], torch.tensor([NO_AMAX, 0.0, torch.nan, 4.0])
     largest = max_over_ranks(own, dist.group.WORLD, allow_missing=True)
     torch.testing.assert_close(largest, expected, rtol=0, atol=0, equal_nan=True)
     present = max_over_ranks(own[2:], dist.group.WORLD)

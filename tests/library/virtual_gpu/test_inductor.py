@@ -78,7 +78,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
         return [output.detach(), leaf.grad, *(parameter.grad for parameter in parameters)]
 
     def run_and_observe(function):
-        scaling.forget_observed()
+        scaling.forget_recorded_amaxes()
         return [*run(function), *(state.amax_buffer.clone() for state in states)]
 
     torch.manual_seed(0)
