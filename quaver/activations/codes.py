@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cast import cast_blockwise
-from quaver.kernels.operands import BlockCast, Operand, expect
+from quaver.kernels.operands import BlockCast, Operand, require
 from quaver.kernels.operation import register_operation
 from quaver.kernels.widen import widen
 from quaver.recipes.formats import E4M3
@@ -56,7 +56,7 @@ class MemoryLayout:
 def quantize_activation(matrix: Tensor, block_size: int) -> Operand:
     """Quantize to float8_e4m3fn codes [rows, columns] with float32 scales [rows, ceil(columns / block_size)]."""
     cast = BlockCast(E4M3.dtype, row=True, column=False, power_of_2=True, dot_products=1, length=block_size, rule="")
-    return expect(cast_blockwise(matrix, *cast).row)
+    return require(cast_blockwise(matrix, *cast).row, "the row operand")
 
 
 def _dequantize_activation(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:

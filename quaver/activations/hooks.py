@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_activation, quantize_activation
-from quaver.kernels.operands import expect
+from quaver.kernels.operands import require
 from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, wait_for_local_tensor
@@ -65,7 +65,7 @@ class ActivationCodes:
 
     def __init__(self, matrix: Tensor, block_size: int, outer: tuple[Any, Any] | None) -> None:
         operand = quantize_activation(matrix, block_size)
-        codes, scale, self._layout = operand.data, expect(operand.dequant_scale), operand.layout
+        codes, scale, self._layout = operand.data, require(operand.dequant_scale, "the dequant_scale"), operand.layout
         pack: Any = _identity if outer is None else outer[0]
         self._unpack: Any = _identity if outer is None else outer[1]
         self.bytes = codes.nbytes + scale.nbytes

@@ -41,7 +41,7 @@ import quaver.experts.grouped_gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
-from quaver.linear.shared_input import RECOMPUTED_HOOKS
+from quaver.linear.shared_input import SHARED_INPUT_HOOK_KEY
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.functional_collectives import REDUCE_SCATTER
@@ -306,8 +306,11 @@ def _find_dropout_index(operation: Any) -> int | None:
 
 
 def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the module's `RECOMPUTED_HOOKS` around `forward` in its recomputation too."""
-    before, after = module._forward_pre_hooks.get(RECOMPUTED_HOOKS), module._forward_hooks.get(RECOMPUTED_HOOKS)
+    """Run the module's `SHARED_INPUT_HOOK_KEY` around `forward` in its recomputation too."""
+    before, after = (
+        module._forward_pre_hooks.get(SHARED_INPUT_HOOK_KEY),
+        module._forward_hooks.get(SHARED_INPUT_HOOK_KEY),
+    )
     if before is None or after is None:
         return forward
 

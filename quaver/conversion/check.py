@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.conversion.high_precision import iter_float8_modules
-from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
+from quaver.conversion.idle_modules import explain_missing_weight, explain_replaced_forward, find_idle_modules
 from quaver.conversion.report import (
     HIGH_PRECISION_REASON,
     NOT_CONVERTED_REASON,
@@ -108,8 +108,8 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         quantized = explain_inference_only(getattr(module, "weight", None))
         for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
             yield f"{format_module_name(name)}: {obstacle}"
-    scalings = [getattr(module, "scaling", None) for _, module in iter_float8_modules(model)]
-    if any(isinstance(scaling, LinearScaleSlots) and scaling.state.is_sync_forgotten for scaling in scalings):
+    linear_slots = [getattr(module, "scale_slots", None) for _, module in iter_float8_modules(model)]
+    if any(isinstance(slots, LinearScaleSlots) and slots.conversion_slots.is_sync_forgotten for slots in linear_slots):
         yield (
             "weights changed between forwards without a sync, so delayed scales are out of date: call "
             "sync_float8_amax_and_scale_history(model) once a step, after the backward"
@@ -128,9 +128,9 @@ def _find_run_problems(model: nn.Module) -> Iterator[str]:
         names = [name for name, its_reason in idle.items() if its_reason == reason]
         yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
     for name, module in iter_float8_modules(model):
-        if deleted := find_missing_weight(module):
+        if deleted := explain_missing_weight(module):
             yield f"{format_module_name(name)}: {deleted}"
-        elif (replaced := find_replaced_forward(module)) and module._last_run.device is not None:
+        elif (replaced := explain_replaced_forward(module)) and module._last_run.device is not None:
             yield f"{format_module_name(name)}: {replaced}"
         elif replaced and name not in idle:
             logger.warning("%s: %s", format_module_name(name), replaced)
@@ -186,6 +186,6 @@ def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator
 def _list_weights(name: str, module: Float8Module) -> list[tuple[str, Tensor]]:
     """List the weight of a linear by the linear's name, or the 3-D weights of experts by their own names."""
     if isinstance(module, Float8Linear):
-        return [] if find_missing_weight(module) else [(name, module.weight)]
+        return [] if explain_missing_weight(module) else [(name, module.weight)]
     weights = [(leaf, weight) for leaf, weight in module.named_parameters(recurse=False) if weight.dim() == 3]
     return [(f"{name}.{leaf}".lstrip("."), weight) for leaf, weight in weights]

@@ -18,13 +18,13 @@ from quaver.conversion.report import (
     SLOW_PATH_HEAD,
     ConversionReport,
     conversion_report,
-    find_conversion_obstacle,
+    explain_conversion_obstacle,
 )
 from quaver.conversion.roles import HEAD_NAMES, is_router
 from quaver.experts.module import (
     Float8Experts,
     check_not_split,
-    find_experts_obstacle,
+    explain_experts_obstacle,
     get_expert_weights,
     is_experts,
     is_transposed,
@@ -32,11 +32,11 @@ from quaver.experts.module import (
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
-from quaver.linear.class_change import StandIn, get_class_parts
+from quaver.linear.class_change import SubstituteModule, get_class_parts
 from quaver.linear.float8_module import Float8Module, change_to_float8, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
-from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
+from quaver.linear.shared_input import share_input_casts, stop_sharing_input_casts
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
@@ -104,10 +104,10 @@ def convert_to_float8_training(
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
     check_is_module(module, argument="module")
-    return convert_by_name(module, lambda _: config, serving, module_filter_fn, include_subclasses)
+    return convert_with_layer_configs(module, lambda _: config, serving, module_filter_fn, include_subclasses)
 
 
-def convert_by_name(
+def convert_with_layer_configs(
     module: nn.Module,
     config_of: Callable[[str], Float8LinearConfig],
     serving: str | None,
@@ -131,7 +131,7 @@ def convert_by_name(
         for layers in chosen.layers:
             _convert_layers(module, layers, undo)
         undo.pop_all()
-    share_inputs(module, Float8Linear)
+    share_input_casts(module, Float8Linear)
     drop_false_quantization(module)
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
@@ -150,7 +150,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
             DistributedDataParallel holds a `Float8AllGatherWeight`, its weight is a `Float8PrimaryWeight`, it is
-            parametrized, or its class derives from a float8 class without `replaces`.
+            parametrized, or its class derives from a float8 class without `original_class`.
     """
     check_is_module(module, argument="module")
     modules = list(module.modules())
@@ -166,9 +166,9 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             restore_plain_weights(child)
         if isinstance(child, Float8Module):
             restore_class(child)
-            if isinstance(child, StandIn):
+            if isinstance(child, SubstituteModule):
                 child.to_original()
-    stop_sharing_inputs(module)
+    stop_sharing_input_casts(module)
     drop_false_quantization(module)
     return module
 
@@ -207,9 +207,9 @@ def _choose_layers(
             continue
         decision, obstacle = apply_filter(module_filter_fn, child, name), ""
         if decision and is_linear:
-            obstacle = find_conversion_obstacle(child, include_subclasses=include_subclasses)
+            obstacle = explain_conversion_obstacle(child, include_subclasses=include_subclasses)
         elif decision:
-            obstacle = find_experts_obstacle(child, config_of(name))
+            obstacle = explain_experts_obstacle(child, config_of(name))
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
@@ -315,7 +315,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
     for weight in weights.values():
         if not isinstance(weight, Float8Tensor):
             continue
-        if mismatch := weight.find_cast_mismatch(config.casts.weight, transposed=transposed):
+        if mismatch := weight.explain_cast_mismatch(config.casts.weight, transposed=transposed):
             raise ValueError(f"{format_module_name(name)}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise InputError(
@@ -347,10 +347,10 @@ def _convert_layers(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -
         if not isinstance(experts, Float8Experts):
             undo.callback(restore_class, change_to_float8(experts, Float8Experts, config))
         weights += [(f"{name}.{weight.name}", weight) for weight in iter_module_weights(experts)]
-    stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
+    stateless = [(name, linear) for name, linear in converted if linear.scale_slots is None]
     plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
     for _, linear in stateless:
-        undo.callback(setattr, linear, "scaling", None)
+        undo.callback(setattr, linear, "scale_slots", None)
     for _, weight in plain:
         undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
         undo.callback(restore_plain_weights, weight.module)
@@ -362,7 +362,7 @@ def _convert_layers(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -
 
 
 def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
-    is_whole = weight.local is weight.parameter
+    is_whole = weight.local_tensor is weight.parameter
     if is_cast_once(weight):
         raise RuntimeError(
             f"{format_module_name(name)} cannot be converted back inside cast_weights_once; leave the scope before that"
@@ -372,7 +372,7 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
             f"{format_module_name(name)} cannot be converted back: its weight is a float8 primary weight; load the "
             "model's state_dict, which holds the masters, into a model in high precision"
         )
-    if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
+    if isinstance(weight.local_tensor, FrozenFloat8Weight) and not is_whole:
         obstacle = "fully_shard shards its frozen float8 weight"
     elif is_all_gather_weight(weight) and not isinstance(weight.parameter, Float8AllGatherWeight):
         obstacle = "fully_shard gathers its weight in float8"
@@ -390,8 +390,8 @@ def _check_can_restore_class(module: Float8Module, name: str) -> None:
     if issubclass(original := get_class_parts(module).original, Float8Module):
         cls, base = original.__name__, original.__bases__[0].__name__
         raise RuntimeError(
-            f"{name} cannot be converted back: its class {cls} derives from {base} without saying what it replaces; "
-            f"set {cls}.replaces to the class in high precision, as Float8Linear.replaces is nn.Linear"
+            f"{name} cannot be converted back: its class {cls} derives from {base} without saying what it converts; "
+            f"set {cls}.original_class to the class in high precision, as Float8Linear.original_class is nn.Linear"
         )
     if isinstance(module, Float8Experts):
         check_not_split(module)

@@ -18,23 +18,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import ModuleFilter, apply_filter, convert_by_name
-from quaver.conversion.report import find_conversion_obstacle
+from quaver.conversion.convert import ModuleFilter, apply_filter, convert_with_layer_configs
+from quaver.conversion.report import explain_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
-    find_experts_obstacle,
+    explain_experts_obstacle,
     get_expert_weights,
     is_experts,
     is_transposed,
 )
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
-from quaver.kernels.operands import expect
+from quaver.kernels.operands import require
 from quaver.linear.class_change import change_class
 from quaver.linear.float8_module import Float8Module, change_to_float8, restore_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
-from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
+from quaver.linear.shared_input import share_input_casts, stop_sharing_input_casts
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, ScaleCalculationMode, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
@@ -98,10 +98,12 @@ def freeze_to_float8(
     if problem is not None:
         raise ValueError(problem)
     high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
-    convert_by_name(module, lambda _: config, None, lambda _, name: decisions[name], include_subclasses, verb="freeze")
+    convert_with_layer_configs(
+        module, lambda _: config, None, lambda _, name: decisions[name], include_subclasses, verb="freeze"
+    )
     with ExitStack() as undo:
-        undo.callback(share_inputs, module, Float8Linear)
-        undo.callback(stop_sharing_inputs, module)
+        undo.callback(share_input_casts, module, Float8Linear)
+        undo.callback(stop_sharing_input_casts, module)
         undo.callback(_restore_unfrozen, high_precision)
         for child in chosen.values():
             quantized = [(weight, _quantize_weight(weight)) for weight in iter_module_weights(child)]
@@ -132,22 +134,24 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in iter_module_weights(module)):
         return True
     if isinstance(module, nn.Linear):
-        return bool(find_conversion_obstacle(module, include_subclasses=include_subclasses))
-    return bool(find_experts_obstacle(module, config))
+        return bool(explain_conversion_obstacle(module, include_subclasses=include_subclasses))
+    return bool(explain_experts_obstacle(module, config))
 
 
 @torch.no_grad()
 def _quantize_weight(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        operand = expect(quantizer(weight.parameter.detach(), row=True, column=False).row)
-        return operand.data, expect(operand.dequant_scale)
+        operand = require(quantizer(weight.parameter.detach(), row=True, column=False).row, "the row operand")
+        return operand.data, require(operand.dequant_scale, "the dequant_scale")
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
     for matrix_codes, matrix in zip(codes, stack, strict=True):
-        operand = expect(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
-        scale = expect(operand.dequant_scale)
+        operand = require(
+            quantizer(matrix.t() if transposed else matrix, row=True, column=False).row, "the row operand"
+        )
+        scale = require(operand.dequant_scale, "the dequant_scale")
         matrix_codes.copy_(operand.data.t() if transposed else operand.data)
         scales.append(scale.t() if transposed else scale)
     return codes, torch.stack(scales)
@@ -237,7 +241,7 @@ def _find_problems(
         )
     for name, weight in weights.items():
         layer = format_module_name(name)
-        if problem := find_storing_obstacle(name, weight, owners):
+        if problem := explain_storing_obstacle(name, weight, owners):
             yield problem
         elif weight.is_meta:
             yield f"the weight of {layer} is on the meta device; load it first"
@@ -245,7 +249,7 @@ def _find_problems(
             yield f"the weight of {layer} holds NaN or inf"
 
 
-def find_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
+def explain_storing_obstacle(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
     """Return why a weight cannot be replaced with float8 codes, or "".
 
     `name`: the name of a linear, or of a weight of experts. `owners`: see `find_parameter_names`.

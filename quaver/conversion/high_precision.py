@@ -65,7 +65,8 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
     gathered = {
         module
         for module, config in configs.items()
-        if module.gathering is not None and config.casts.weight.is_float8 != module.float8_config.casts.weight.is_float8
+        if module.all_gather_state is not None
+        and config.casts.weight.is_float8 != module.float8_config.casts.weight.is_float8
     }
     if gathered:
         forget_unsharded(model, gathered)
@@ -109,7 +110,7 @@ def _check_stored(name: str, module: Float8Module, config: Float8LinearConfig) -
     if config.casts.weight == module.float8_config.casts.weight:
         return
     for weight in iter_module_weights(module):
-        if isinstance(weight.local, Float8Tensor) and not is_all_gather_weight(weight):
+        if isinstance(weight.local_tensor, Float8Tensor) and not is_all_gather_weight(weight):
             raise ValueError(
                 f"high_precision_matmuls: the weight of {name} is stored in float8, so output and grad_input cannot "
                 "read it in high precision; leave that layer out"

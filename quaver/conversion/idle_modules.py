@@ -35,7 +35,7 @@ def _explain_idle(module: Float8Module) -> str:
     return "nothing called it; its parent may read its weight instead, for example in F.linear"
 
 
-def find_replaced_forward(module: Float8Module) -> str:
+def explain_replaced_forward(module: Float8Module) -> str:
     """Return a warning that the forward of a float8 module was replaced, or "".
 
     A module that ran since gives no warning, because its new forward calls the original. Neither do experts whose
@@ -50,7 +50,7 @@ def find_replaced_forward(module: Float8Module) -> str:
     )
 
 
-def find_missing_weight(module: nn.Module) -> str:
+def explain_missing_weight(module: nn.Module) -> str:
     """Return an error if `module` is a Float8Linear without a weight, else ""."""
     if not isinstance(module, Float8Linear) or getattr(module, "weight", None) is not None:
         return ""

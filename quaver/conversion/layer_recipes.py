@@ -21,7 +21,7 @@ from quaver.conversion.convert import (
     FilterDecision,
     ModuleFilter,
     apply_filter,
-    convert_by_name,
+    convert_with_layer_configs,
     make_serving_filter,
 )
 from quaver.experts.module import is_experts
@@ -157,4 +157,6 @@ def convert_layers(
             return FilterDecision(convert=False, reason="layer_recipes: high precision")
         return apply_filter(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
 
-    return convert_by_name(module, lambda name: configs[recipes.get_recipe(name)], serving, admits, include_subclasses)
+    return convert_with_layer_configs(
+        module, lambda name: configs[recipes.get_recipe(name)], serving, admits, include_subclasses
+    )

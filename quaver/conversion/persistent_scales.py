@@ -47,7 +47,7 @@ def add_persistent_scales(
     device = named_linears[0][1].weight.device
     state = ConversionScaleSlots(casts, config, torch.device("cpu") if device.type == "meta" else device)
     for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
-        linear.scaling = LinearScaleSlots(state, (input, weight, grad_output))
+        linear.scale_slots = LinearScaleSlots(state, (input, weight, grad_output))
 
 
 def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
@@ -296,12 +296,12 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
     for fqn, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             in_ddp.append(f"{fqn}.module.".removeprefix("."))
-        elif isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScaleSlots):
+        elif isinstance(module, Float8Linear) and isinstance(module.scale_slots, LinearScaleSlots):
             prefix = f"{fqn}." if fqn else ""
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, slot in module.scaling.list_named_slots(strip_wrappers(prefix)):
+            for name, state, slot in module.scale_slots.list_named_slots(strip_wrappers(prefix)):
                 slots.setdefault((id(state), slot), (name, state, slot))
     return list(slots.values())
 
@@ -309,8 +309,8 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
 def _list_states(modules: Iterable[nn.Module]) -> list[ConversionScaleSlots]:
     states = {}
     for module in modules:
-        if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScaleSlots):
-            states[id(module.scaling.state)] = module.scaling.state
+        if isinstance(module, Float8Linear) and isinstance(module.scale_slots, LinearScaleSlots):
+            states[id(module.scale_slots.conversion_slots)] = module.scale_slots.conversion_slots
     return list(states.values())
 
 

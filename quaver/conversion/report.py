@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.idle_modules import find_idle_modules, find_missing_weight, find_replaced_forward
+from quaver.conversion.idle_modules import explain_missing_weight, explain_replaced_forward, find_idle_modules
 from quaver.experts.base import Float8GroupedModule
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
@@ -207,7 +207,7 @@ def _report_linear(
 ) -> LayerReport:
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
     weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON_ATTRIBUTE, "")
-    obstacle = explain_inference_only(weight) or find_missing_weight(linear) or idle
+    obstacle = explain_inference_only(weight) or explain_missing_weight(linear) or idle
     converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
     if obstacle:
         reason, backend = obstacle, ""
@@ -216,11 +216,11 @@ def _report_linear(
         ties = f"weight tied to {', '.join(tied)}" if tied else ""
         shares = _describe_shared_scale(linear, name, scale_owners)
         frozen = _describe_frozen(get_local_tensor(linear.weight))
-        reasons = [filtered, ties, shares, frozen, find_replaced_forward(linear), *explain_unfinished(linear)]
+        reasons = [filtered, ties, shares, frozen, explain_replaced_forward(linear), *explain_unfinished(linear)]
         reasons += [] if converted else [HIGH_PRECISION_REASON]
         reason = "; ".join(filter(None, reasons))
     else:
-        reason = filtered or find_conversion_obstacle(linear) or NOT_CONVERTED_REASON
+        reason = filtered or explain_conversion_obstacle(linear) or NOT_CONVERTED_REASON
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
@@ -230,11 +230,11 @@ def is_in_high_precision(module: Float8Module) -> bool:
     return not list_matmul_casts(module.float8_config)
 
 
-def find_conversion_obstacle(linear: nn.Linear, *, include_subclasses: bool = False) -> str:
+def explain_conversion_obstacle(linear: nn.Linear, *, include_subclasses: bool = False) -> str:
     """Return why `linear` cannot be converted, or ""."""
     cls = get_class_parts(linear).original
     if isinstance(linear, Float8Linear):
-        return find_missing_weight(linear)
+        return explain_missing_weight(linear)
     weight = linear._parameters.get("weight")
     if weight is not None and weight.dtype.itemsize == 1:
         if not any("scale" in name for name in (*linear._parameters, *linear._buffers)):
@@ -286,7 +286,7 @@ def explain_unfinished(module: Float8Module) -> Iterator[str]:
     weights = iter_module_weights(module)
     if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):
         yield "gathered in high precision until convert_to_float8_training is called"
-    if isinstance(module, Float8Linear) and module.float8_config.has_persistent_scales and module.scaling is None:
+    if isinstance(module, Float8Linear) and module.float8_config.has_persistent_scales and module.scale_slots is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
@@ -301,9 +301,9 @@ def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
 
 
 def _describe_shared_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
-    if not isinstance(linear.scaling, LinearScaleSlots) or linear.scaling.slots[0] is None:
+    if not isinstance(linear.scale_slots, LinearScaleSlots) or linear.scale_slots.slots[0] is None:
         return ""
-    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
+    owner = owners.setdefault((id(linear.scale_slots.conversion_slots), linear.scale_slots.slots[0]), name)
     return "" if owner == name else f"input scale of {owner}"
 
 
@@ -339,7 +339,7 @@ def _report_other_weights(
             reason, backend = idle, ""
         elif isinstance(module, Float8GroupedModule):
             frozen = _describe_frozen(get_local_tensor(parameter))
-            reasons = [filtered, frozen, find_replaced_forward(module), *explain_unfinished(module)]
+            reasons = [filtered, frozen, explain_replaced_forward(module), *explain_unfinished(module)]
             reasons += [HIGH_PRECISION_REASON] if is_in_high_precision(module) else []
             reason = "; ".join(filter(None, reasons))
         elif is_experts(module):

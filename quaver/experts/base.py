@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quaver.experts.grouped_gemm import describe_grouped_backends
-from quaver.experts.grouped_mm import find_config_obstacle
+from quaver.experts.grouped_mm import explain_config_obstacle
 from quaver.linear.float8_module import Float8Module
 from quaver.recipes.config import Float8LinearConfig
 
@@ -14,5 +14,5 @@ class Float8GroupedModule(Float8Module):
     _describe_backends = staticmethod(describe_grouped_backends)
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        if obstacle := find_config_obstacle(config):
+        if obstacle := explain_config_obstacle(config):
             raise ValueError(f"config: {obstacle}")

@@ -22,7 +22,7 @@ from quaver.experts.groups import (
 )
 from quaver.kernels import cpu
 from quaver.kernels.cast import CAST_PHASE, CASTS, realize_scales
-from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
+from quaver.kernels.operands import Operand, Operands, cast_by_layout, require, select_directions
 from quaver.kernels.operation import register_operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
@@ -179,7 +179,8 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
         if ends is None and layout.rows != ALL and (hp.shape[0] // groups) % layout.rows == 0:
             operand = cast_matrix(hp)
             dequant, quant = (
-                _add_unused_rows(expect(scale), groups) for scale in (operand.dequant_scale, operand.quant_scale)
+                _add_unused_rows(require(scale, "the scale"), groups)
+                for scale in (operand.dequant_scale, operand.quant_scale)
             )
             return Operand(operand.data, dequant, layout, quant)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, groups)
@@ -187,7 +188,10 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
             if is_blockwise or rule:
                 operand = cast_matrix(hp[start:stop])
                 codes[start:stop] = operand.data
-                group_scales = [expect(operand.dequant_scale), expect(operand.quant_scale)]
+                group_scales = [
+                    require(operand.dequant_scale, "the dequant_scale"),
+                    require(operand.quant_scale, "the quant_scale"),
+                ]
             else:
                 dim = 0 if is_column else None
                 rows = hp[start:stop], codes[start:stop]

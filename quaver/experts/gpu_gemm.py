@@ -22,7 +22,7 @@ from torch import Tensor
 from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_groups
 from quaver.kernels.cast import to_row_major
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.kernels.widen import widen
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL
@@ -72,7 +72,7 @@ def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
 
 
 def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _GroupScales:
-    (rows, columns), scale = operand.data.shape, expect(operand.dequant_scale)
+    (rows, columns), scale = operand.data.shape, require(operand.dequant_scale, "the dequant_scale")
     if scale.dim() == 1:
         group = find_groups(ends, groups, rows, scale.device)[0]
         return _GroupScales(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))

@@ -21,7 +21,7 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.grouped_gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.experts.token_exchange import Dispatch
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import (
     check_local_tensors,
@@ -44,7 +44,7 @@ from quaver.torch_private.autograd import find_wanted_gradients
 NO_PERSISTENT_SCALES_REASON = "experts are scaled dynamically: an expert receives different tokens in each step"
 
 
-def find_config_obstacle(config: Float8LinearConfig) -> str:
+def explain_config_obstacle(config: Float8LinearConfig) -> str:
     """Return why the matmuls of experts cannot run with `config`, or "" if they can."""
     if config.has_persistent_scales:
         return NO_PERSISTENT_SCALES_REASON
@@ -65,7 +65,7 @@ class _Args(NamedTuple):
     """Whether weights are stored [E, K, N]."""
     weight_operands: Operands | None
     """The weight's operands, if it was quantized before."""
-    keeps_codes: bool
+    saves_weight_codes: bool
     """Whether codes of the weight are saved for backward, instead of the weight."""
     dispatch: Dispatch | None = None
     """Sends rows of `a` to the ranks of their experts; None if they are there."""
@@ -83,16 +83,25 @@ class _GroupedMMFunction(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
-        quantized_weight = _get_weight_operands(weight, args, column=needs_grad_a and args.keeps_codes)
-        saved_a = expect(a_operands.column)._replace(quant_scale=None) if needs_grad_weight else None
+        quantized_weight = _get_weight_operands(weight, args, column=needs_grad_a and args.saves_weight_codes)
+        saved_a = (
+            require(a_operands.column, "the column operand")._replace(quant_scale=None) if needs_grad_weight else None
+        )
         saved_weight = None
-        if needs_grad_a and args.keeps_codes:
-            saved_weight = expect(quantized_weight.column)._replace(quant_scale=None)
+        if needs_grad_a and args.saves_weight_codes:
+            saved_weight = require(quantized_weight.column, "the column operand")._replace(quant_scale=None)
         elif needs_grad_a:  # as in linear/function.py, backward quantizes the weight again
             saved_weight = Operand(weight.detach())
         ctx.args = args
         save(ctx, (saved_a, saved_weight), ends)
-        return _compute_output(expect(a_operands.row), expect(quantized_weight.row), ends, args, a, weight)
+        return _compute_output(
+            require(a_operands.row, "the row operand"),
+            require(quantized_weight.row, "the row operand"),
+            ends,
+            args,
+            a,
+            weight,
+        )
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,19 +126,23 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     local_grad = None if args.combine else grad_output  # with `combine` the experts multiply rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
-        column, tokens = expect(grad_operands.column), expect(saved_a)
+        column, tokens = require(grad_operands.column, "the column operand"), require(saved_a, "the saved input")
         grad_weight = grouped_mm(
             column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
     if needs_grad_a:
-        row, weight, weight_hp = expect(grad_operands.row), expect(saved_weight), None
-        if not args.keeps_codes:
+        row, weight, weight_hp = (
+            require(grad_operands.row, "the row operand"),
+            require(saved_weight, "the saved weight"),
+            None,
+        )
+        if not args.saves_weight_codes:
             weight_hp = weight.data
             if row.dequant_scale is not None:
                 # As in linear/function.py: the compiler saves the weight, not its column codes.
                 add_dependency(row.dequant_scale, weight_hp)
-            weight = expect(_quantize_weight(weight_hp, args, row=False, column=True).column)
+            weight = require(_quantize_weight(weight_hp, args, row=False, column=True).column, "the column operand")
         grad_a = grouped_mm(
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
@@ -200,7 +213,10 @@ def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple
 def get_quantized_operands(weight: Float8Tensor, transposed: bool) -> Operands:
     """Return the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
     row, column = (
-        expect(side)._replace(data=expect(side).data.view(-1, weight.shape[2])) for side in weight.get_stored_operands()
+        require(side, "the stored operand")._replace(
+            data=require(side, "the stored operand").data.view(-1, weight.shape[2])
+        )
+        for side in weight.get_stored_operands()
     )
     return Operands(column, row) if transposed else Operands(row, column)
 
@@ -287,16 +303,16 @@ def multiply_by_weight(
         probe: observes the operands and results.
     """
     _check_arguments(a, weight, ends, transposed)
-    keeps_codes = operands is not None or config.keep_float8_weight_for_backward
-    args = _Args(config, get_output_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
+    saves_weight_codes = operands is not None or config.keep_float8_weight_for_backward
+    args = _Args(config, get_output_dtype(a), transposed, operands, saves_weight_codes, dispatch, combine, probe)
     a = a.contiguous()
     check_transforms()
     if needs_autograd():
         output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
         return output
     a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
-    weight_row = expect(_get_weight_operands(weight, args, column=False).row)
-    return _compute_output(expect(a_operands.row), weight_row, ends, args, a, weight)
+    weight_row = require(_get_weight_operands(weight, args, column=False).row, "the row operand")
+    return _compute_output(require(a_operands.row, "the row operand"), weight_row, ends, args, a, weight)
 
 
 def _check_arguments(a: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.experts.base import Float8GroupedModule
-from quaver.experts.grouped_mm import find_config_obstacle, float8_grouped_mm
+from quaver.experts.grouped_mm import explain_config_obstacle, float8_grouped_mm
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import change_to_float8
 from quaver.linear.last_run import record_run
@@ -30,7 +30,7 @@ _IS_TRANSPOSED = {"B_t": False, "weight_EOI": True}
 class Float8GroupedMM(Float8GroupedModule):
     """A module whose `_grouped_mm` runs in float8."""
 
-    _own_attributes = (*Float8GroupedModule._own_attributes, "_arguments")
+    _float8_attributes = (*Float8GroupedModule._float8_attributes, "_arguments")
     _arguments: tuple[str, str, str]
     """The names of the tokens, the weight and the ends in the signature of `_grouped_mm`."""
 
@@ -66,7 +66,7 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
         ValueError: unknown arguments of `_grouped_mm`, or a config that `float8_grouped_mm` refuses.
     """
     arguments = match_arguments(get_class_parts(module).original)
-    if obstacle := find_config_obstacle(config):
+    if obstacle := explain_config_obstacle(config):
         raise ValueError(obstacle)
     experts = change_to_float8(module, Float8GroupedMM, config)
     experts._arguments = arguments

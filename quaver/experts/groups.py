@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.recipes.cast_config import ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 
@@ -118,7 +118,7 @@ def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tup
 
     The scales of rows outside every group are 0, except with a scale per row.
     """
-    scale, layout, rows = expect(operand.dequant_scale), operand.layout, operand.data.shape[0]
+    scale, layout, rows = require(operand.dequant_scale, "the dequant_scale"), operand.layout, operand.data.shape[0]
     scale_row = find_scale_rows(ends, groups, rows, layout.rows, operand.data.device)
     padded = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # the last row is for rows outside every group
     return padded[scale_row], ScaleLayout(1, layout.columns)

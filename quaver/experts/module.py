@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from quaver.experts.base import Float8GroupedModule
 from quaver.experts.grouped_mm import (
-    find_config_obstacle,
+    explain_config_obstacle,
     get_frozen_operands,
     get_quantized_operands,
     multiply_by_weight,
@@ -159,7 +159,7 @@ class Float8Experts(Float8GroupedModule, RoutedExperts):
     `convert_to_float8_training` converts a module of experts in place.
     """
 
-    _own_attributes = (*Float8GroupedModule._own_attributes, "dispatcher")
+    _float8_attributes = (*Float8GroupedModule._float8_attributes, "dispatcher")
 
     def _init_float8(self, config: Float8LinearConfig) -> None:
         super()._init_float8(config)
@@ -213,7 +213,7 @@ def is_experts(module: nn.Module) -> bool:
     return set(weights) == names and all(weight.dim() == 3 for weight in weights.values())
 
 
-def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
+def explain_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
     """Return why experts cannot be converted to `config`, or "" if they can."""
     is_external = getattr(module, "external_dispatcher", None) is not None
     if "forward" in vars(module) and not is_external and getattr(module, "_is_expert_parallel", False):
@@ -223,7 +223,7 @@ def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
         )
     if "forward" in vars(module) and not is_external:
         return "their forward was replaced on the instance, for example by an Accelerate hook: convert before that"
-    return find_config_obstacle(config)
+    return explain_config_obstacle(config)
 
 
 def check_not_split(module: Float8Experts) -> None:

@@ -34,7 +34,7 @@ class ModuleWeight(NamedTuple):
         return parameter
 
     @property
-    def local(self) -> Tensor:
+    def local_tensor(self) -> Tensor:
         """The weight, or this rank's shard."""
         return get_local_tensor(self.parameter)
 
@@ -43,9 +43,9 @@ class ModuleWeight(NamedTuple):
         return self.module.float8_config
 
     @property
-    def scaling(self) -> LinearScaleSlots | None:
+    def scale_slots(self) -> LinearScaleSlots | None:
         """The persistent scales of a linear, if its config has any; experts are scaled dynamically."""
-        return self.module.scaling if isinstance(self.module, Float8Linear) else None
+        return self.module.scale_slots if isinstance(self.module, Float8Linear) else None
 
     @property
     def is_transposed(self) -> bool:
@@ -65,7 +65,7 @@ class ModuleWeight(NamedTuple):
         weight = self.parameter.detach()
         if isinstance(self.module, Float8Experts):
             return quantize_weight(weight.contiguous(), self.config, self.is_transposed, row=True, column=True)
-        scale = None if self.scaling is None else self.scaling.begin_weight_cast(weight.device)
+        scale = None if self.scale_slots is None else self.scale_slots.begin_weight_cast(weight.device)
         return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
 
     @property

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.conversion.freeze import find_storing_obstacle, make_blockwise_config, store_float8_weight
-from quaver.conversion.report import find_conversion_obstacle
-from quaver.experts.module import Float8Experts, find_experts_obstacle, get_expert_weights, is_experts, is_transposed
+from quaver.conversion.freeze import explain_storing_obstacle, make_blockwise_config, store_float8_weight
+from quaver.conversion.report import explain_conversion_obstacle
+from quaver.experts.module import Float8Experts, explain_experts_obstacle, get_expert_weights, is_experts, is_transposed
 from quaver.export.checkpoint_names import PartNames
 from quaver.export.formats.stored import StoredScale
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import get_linear_name
 from quaver.linear.module import Float8Linear
-from quaver.linear.shared_input import share_inputs
+from quaver.linear.shared_input import share_input_casts
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
@@ -83,7 +83,7 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
     for name in stored.frozen:
         weight = model.get_parameter(name)
         stored.store(model, name, weight.dtype, torch.device("cpu") if weight.is_meta else weight.device)
-    share_inputs(model, Float8Linear)
+    share_input_casts(model, Float8Linear)
     _load_high_precision_tensors(model, tensors, loaded, [name for name in loaded if name not in stored.frozen])
     return model
 
@@ -343,9 +343,9 @@ def _find_problems(
         module, label = modules[_get_owner(name)], get_linear_name(name)
         if isinstance(module, Float8Linear | Float8Experts):
             yield f"{label} is converted to float8 already; call convert_to_high_precision first"
-        elif obstacle := find_frozen_obstacle(module):
+        elif obstacle := explain_frozen_obstacle(module):
             yield f"{label} cannot be stored in float8: {obstacle}"
-        elif obstacle := find_storing_obstacle(label, tensors[name], owners):
+        elif obstacle := explain_storing_obstacle(label, tensors[name], owners):
             yield obstacle
         for stored in itertools.chain(*stack):
             frozen.add(stored)
@@ -357,11 +357,11 @@ def _find_problems(
         checkpoint.read_codes(stored)  # raises ValueError for a NaN, for example in an embedding
 
 
-def find_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) -> str:
+def explain_frozen_obstacle(module: nn.Module, include_subclasses: bool = False) -> str:
     """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
-        return find_conversion_obstacle(module, include_subclasses=include_subclasses)
-    return find_experts_obstacle(module, Float8LinearConfig())
+        return explain_conversion_obstacle(module, include_subclasses=include_subclasses)
+    return explain_experts_obstacle(module, Float8LinearConfig())
 
 
 @torch.no_grad()

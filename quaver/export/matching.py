@@ -21,7 +21,7 @@ from quaver.export.frozen import load_frozen
 from quaver.export.plan import get_linear_name
 from quaver.export.save import save_float8
 from quaver.export.weights import Float8Weights, get_input_scale, iter_float8_weights
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
@@ -161,7 +161,7 @@ def _iter_expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Ten
             stored_operand, count = format.convert_operand(operand, weight.config.casts.weight.row), len(parts)
             if count > 1 and operand.data.shape[0] // count % rows_per_block:  # gate and up share a block
                 stored_operand = None
-            scale = None if stored_operand is None else expect(stored_operand.dequant_scale)
+            scale = None if stored_operand is None else require(stored_operand.dequant_scale, "the dequant_scale")
             scales = scale.chunk(count) if scale is not None and scale.dim() else [scale] * count
             for part, codes, part_scale in zip(parts, operand.data.chunk(count), scales, strict=True):
                 yield name, part, codes, None if part_scale is None else format.convert_scale(part_scale)
@@ -209,11 +209,15 @@ def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     persistent_scale = linear.get_persistent_scales(rows.device).input
-    operand = expect(
-        Quantizer(linear.float8_config.casts.input, rows.dtype, persistent_scale)(rows, row=True, column=False).row
+    operand = require(
+        Quantizer(linear.float8_config.casts.input, rows.dtype, persistent_scale)(rows, row=True, column=False).row,
+        "the row operand",
     )
     codes, scale = quantize_by_equations(rows, cast, linear)
-    return min(_compute_equal_share(operand.data, codes), _compute_equal_share(expect(operand.dequant_scale), scale))
+    return min(
+        _compute_equal_share(operand.data, codes),
+        _compute_equal_share(require(operand.dequant_scale, "the dequant_scale"), scale),
+    )
 
 
 def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:
@@ -246,7 +250,10 @@ def _replace_linears(
 def _run_linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
     codes, scale = quantize_by_equations(flatten_to_matrix(input), cast, linear)
-    output = _dequantize_exactly(codes, scale) @ _dequantize_exactly(weight.data, expect(weight.dequant_scale)).t()
+    output = (
+        _dequantize_exactly(codes, scale)
+        @ _dequantize_exactly(weight.data, require(weight.dequant_scale, "the dequant_scale")).t()
+    )
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)
 

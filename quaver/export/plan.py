@@ -236,7 +236,7 @@ def find_float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
 
 def find_frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
     """Return the frozen float8 weights of `model`, or this rank's shards of them, by their names without wrappers."""
-    weights = {name: weight.local for name, weight in find_float8_weights(model).items()}
+    weights = {name: weight.local_tensor for name, weight in find_float8_weights(model).items()}
     return {name: local for name, local in weights.items() if isinstance(local, FrozenFloat8Weight)}
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.fsdp.scales import get_rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.part_scales import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
@@ -94,4 +94,4 @@ def _cast_part(
     if layout.is_blockwise:
         return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, rule)
     scale = factor.view(()) if layout.is_tensorwise else factor
-    return expect(cast_with_scale(matrix.contiguous(), dtype, scale, None, rule)[0])
+    return require(cast_with_scale(matrix.contiguous(), dtype, scale, None, rule)[0], "the tensor of row codes")

@@ -37,7 +37,7 @@ from quaver.export.formats.base import WeightFormat
 from quaver.export.kv_cache import get_kv_scales
 from quaver.export.plan import ExportPlan, find_frozen_weights, get_linear_name, get_named_tensors, plan_export
 from quaver.export.shards import compute_whole_amaxes, gather_whole_operands
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -256,13 +256,17 @@ class Float8Weights:
             weight = self.plan.float8[name]
             for parts, matrix, operand in matrices_of_weight:
                 if shared is not None and _get_scales(operand).quant != shared.quant:
-                    stored, is_requantized = [_quantize_matrix(weight, expect(matrix), shared)], True
+                    stored, is_requantized = (
+                        [_quantize_matrix(weight, require(matrix, "the high-precision weight"), shared)],
+                        True,
+                    )
                 else:
                     casts = weight.config.casts.weight
                     stored, is_requantized = store_matrix(matrix, operand, casts, len(parts), format)
                 if is_requantized and not self._has_recipe:
                     cost = Requantized(
-                        _compute_sqnr_db(expect(matrix), operand), _compute_sqnr_db(expect(matrix), *stored)
+                        _compute_sqnr_db(require(matrix, "the high-precision weight"), operand),
+                        _compute_sqnr_db(require(matrix, "the high-precision weight"), *stored),
                     )
                     earlier = self.requantized.get(get_linear_name(name), cost)
                     worst = min(earlier, cost, key=lambda requantized: requantized.stored_db)
@@ -417,8 +421,11 @@ def store_matrix(
     converted, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
     if converted is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
         power_of_2 = converted is not None and casts.power_of_2
-        return [format.quantize(part, power_of_2=power_of_2) for part in expect(weight).chunk(parts)], True
-    scale = expect(converted.dequant_scale)
+        return [
+            format.quantize(part, power_of_2=power_of_2)
+            for part in require(weight, "the high-precision weight").chunk(parts)
+        ], True
+    scale = require(converted.dequant_scale, "the dequant_scale")
     scales = scale.chunk(parts) if scale.dim() else [scale] * parts
     return [Operand(*part, converted.layout) for part in zip(converted.data.chunk(parts), scales, strict=True)], False
 
@@ -428,11 +435,11 @@ def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: CastScales | 
     if isinstance(module, Float8Linear):
         scale = module.get_persistent_scales(module.weight.device).weight
     quantizer = Quantizer(weight.config.casts.weight, matrix.dtype, scale)
-    return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
+    return require(quantizer(matrix, row=True, column=False, scales=scales).row, "the row operand")
 
 
 def _get_scales(operand: Operand) -> CastScales:
-    dequant = expect(operand.dequant_scale)
+    dequant = require(operand.dequant_scale, "the dequant_scale")
     return CastScales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
 
@@ -451,7 +458,7 @@ def get_input_scale(name: str, linear: Float8Linear) -> Tensor:
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
-    return dequantize(operand.data, expect(operand.dequant_scale), dtype, operand.layout)
+    return dequantize(operand.data, require(operand.dequant_scale, "the dequant_scale"), dtype, operand.layout)
 
 
 def _compute_sqnr_db(hp: Tensor, *operands: Operand) -> float:
@@ -469,5 +476,5 @@ def _find_fsdp_modules(model: nn.Module, plan: ExportPlan) -> dict[str, FSDPModu
         for name, weight in plan.float8.items()
         if id(weight.module) in innermost
         and isinstance(weight.parameter, DTensor)
-        and not isinstance(weight.local, FrozenFloat8Weight | WrapperWeight)
+        and not isinstance(weight.local_tensor, FrozenFloat8Weight | WrapperWeight)
     }

@@ -30,7 +30,7 @@ class CastOnceShard:
         """Return the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
         self.check()
         if self._inputs is None:
-            wrapped = typing.cast(ScaledShard, self._weight.local).wrapped
+            wrapped = typing.cast(ScaledShard, self._weight.local_tensor).wrapped
             self._cast_from = wrapped, get_version(wrapped)
             self._inputs = quantize()
         return self._inputs
@@ -41,7 +41,7 @@ class CastOnceShard:
         A write that bypasses the parameter, into a tensor of a state_dict, raises only after the cast; before, the cast
         includes it.
         """
-        weight, parameter = self._weight.local, self._weight.parameter
+        weight, parameter = self._weight.local_tensor, self._weight.parameter
         check_same_config(parameter, self._weight.config, self._config)
         if isinstance(weight, ScaledShard):  # else FSDP2 has unsharded it
             if self._shard_state is None:

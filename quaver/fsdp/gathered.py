@@ -62,7 +62,7 @@ from quaver.fsdp.weight_group import (
     get_whole_scales,
 )
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, compute_matrix_amax
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
@@ -128,7 +128,7 @@ class Float8AllGatherWeight(ScaledShard):
         if not weight.config.casts.weight.is_float8:
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
-            return (_pad_to_chunk(shard, values, None),), AllGatherMetadata([], [], shard.size, values.dtype)
+            return (_pad_to_chunk(shard, values, None),), AllGatherMetadata([], [], shard.whole_shape, values.dtype)
         cast_once = get_all_gather_state(module).cast_once_shards.get(weight.name)
         if cast_once is None:
             return self._make_inputs(mesh, weight)
@@ -142,17 +142,21 @@ class Float8AllGatherWeight(ScaledShard):
         config, scale = weight.config, None
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
-        if weight.scaling is not None:
-            scale = weight.scaling.begin_weight_cast(shard.device, self.shard_state.recorded_amax)
-            self.shard_state.recorded_amax = weight.scaling.recorded_weight_amax
+        if weight.scale_slots is not None:
+            scale = weight.scale_slots.begin_weight_cast(shard.device, self.shard_state.recorded_amax)
+            self.shard_state.recorded_amax = weight.scale_slots.recorded_weight_amax
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: Sequence[CastScales]
         if scale is not None and scale.is_known:
             row, column, power_of_2 = True, False, config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
-            operand = expect(cast.row)
+            operand = require(cast.row, "the row operand")
             codes = [operand.data]
-            scales = [CastScales(expect(operand.quant_scale), expect(operand.dequant_scale))]
+            scales = [
+                CastScales(
+                    require(operand.quant_scale, "the quant_scale"), require(operand.dequant_scale, "the dequant_scale")
+                )
+            ]
         else:
             scales = get_whole_scales(weight)
             codes = [
@@ -167,7 +171,7 @@ class Float8AllGatherWeight(ScaledShard):
         ]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
-        return tuple(payloads), AllGatherMetadata(scales, layouts, shard.size, float8_dtype)
+        return tuple(payloads), AllGatherMetadata(scales, layouts, shard.whole_shape, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -272,7 +276,7 @@ def hide_fsdp_hooks() -> None:
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:
     """Return whether `weight` is all-gathered in float8: sharded, unsharded or not wrapped by FSDP2 yet."""
-    local = weight.local
+    local = weight.local_tensor
     return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
 
 
@@ -296,15 +300,15 @@ def _pad_to_chunk(shard: LocatedShard, payload: Tensor, layout: ScaleLayout | No
     Args:
         payload: codes of `layout`, or values in high precision without one.
     """
-    chunk = list(shard.size)
-    chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
+    chunk = list(shard.whole_shape)
+    chunk[shard.dim] = -(-shard.whole_shape[shard.dim] // shard.fsdp_group.size())
     rows = (chunk if layout is None else layout.get_codes_shape(chunk))[0]  # FSDP2 shards other dims evenly
     return pad_rows(payload.contiguous(), rows)
 
 
 def quantize_shard(shard: LocatedShard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """Quantize a shard with the `quant_scale` of the whole weight."""
-    if len(shard.size) == 3:
+    if len(shard.whole_shape) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
         scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
         return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)

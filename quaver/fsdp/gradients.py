@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.kernels.cast import CASTS
-from quaver.kernels.operands import expect
+from quaver.kernels.operands import require
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3, HP_DTYPES
@@ -214,8 +214,8 @@ def quantize_gradients(rows: Tensor) -> Tensor:
     """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
     row, column, power_of_2 = True, False, False
     cast, options = CASTS[ScalingGranularity.BLOCKWISE], (1, BLOCK_ELEMENTS, "")
-    operand = expect(cast(rows, E4M3.dtype, row, column, power_of_2, *options).row)
-    scales = expect(operand.dequant_scale).contiguous()  # they are column-major on a GPU
+    operand = require(cast(rows, E4M3.dtype, row, column, power_of_2, *options).row, "the row operand")
+    scales = require(operand.dequant_scale, "the dequant_scale").contiguous()  # they are column-major on a GPU
     return torch.cat([scales.view(torch.uint8), operand.data.view(torch.uint8)], dim=1)
 
 

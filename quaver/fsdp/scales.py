@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,13 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import CastScales, compute_scales_of_parts
 from quaver.runtime.float8_collectives import max_over_ranks
 
-WeightCast = tuple[int, ScaleLayout]
-"""A cast of one of several weights: the weight's index, and the layout of the scales."""
+
+class _WeightCast(NamedTuple):
+    """A cast of one of several weights."""
+
+    weight_index: int
+    layout: ScaleLayout
+    """The layout of its scales."""
 
 
 def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,23 +81,22 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
         weights: the weights of the shards, in the same order. `get_rounding_rule` returns one rule for all of them.
     """
 
-    def is_over_tp(cast: WeightCast) -> bool:
+    def is_over_tp(cast: _WeightCast) -> bool:
         """Return whether tensor parallelism sharded the dim that the scales of a cast reduce."""
-        i, layout = cast
-        tp_dim = shards[i].tp_dim
-        return tp_dim is not None and layout[tp_dim] == ALL
+        tp_dim = shards[cast.weight_index].tp_dim
+        return tp_dim is not None and cast.layout[tp_dim] == ALL
 
-    casts = [(i, layout) for i, weight in enumerate(weights) for layout in list_layouts(weight)]
+    casts = [_WeightCast(i, layout) for i, weight in enumerate(weights) for layout in list_layouts(weight)]
     casts.sort(key=is_over_tp)  # last, so that their amaxes are one slice
-    shapes = [_get_scale_shape(layout, shards[i].size) for i, layout in casts]
+    shapes = [_get_scale_shape(cast.layout, shards[cast.weight_index].whole_shape) for cast in casts]
     lengths = [math.prod(shape) for shape in shapes]
     tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
     amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
-    scales: dict[WeightCast, CastScales] = {}
+    scales: dict[_WeightCast, CastScales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
         scales[cast] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
-    return [[scales[i, layout] for layout in list_layouts(weight)] for i, weight in enumerate(weights)]
+    return [[scales[_WeightCast(i, layout)] for layout in list_layouts(weight)] for i, weight in enumerate(weights)]
 
 
 def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
@@ -100,21 +105,26 @@ def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, st
     return weight.row.float8_dtype, weight.power_of_2, weight.row.rule, weight.row.is_blockwise
 
 
-def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[WeightCast]) -> Tensor:
+def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[_WeightCast]) -> Tensor:
     """Compute this rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
-    tensorwise = [(i, layout) for i, layout in casts if layout.is_tensorwise and len(shards[i].size) == 2]
+    tensorwise = [
+        cast for cast in casts if cast.layout.is_tensorwise and len(shards[cast.weight_index].whole_shape) == 2
+    ]
     amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
-    with_elements = [cast for cast in tensorwise if shards[cast[0]].local.numel()]
+    with_elements = [cast for cast in tensorwise if shards[cast.weight_index].local.numel()]
     if with_elements:  # one multi-tensor kernel for all of them
-        norms = torch._foreach_norm([shards[i].local for i, _ in with_elements], torch.inf)
+        norms = torch._foreach_norm([shards[cast.weight_index].local for cast in with_elements], torch.inf)
         amax_of.update({cast: norm.view(1) for cast, norm in zip(with_elements, norms, strict=True)})
-    vectors = [amax_of[cast] if cast in amax_of else _compute_local_vector(shards[cast[0]], cast[1]) for cast in casts]
+    vectors = [
+        amax_of[cast] if cast in amax_of else _compute_local_vector(shards[cast.weight_index], cast.layout)
+        for cast in casts
+    ]
     return torch.cat(vectors).float()
 
 
 def _compute_local_vector(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
-    if len(shard.size) == 3:
+    if len(shard.whole_shape) == 3:
         return _compute_scale_row_amaxes(shard, layout).flatten()
     if layout.is_blockwise:
         return _compute_block_amaxes(shard, layout).flatten()
@@ -122,14 +132,14 @@ def _compute_local_vector(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     amax = scaling.compute_amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax
-    amaxes = amax.new_zeros(shard.size[1 - dim])
+    amaxes = amax.new_zeros(shard.whole_shape[1 - dim])
     amaxes.narrow(0, shard.offset, amax.numel()).copy_(amax)
     return amaxes
 
 
 def _compute_block_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
-    amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.size))
+    amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.whole_shape))
     if shard.local.numel() == 0:
         return amaxes
     amax, corner = compute_part_amaxes(shard.local, shard.offsets, layout)
@@ -139,7 +149,7 @@ def _compute_block_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
 
 def _compute_scale_row_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
-    count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
+    count = count_scale_rows(layout.rows, shard.whole_shape[0], shard.whole_shape[0] * shard.whole_shape[1])
     rows, scale_rows = shard.local.flatten(0, 1), shard.find_scale_rows(layout)
     return compute_scale_row_amax(rows, scale_rows, count, layout.columns)[:count]
 

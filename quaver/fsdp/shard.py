@@ -38,7 +38,7 @@ class LocatedShard(NamedTuple):
 
     local: Tensor
     """The plain tensor: [n, k], or [e, r, C] for experts. It may be empty."""
-    size: tuple[int, ...]
+    whole_shape: tuple[int, ...]
     """The shape of the whole weight: [N, K], or [E, R, C] for experts; see [Note: shapes]."""
     dim: int
     """The dim that FSDP2 shards."""
@@ -50,12 +50,12 @@ class LocatedShard(NamedTuple):
     """The dim that tensor parallelism sharded."""
     device: torch.device
     """The device of the groups' collectives; an offloaded `local` is elsewhere."""
-    ranks: tuple[RankNumbers, RankNumbers]
+    group_ranks: tuple[RankNumbers, RankNumbers]
     """The global ranks of `fsdp_group` and of `tp_group`."""
 
     def narrow_scales(self, whole_scales: Tensor) -> Tensor:
         """Return this shard's part of the whole weight's scales: (), [N, 1] or [1, K]."""
-        if whole_scales.dim() == 0 or whole_scales.shape[self.dim] == 1 != self.size[self.dim]:
+        if whole_scales.dim() == 0 or whole_scales.shape[self.dim] == 1 != self.whole_shape[self.dim]:
             return whole_scales
         return whole_scales.narrow(self.dim, self.offset, self.local.shape[self.dim])
 
@@ -66,7 +66,7 @@ class LocatedShard(NamedTuple):
 
     def find_scale_rows(self, layout: ScaleLayout) -> Tensor:
         """Return the index of each row of a shard of experts among the whole weight's rows of scales, int64."""
-        experts, rows, _ = self.size
+        experts, rows, _ = self.whole_shape
         scale_rows = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
         return scale_rows.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 

@@ -13,7 +13,7 @@ import typing
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,19 @@ logger = logging.getLogger(__name__)
 
 
 NamedWeights = Sequence[tuple[str, ModuleWeight]]
-GatheringSubject = tuple[Float8LinearConfig, int]
-"""The state that decides how a weight is gathered: its config, and how often its persistent scales were loaded."""
 CollectiveKey = tuple[Any, ...]
 """The result of `_make_collective_key`."""
 _GATHERED_WEIGHTS = "the weights to all-gather in float8"
 _WRITTEN_WEIGHTS = "the weights to all-gather in float8 that were written to"
 _WRITE = "a weight to all-gather in float8 was written to outside of the usual step"
+
+
+class GatherSettings(NamedTuple):
+    """The state that decides how a weight is gathered, equal on all ranks."""
+
+    config: Float8LinearConfig
+    scale_loads: int
+    """How often its persistent scales were loaded."""
 
 
 class WeightGroup:
@@ -58,20 +64,20 @@ class WeightGroup:
 
 @dataclass
 class AllGatherState:
-    """The attribute `gathering` of a module. It is not copied with the module, because a copy has no group."""
+    """The attribute `all_gather_state` of a module. It is not copied with the module, because a copy has no group."""
 
     weight_group: WeightGroup
     hooks: tuple[RemovableHandle, ...] = ()
     shards: dict[str, tuple[Tensor, LocatedShard]] = field(default_factory=dict)
     """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
-    agreed: dict[str, GatheringSubject] = field(default_factory=dict)
-    """The `GatheringSubject` of each weight at the last comparison of the ranks, by name."""
+    agreed_settings: dict[str, GatherSettings] = field(default_factory=dict)
+    """The `GatherSettings` of each weight at the last comparison of the ranks, by name."""
     cast_once_shards: dict[str, CastOnceShard] = field(default_factory=dict)
     """Shards by name, filled while a `cast_weights_once` is open."""
 
 
 def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
-    local = weight.local
+    local = weight.local_tensor
     if not isinstance(local, ScaledShard):
         raise RuntimeError(
             f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
@@ -81,10 +87,10 @@ def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
 
 
 def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
-    """Return `module.gathering`, which is created for a copy of a module."""
-    if module.gathering is None:
-        module.gathering = AllGatherState(WeightGroup([("", weight) for weight in iter_module_weights(module)]))
-    return typing.cast(AllGatherState, module.gathering)
+    """Return `module.all_gather_state`, which is created for a copy of a module."""
+    if module.all_gather_state is None:
+        module.all_gather_state = AllGatherState(WeightGroup([("", weight) for weight in iter_module_weights(module)]))
+    return typing.cast(AllGatherState, module.all_gather_state)
 
 
 def get_current_shard(weight: ModuleWeight) -> LocatedShard:
@@ -117,10 +123,10 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is known."""
     if not _is_sent_in_float8(weight):
         return False
-    if weight.scaling is None:
+    if weight.scale_slots is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
-    scale = weight.scaling.get_scales(device).weight
+    scale = weight.scale_slots.get_scales(device).weight
     return scale is None or not scale.is_known
 
 
@@ -134,23 +140,24 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
         RuntimeError: on every rank, if the groups differ between ranks; on this rank, if only this one changed.
     """
     state = get_all_gather_state(weight.module)
-    if state.agreed.get(weight.name) == _get_gathering_subject(weight):
+    if state.agreed_settings.get(weight.name) == _get_gather_settings(weight):
         return
     shard = get_current_shard(weight)
     sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
-    named = [(name, member) for name, member in sharded if get_current_shard(member).ranks == shard.ranks]
-    check = check_ranks_agree_after_change if weight.name in state.agreed else check_ranks_agree
+    named = [(name, member) for name, member in sharded if get_current_shard(member).group_ranks == shard.group_ranks]
+    check = check_ranks_agree_after_change if weight.name in state.agreed_settings else check_ranks_agree
     check(_describe_weights(named), *_list_groups(shard), what=_GATHERED_WEIGHTS)
     for _, member in named:
-        get_all_gather_state(member.module).agreed[member.name] = _get_gathering_subject(member)
+        get_all_gather_state(member.module).agreed_settings[member.name] = _get_gather_settings(member)
 
 
 def _list_groups(shard: LocatedShard) -> list[ProcessGroup]:
     return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
 
 
-def _get_gathering_subject(weight: ModuleWeight) -> GatheringSubject:
-    return weight.config, 0 if weight.scaling is None else weight.scaling.state.loads
+def _get_gather_settings(weight: ModuleWeight) -> GatherSettings:
+    slots = weight.scale_slots
+    return GatherSettings(weight.config, 0 if slots is None else slots.conversion_slots.loads)
 
 
 def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
@@ -189,7 +196,7 @@ def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
 
 def _make_collective_key(weight: ModuleWeight, shard: LocatedShard) -> CollectiveKey:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
-    return *shard.ranks, *get_rounding_rule(weight.config)
+    return *shard.group_ranks, *get_rounding_rule(weight.config)
 
 
 NamedShards = list[tuple[str, ModuleWeight, LocatedShard]]
@@ -214,7 +221,7 @@ def _compute_and_set_scales(named: NamedShards, *, are_precomputed: bool) -> Non
 def _describe_weights(named: NamedWeights) -> list[str]:
     lines = []
     for name, weight in named:
-        loaded = "" if weight.scaling is None else f", {weight.scaling.describe_loaded_weight_scale()}"
+        loaded = "" if weight.scale_slots is None else f", {weight.scale_slots.describe_loaded_weight_scale()}"
         lines.append(f"{name} {list(weight.parameter.shape)}: {weight.config}{loaded}")
     return lines
 
@@ -260,7 +267,7 @@ def precompute_scales(module: nn.Module) -> None:
 
 def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
-    weights = [(weakref.ref(weight.module), weight.name, *_get_gathering_subject(weight)) for _, weight in named]
+    weights = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
     check_ranks_agree_once(
         module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
     )

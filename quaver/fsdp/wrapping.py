@@ -29,13 +29,13 @@ def make_all_gather_weights(named: NamedWeights) -> None:
     for module in dict.fromkeys(weight.module for _, weight in named):
         for weight in iter_module_weights(module):
             _wrap(weight)
-            if weight.scaling is not None:
-                weight.scaling.let_host_decide()
+            if weight.scale_slots is not None:
+                weight.scale_slots.let_host_decide()
         hooks = (
             module.register_state_dict_post_hook(_unwrap_in_state_dict),
             module.register_load_state_dict_post_hook(_wrap_after_load),
         )
-        module.gathering = AllGatherState(weight_group, hooks)
+        module.all_gather_state = AllGatherState(weight_group, hooks)
 
 
 def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
@@ -48,20 +48,20 @@ def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
         parameter: Tensor = weight.parameter
         if isinstance(parameter, FrozenFloat8Weight):
             setattr(module, weight.name, nn.Parameter(parameter.to_high_precision(), requires_grad=False))
-        if is_dtensor(parameter) and isinstance(weight.local, Float8AllGatherWeight):
+        if is_dtensor(parameter) and isinstance(weight.local_tensor, Float8AllGatherWeight):
             raise RuntimeError(
                 "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
             )
         if isinstance(parameter, Float8AllGatherWeight):
             setattr(module, weight.name, nn.Parameter(parameter.wrapped, requires_grad=parameter.requires_grad))
-    if module.gathering is not None:
-        for hook in typing.cast(AllGatherState, module.gathering).hooks:
+    if module.all_gather_state is not None:
+        for hook in typing.cast(AllGatherState, module.all_gather_state).hooks:
             hook.remove()
-        module.gathering = None
+        module.all_gather_state = None
 
 
 def _wrap(weight: ModuleWeight) -> None:
-    parameter, local = weight.parameter, weight.local
+    parameter, local = weight.parameter, weight.local_tensor
     if isinstance(local, Float8AllGatherWeight):
         return
     wrapped = Float8AllGatherWeight(local.detach(), ScaledShardState(weight.name))
@@ -85,8 +85,8 @@ def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
         if isinstance(value, nn.Parameter):  # keep_vars=True returns the parameters themselves
             continue
         if isinstance(value, Float8AllGatherWeight):
-            state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
+            state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local_tensor).wrapped.detach()
         elif is_dtensor(value) and isinstance(get_local_tensor(value), Float8AllGatherWeight):
             # Detached from the weight itself, because writes to an alias would not move its version counter. The
             # DTensor stays, since it shares its counter with the parameter.
-            set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())
+            set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local_tensor).wrapped.detach())

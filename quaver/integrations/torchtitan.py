@@ -37,7 +37,7 @@ _QuantizedConfig: Any = Linear.Config if TorchAOLinear is None else TorchAOLinea
 class Float8TitanLinear(Float8Linear, Linear):
     """torchtitan's linear in float8. LoRAConverter can derive from it."""
 
-    replaces = Linear
+    original_class = Linear
 
     @dataclass(kw_only=True, slots=True)
     class Config(_QuantizedConfig):
@@ -88,7 +88,7 @@ class Float8LinearConverter(QuantizationConverter):
         linears = [*model_config.traverse(Linear.Config)]
         skipped = []
         for name, linear, parent, attribute in linears:
-            reason = _find_obstacle(linear) or next(
+            reason = _explain_obstacle(linear) or next(
                 (f"filter {part}" for part in self.config.filter_fqns if part in name), ""
             )
             if reason:
@@ -185,12 +185,12 @@ def float8_linear(
     """Convert the config of a linear in attention, feed-forward or shared experts to float8, if it can run so."""
     return (
         linear
-        if _find_obstacle(linear)
+        if _explain_obstacle(linear)
         else _convert_config(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
     )
 
 
-def _find_obstacle(linear: Any) -> str:
+def _explain_obstacle(linear: Any) -> str:
     if type(linear) is not Linear.Config:
         return f"{type(linear).__qualname__} is not exactly Linear.Config and may override its forward"
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quaver.linear.class_change import StandIn, change_class, get_class_parts
+from quaver.linear.class_change import SubstituteModule, change_class, get_class_parts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 
 
-class Conv1DLinear(StandIn, nn.Linear):
+class Conv1DLinear(SubstituteModule, nn.Linear):
     """A `Conv1D` as an nn.Linear, with the state dict of the Conv1D."""
 
     state_dict_is_transposed = True

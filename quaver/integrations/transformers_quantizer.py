@@ -41,7 +41,7 @@ from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, iter_model_configs
 from quaver.experts.module import is_experts
 from quaver.export.files import CONFIG_JSON, SAFETENSORS, read_config
-from quaver.export.frozen import StoredWeights, find_frozen_obstacle
+from quaver.export.frozen import StoredWeights, explain_frozen_obstacle
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import find_float8_weights
@@ -55,7 +55,7 @@ from quaver.integrations.transformers_convert import (
 from quaver.integrations.transformers_loading import Float8Tensors, QuaverWeights
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
-from quaver.linear.shared_input import share_inputs
+from quaver.linear.shared_input import share_input_casts
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.serving import serving_config
@@ -251,7 +251,7 @@ class QuaverQuantizer(HfQuantizer):
         if unread:
             raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {join_names(unread)}")
         if self._frozen:
-            share_inputs(model, Float8Linear)
+            share_input_casts(model, Float8Linear)
         if self._converts_after_loading(model) and not self.quantization_config.frozen:
             self._convert(model)
         for module in model.modules():
@@ -310,7 +310,7 @@ class QuaverQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
                 decision = apply_filter(admits, module, name)
-                obstacle = find_frozen_obstacle(module, include_subclasses)
+                obstacle = explain_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
                     decisions[name] = FilterDecision(convert=False, reason=decision.reason or obstacle)
         return decisions

@@ -74,10 +74,10 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
     trained = {strip_wrappers(name): module for name, module in modules if isinstance(module, Float8Linear)}
     for name, linear in reference.named_modules():
         source = trained.get(strip_wrappers(name))
-        if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
+        if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scale_slots is None:
             continue
         if _remove_all_gather(linear.float8_config) == _remove_all_gather(source.float8_config):
-            linear.scaling = LinearScaleSlots(source.scaling.state, source.scaling.slots)
+            linear.scale_slots = LinearScaleSlots(source.scale_slots.conversion_slots, source.scale_slots.slots)
 
 
 def _get_configs(model: nn.Module) -> dict[str, Float8LinearConfig]:

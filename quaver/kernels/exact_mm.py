@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.kernels import cpu
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.kernels.operation import register_operation
 from quaver.kernels.widen import widen
 from quaver.recipes import e2m1
@@ -97,7 +97,7 @@ def _exact_float8_mm(a: Tensor, matmul: ExactMatmul) -> Tensor:
 
 def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, *, scales_are_powers_of_2: bool) -> None:
     """Write `exact_float8_mm` to contiguous rows [M, N]. For plain tensors inside another operation only."""
-    scales = expect(a.dequant_scale), expect(b.dequant_scale)
+    scales = require(a.dequant_scale, "the dequant_scale"), require(b.dequant_scale, "the dequant_scale")
     matmul = ExactMatmul(b.data, *scales, None, out.dtype, scales_are_powers_of_2, a.layout, b.layout)
     result = _mm_cpu(a.data, matmul) if is_cpu(a.data) else None
     if result is None:
@@ -161,7 +161,7 @@ def unpack_codes(operand: Operand) -> Operand:
     if not layout.is_packed:
         return operand
     codes = e2m1.unpack(codes.t()).t() if layout.rows_of_byte > 1 else e2m1.unpack(codes)
-    scale = expect(dequant_scale).float()
+    scale = require(dequant_scale, "the dequant_scale").float()
     return Operand(codes, scale, ScaleLayout(layout.rows, layout.columns), None, outer_scale)
 
 
@@ -237,7 +237,7 @@ def _small_mm(
 ) -> Tensor:
     """Widen and multiply two small operands in the fewest calls. `folded`: for each, whether to fold in its scales."""
     a, b = (
-        multiply_scale_(operand.data.float(), expect(operand.dequant_scale), operand.layout)
+        multiply_scale_(operand.data.float(), require(operand.dequant_scale, "the dequant_scale"), operand.layout)
         if fold
         else operand.data.float()
         for operand, fold in zip(operands, folded, strict=True)

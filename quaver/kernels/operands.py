@@ -76,11 +76,11 @@ class Operands(NamedTuple):
 Value = TypeVar("Value")
 
 
-def expect(value: Value | None, name: str = "codes or scales") -> Value:
+def require(value: Value | None, name: str) -> Value:
     """Return `value`. Raises RuntimeError, with the `name` of what is missing, for None."""
     if value is None:
         raise RuntimeError(
-            f"{name} are missing: a cast makes only what its caller asks for, and none in high precision"
+            f"{name} is missing: a cast makes the operands that its caller asks for, and in high precision no scales"
         )
     return value
 
@@ -189,15 +189,24 @@ def unflatten_operands(flat: FlatOperands, row: bool, column: bool, layout: Scal
     """
     codes, quant, dequant, column_codes, column_quant, column_dequant, row_outer, column_outer = flat
     row_outer, column_outer = (row_outer, column_outer) if layout.is_packed else (None, None)
-    row_operand = Operand(expect(codes), dequant, layout, quant, row_outer) if row else None
+    row_operand = Operand(require(codes, "the tensor of row codes"), dequant, layout, quant, row_outer) if row else None
     if not column:
         return Operands(row_operand, None)
     if row_operand is None or not _is_missing(column_quant):
         column_layout = layout.get_column_layout()
-        column_operand = Operand(expect(column_codes), column_dequant, column_layout, column_quant, column_outer)
+        column_operand = Operand(
+            require(column_codes, "the tensor of column codes"),
+            column_dequant,
+            column_layout,
+            column_quant,
+            column_outer,
+        )
         return Operands(row_operand, column_operand)
     is_one = _is_missing(column_codes)
-    return Operands(row_operand, row_operand if is_one else row_operand._replace(data=expect(column_codes)))
+    return Operands(
+        row_operand,
+        row_operand if is_one else row_operand._replace(data=require(column_codes, "the tensor of column codes")),
+    )
 
 
 def _is_missing(tensor: Tensor | None) -> bool:

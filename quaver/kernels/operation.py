@@ -196,7 +196,7 @@ def find_triton_kernels(hp: Tensor) -> Any:
         return None
     from quaver.kernels import triton_blocks, triton_cast  # they import triton, which PyTorch for CPUs lacks
 
-    obstacle = triton_blocks.find_kernel_obstacle(hp.device.index)
+    obstacle = triton_blocks.explain_kernel_obstacle(hp.device.index)
     if obstacle is None:
         return triton_cast
     report_slow_path(

@@ -15,7 +15,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import expect
+from quaver.kernels.operands import require
 from quaver.kernels.triton_blocks import (
     choose_tile,
     get_magnitude_bits,
@@ -40,7 +40,7 @@ def compute_amax(hp: Tensor, dim: int | None) -> Tensor | None:
     if dim is None:
         return compute_amax_unless_known(hp, None)[0]
     row_amax, column_amax = compute_amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
-    return expect(row_amax if dim == 1 else column_amax)
+    return require(row_amax if dim == 1 else column_amax, "the amax")
 
 
 def compute_amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:

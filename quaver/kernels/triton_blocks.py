@@ -83,11 +83,11 @@ def supports_tensor(tensor: Tensor) -> bool:
         and type(tensor) in PLAIN_TYPES
         and tensor.is_contiguous()
         and tensor.numel() > 0
-        and (INTERPRETED if tensor.is_cpu else tensor.is_cuda and find_kernel_obstacle(tensor.device.index) is None)
+        and (INTERPRETED if tensor.is_cpu else tensor.is_cuda and explain_kernel_obstacle(tensor.device.index) is None)
     )
 
 
-def find_kernel_obstacle(device_index: int | None) -> str | None:
+def explain_kernel_obstacle(device_index: int | None) -> str | None:
     """Return why the kernels do not run on this GPU, or None if they do."""
     if UNAVAILABLE_BECAUSE is not None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"

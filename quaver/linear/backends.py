@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.native_mm import ScaleKind, find_block_kind, native_mm
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2
@@ -191,7 +191,10 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     Errors that are not about the hardware are raised.
     """
     for operands in _make_trials(kind):
-        a, b = (multiply_scale_(side.data.double(), expect(side.dequant_scale), side.layout) for side in operands)
+        a, b = (
+            multiply_scale_(side.data.double(), require(side.dequant_scale, "the dequant_scale"), side.layout)
+            for side in operands
+        )
         expected = torch.mm(a, b)
         try:
             out = native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, use_fast_accum=False)

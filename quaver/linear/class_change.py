@@ -26,7 +26,7 @@ from torch import nn
 from quaver.torch_private.fsdp import find_fsdp_module_class
 
 
-class StandIn(nn.Module):
+class SubstituteModule(nn.Module):
     """A class that a module was given so that it can be converted; its `original` part while it is in float8."""
 
     def to_original(self) -> None:
@@ -54,8 +54,8 @@ def get_class_parts(module: nn.Module) -> ClassParts:
     """Return the parts of the module's class. A class that this file did not make is an `original`."""
     cls = type(module)
     cls = cls.__bases__[1] if _is_fsdp_class(cls) else cls
-    if "replaces" in vars(cls):  # a float8 class itself
-        return ClassParts(vars(cls)["replaces"], cls)
+    if "original_class" in vars(cls):  # a float8 class itself
+        return ClassParts(vars(cls)["original_class"], cls)
     parts: ClassParts = vars(cls).get("_class_parts", ClassParts(cls))
     return parts
 
@@ -102,7 +102,7 @@ def _make_class(original: Any, float8: Any, wrappers: tuple[ForwardWrapper, ...]
         forward = functools.wraps(cls.forward)(wrappers[-1].make_forward(cls))
         namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
         return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(namespace))
-    if float8 is None or vars(float8).get("replaces") is original:
+    if float8 is None or vars(float8).get("original_class") is original:
         made: type[nn.Module] = float8 or original
         return made
     name = f"{float8.__name__.removesuffix('Linear').removesuffix('Experts')}{original.__name__}"

@@ -24,10 +24,10 @@ class Float8Module(nn.Module):
     The state of a weight is stored under the name of its parameter, which in a Float8Linear is "weight".
     """
 
-    _own_attributes: ClassVar[tuple[str, ...]] = (
+    _float8_attributes: ClassVar[tuple[str, ...]] = (
         "float8_config",
         "_float8_config",
-        "gathering",
+        "all_gather_state",
         "cast_once_weights",
         "probes",
         "_last_run",
@@ -36,7 +36,7 @@ class Float8Module(nn.Module):
     _describe_backends: ClassVar[Callable[..., str]]
     """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
     _float8_config: Float8LinearConfig
-    gathering: object | None
+    all_gather_state: object | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     cast_once_weights: dict[str, CastOnceWeight]
     """Quantized weights by name, while a `cast_weights_once` is open."""
@@ -45,9 +45,9 @@ class Float8Module(nn.Module):
     _last_run: LastRun
 
     def _init_float8(self, config: Float8LinearConfig) -> None:
-        """Initialize `_own_attributes`, in the constructor of the float8 class or after `change_to_float8`."""
+        """Initialize `_float8_attributes`, in the constructor of the float8 class or after `change_to_float8`."""
         self._float8_config = config
-        self.gathering = None
+        self.all_gather_state = None
         self.cast_once_weights = {}
         self._last_run = LastRun(self._name_kind())
 
@@ -91,7 +91,12 @@ class Float8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to an open scope, to a model and to this module; probes belong to a monitor.
-        state = {**self.__dict__, "cast_once_weights": {}, "gathering": None, "_last_run": LastRun(self._last_run.kind)}
+        state = {
+            **self.__dict__,
+            "cast_once_weights": {},
+            "all_gather_state": None,
+            "_last_run": LastRun(self._last_run.kind),
+        }
         state.pop("probes", None)
         return state
 
@@ -101,7 +106,7 @@ Float8 = TypeVar("Float8", bound=Float8Module)
 
 def list_taken_attributes(module: nn.Module, float8: type[Float8Module]) -> list[str]:
     """Return the names of attributes of `module` that the class `float8` would replace."""
-    return [name for name in float8._own_attributes if hasattr(module, name)]
+    return [name for name in float8._float8_attributes if hasattr(module, name)]
 
 
 def change_to_float8(module: nn.Module, float8: type[Float8], config: Float8LinearConfig) -> Float8:
@@ -114,7 +119,7 @@ def change_to_float8(module: nn.Module, float8: type[Float8], config: Float8Line
 
 def restore_class(module: Float8Module) -> None:
     """Convert `module` back in place to its original class, without the attributes of the float8 class."""
-    names = module._own_attributes
+    names = module._float8_attributes
     change_class(module, float8=None)
     for name in names:
         vars(module).pop(name, None)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import expect
+from quaver.kernels.operands import require
 from quaver.linear.frozen_weight import ALIAS_OPS, FrozenFloat8Weight, is_as_strided_of_all
 from quaver.linear.weight_form import COLLECTIVE_NAMESPACES, COPY_OPS, is_view, match_inference_mode
 from quaver.recipes.formats import FLOAT8_FORMATS
@@ -51,7 +51,11 @@ class FrozenState(FrozenFloat8Weight):
         largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
             for matrix, operand in quantized.zip_matrices(values):
-                units = dequantize(torch.ones_like(operand.data), expect(operand.dequant_scale), layout=operand.layout)
+                units = dequantize(
+                    torch.ones_like(operand.data),
+                    require(operand.dequant_scale, "the dequant_scale"),
+                    layout=operand.layout,
+                )
                 operand.data.copy_((matrix.float() / units).clamp(-largest, largest).to(operand.data.dtype))
             return quantized.data_fp8 if torch.equal(quantized.dequantize_codes(), values) else None
 

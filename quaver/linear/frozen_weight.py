@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.frozen_all_gather import FrozenAllGather
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
@@ -192,7 +192,11 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
             for target, operand in self.zip_matrices(values):
-                target.copy_(dequantize(operand.data, expect(operand.dequant_scale), self.dtype, operand.layout))
+                target.copy_(
+                    dequantize(
+                        operand.data, require(operand.dequant_scale, "the dequant_scale"), self.dtype, operand.layout
+                    )
+                )
             return values
 
     def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
@@ -235,7 +239,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
             else:
                 dim = None if layout.is_tensorwise else layout.index(ALL)
                 cast = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
-            scale = expect(operand.dequant_scale)
+            scale = require(operand.dequant_scale, "the dequant_scale")
             operand.data.copy_(cast[0])
             scale.copy_(cast[2])
             norms.append(dequantize(operand.data, scale, layout=layout).sub_(matrix).norm().item())
@@ -279,7 +283,7 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
         """Whether codes and scales hold the current values, as they always do in a module."""
         return True
 
-    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
+    def explain_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
         has_granularity = self.granularity == scales or self.scales_per_matrix == 1
         if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and has_granularity:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, multiply_operands
 from quaver.linear.last_run import record_run
@@ -72,7 +72,7 @@ class LinearArgs(NamedTuple):
     scales: PersistentScales
     weight_operands: Operands | None
     """The weight's operands, if it was quantized before the linear ran."""
-    keeps_codes: bool
+    saves_weight_codes: bool
     """Whether codes of the weight are saved for backward, instead of the weight."""
     sharding: LinearSharding | None
     linear_id: int | None
@@ -89,15 +89,13 @@ class _LinearFunction(torch.autograd.Function):
         input_q = _quantize_input(input, args, needs_grad_weight)
         weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
         saved_input = (
-            expect(input_q.column, "the input's codes for grad_weight")._replace(quant_scale=None)
+            require(input_q.column, "the input's column operand")._replace(quant_scale=None)
             if needs_grad_weight
             else None
         )
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         save(ctx, (saved_input, saved_weight))
-        return compute_output(
-            expect(input_q.row, "the input's codes for output"), weight_row, bias, args, input, weight
-        )
+        return compute_output(require(input_q.row, "the input's row operand"), weight_row, bias, args, input, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +140,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
-        saved_input = expect(saved_input, "the saved codes of the input")
+        saved_input = require(saved_input, "the saved input")
         grad_weight = multiply_operands(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
         args.probe.observe_grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
@@ -152,10 +150,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
-        saved_weight = expect(saved_weight, "the saved codes of the weight")
+        saved_weight = require(saved_weight, "the saved weight")
         weight = _get_weight_column(args, saved_weight, row)
         grad_input = multiply_operands(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
-        weight_hp = None if args.keeps_codes else saved_weight.data
+        weight_hp = None if args.saves_weight_codes else saved_weight.data
         args.probe.observe_grad_input(grad_input, grad_output, weight_hp, weight)
     return grad_input, grad_weight, grad_bias
 
@@ -175,7 +173,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         make_quantizer = choose_quantizer if args.sharding is None else args.sharding.make_input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.linear_id)
         operands = quantizer(input, row=True, column=needs_grad_weight)
-        row = expect(operands.row, "the input's codes for output")
+        row = require(operands.row, "the input's row operand")
         if row.dequant_scale is not None:
             materialize(row.data, row.dequant_scale)  # stored once for q, k and v
     args.probe.observe_operands("input", input, operands)
@@ -189,13 +187,13 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     """
     quantizer, operands = _make_weight_quantizer(args), args.weight_operands
     if operands is None:
-        operands = quantizer(weight, row=True, column=needs_grad_input and args.keeps_codes)
+        operands = quantizer(weight, row=True, column=needs_grad_input and args.saves_weight_codes)
     args.probe.observe_operands("weight", weight, operands)
-    row = expect(operands.row, "the weight's codes for output")
+    row = require(operands.row, "the weight's row operand")
     if not needs_grad_input:
         return row, None
-    if args.keeps_codes:
-        return row, expect(operands.column, "the weight's codes for grad_input")._replace(quant_scale=None)
+    if args.saves_weight_codes:
+        return row, require(operands.column, "the weight's column operand")._replace(quant_scale=None)
     scales = quantizer.derive_scales(args.config.casts.weight.column_source, operands)
     if scales is None:
         return row, Operand(weight.detach())
@@ -205,7 +203,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
 def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -> Operand:
     """Return the weight's column operand, from what `_quantize_weight` saved."""
     weight = saved.data
-    if args.keeps_codes:
+    if args.saves_weight_codes:
         check_memory(weight, saved.dequant_scale)  # FSDP2 frees all-gathered memory
         if saved.dequant_scale is None or grad_output.dequant_scale is None:
             return saved
@@ -219,7 +217,7 @@ def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -
         add_dependency(grad_output.dequant_scale, weight)
     operands = _make_weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     args.probe.observe_operands("weight", weight, operands)
-    return expect(operands.column, "the weight's codes for grad_input")
+    return require(operands.column, "the weight's column operand")
 
 
 def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
@@ -414,15 +412,15 @@ def apply_linear(
     records_gradients = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     linear_id = id(linear) if linear is not None and records_gradients else None
     probe = NO_PROBE if linear is None else linear.get_probe("weight")
-    keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, linear_id, probe)
+    saves_weight_codes = weight_operands is not None or config.keep_float8_weight_for_backward
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, saves_weight_codes, sharding, linear_id, probe)
     check_transforms()
     if needs_autograd():
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row = _quantize_input(input, args, needs_grad_weight=False).row
         weight_row, _ = _quantize_weight(weight, args, needs_grad_input=False)
-        output = compute_output(expect(input_row), weight_row, bias, args, input, weight)
+        output = compute_output(require(input_row, "the input's row operand"), weight_row, bias, args, input, weight)
     if linear is not None:
         column = None if weight_operands is None else weight_operands.column
         has_row_codes_only = column is not None and column.layout == ROWWISE

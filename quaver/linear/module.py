@@ -36,10 +36,10 @@ class Float8Linear(Float8Module, nn.Linear):
     """
 
     _describe_backends = staticmethod(describe_backends)
-    replaces: ClassVar[type[nn.Linear]] = nn.Linear
+    original_class: ClassVar[type[nn.Linear]] = nn.Linear
     """A converted nn.Linear becomes a Float8Linear; a converted subclass, a subclass of both (class_change.py)."""
-    _own_attributes = (*Float8Module._own_attributes, "config", "scaling", "sharding")
-    scaling: LinearScaleSlots | None
+    _float8_attributes = (*Float8Module._float8_attributes, "config", "scale_slots", "sharding")
+    scale_slots: LinearScaleSlots | None
     """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
@@ -81,7 +81,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _init_float8(self, config: Float8LinearConfig) -> None:
         super()._init_float8(config)
-        self.scaling = None
+        self.scale_slots = None
         self.sharding = None
 
     def _name_kind(self) -> str:
@@ -91,7 +91,7 @@ class Float8Linear(Float8Module, nn.Linear):
     """`float8_config`, under its name in torchao."""
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        if config.has_persistent_scales and (self.scaling is None or not self.scaling.fits(config)):
+        if config.has_persistent_scales and (self.scale_slots is None or not self.scale_slots.fits(config)):
             raise ValueError(
                 "config: expected one without delayed or static scaling, or with the scaling that the linear was "
                 f"converted with, got {config.short_str()}; call convert_to_high_precision(model) and then "
@@ -115,7 +115,7 @@ class Float8Linear(Float8Module, nn.Linear):
             sharding = self.sharding or self._find_sharding(input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
-        if self.scaling is not None or self.float8_config.has_persistent_scales:
+        if self.scale_slots is not None or self.float8_config.has_persistent_scales:
             scales = self.begin_forward(input.device)
         operands = self.get_cast_once_operands("weight")
         return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
@@ -150,14 +150,14 @@ class Float8Linear(Float8Module, nn.Linear):
 
         Its casts record amaxes, and the forward is counted, if it records gradients or during a calibration.
         """
-        if self.scaling is not None and (torch.is_grad_enabled() or self.scaling.state.calibrating):
-            return self.scaling.begin_forward(device, self.weight)
+        if self.scale_slots is not None and (torch.is_grad_enabled() or self.scale_slots.conversion_slots.calibrating):
+            return self.scale_slots.begin_forward(device, self.weight)
         return self.get_persistent_scales(device)
 
     def get_persistent_scales(self, device: torch.device) -> PersistentScales:
         """Return the persistent scales of the operands for casts on `device` that record no amaxes."""
-        if self.scaling is not None:
-            return self.scaling.get_scales(device)
+        if self.scale_slots is not None:
+            return self.scale_slots.get_scales(device)
         if self.float8_config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "
@@ -172,6 +172,6 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
-        if self.scaling is not None and getattr(self, "weight", None) is not None:
-            self.scaling.move_to(self.weight.device)
+        if self.scale_slots is not None and getattr(self, "weight", None) is not None:
+            self.scale_slots.move_to(self.weight.device)
         return self

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quaver.kernels.cast import to_row_major
 from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.recipes.formats import E5M2
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.torch_private.hardware import scaled_mm
@@ -64,7 +64,7 @@ def prepare_native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Ten
     """
     a, b = pad_operands(a, b)
     a_codes, b_codes = to_row_major(a.data), to_row_major(b.data.t()).t()
-    a_scale, b_scale = expect(a.dequant_scale), expect(b.dequant_scale)
+    a_scale, b_scale = require(a.dequant_scale, "the dequant_scale"), require(b.dequant_scale, "the dequant_scale")
     if not (a.layout.is_tensorwise and b.layout.is_tensorwise):
         a_scale = a_scale.expand(a_codes.shape[0], 1).contiguous()
         b_scale = b_scale.expand(1, b_codes.shape[1]).contiguous()

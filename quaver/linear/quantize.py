@@ -21,13 +21,13 @@ Row and column have this sense in every file, from config.py (`casts.weight.colu
     disabled        the operand is the matrix itself, in high precision
     dequantized     both operands are the row operand, which gemm.py dequantizes for a matmul in high precision
 
-Five quantizers share this interface:
+Five quantizers share this interface, the last two in tensor_parallel_quantizer.py:
 
     Quantizer                   scales computed from the matrix, or persistent scales from an earlier step
     StoredQuantizer             the same, for a gradient, which is in memory when compiled code casts it
     CachedQuantizer             the same, for an activation that several linears read (shared_input.py)
-    TensorParallelQuantizer     scales that agree across the ranks that hold parts of the matrix (parallel/)
-    GatheringQuantizer          the same, and codes all-gathered from the ranks that hold other tokens (parallel/)
+    TensorParallelQuantizer     scales that agree across the ranks that hold parts of the matrix
+    GatheringQuantizer          the same, and codes all-gathered from the ranks that hold other tokens
 """
 
 from __future__ import annotations

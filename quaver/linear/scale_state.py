@@ -64,7 +64,7 @@ OPERANDS = ("input", "weight", "grad_output")
 
 FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_UNCOPIED_ATTRIBUTES = ("linear_scales", "_persistent", "weight_versions")
+_ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent", "weight_versions")
 """Attributes of a `ConversionScaleSlots` that copies do not get."""
 
 
@@ -127,12 +127,12 @@ class ConversionScaleSlots:
         return torch.where(torch.tensor(by_rule, device=quant_scale.device), invert_twice(quant_scale), quant_scale)
 
     def _reset_views(self) -> None:
-        self.linear_scales: list[LinearScaleSlots] = []
+        self.linear_slots: list[LinearScaleSlots] = []
         self.weight_versions: dict[int, int] = {}
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _UNCOPIED_ATTRIBUTES}
+        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES_RESET_IN_COPIES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -168,7 +168,7 @@ class ConversionScaleSlots:
     @torch.inference_mode(False)
     def _renew_views(self) -> None:
         self._persistent.clear()
-        for scales in self.linear_scales:
+        for scales in self.linear_slots:
             scales.refresh()
 
     def sync(self, group: ProcessGroup | None) -> None:
@@ -229,7 +229,7 @@ class ConversionScaleSlots:
         if weight is not None and self.has_delayed and not weight.is_inference():
             version = get_version(weight)
             self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
-        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.linear_scales) and self.has_delayed:
+        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.linear_slots) and self.has_delayed:
             warn_user(
                 f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
                 "delayed scales do not change until it is called. Call it once a step, after the backward",
@@ -264,24 +264,24 @@ class LinearScaleSlots:
     """The slots of one linear, as its persistent scales."""
 
     def __init__(self, state: ConversionScaleSlots, slots: tuple[int | None, int | None, int | None]) -> None:
-        self.state, self.slots = state, slots
+        self.conversion_slots, self.slots = state, slots
         self.recorded_weight_amax: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
-        state.linear_scales.append(self)
+        state.linear_slots.append(self)
         self.refresh()
 
     def refresh(self) -> None:
         """Replace the views by new views of the state."""
         self.recorded, self.unrecorded = (
-            PersistentScales(*(self.state.get_persistent_scale(slot, record=record) for slot in self.slots))
+            PersistentScales(*(self.conversion_slots.get_persistent_scale(slot, record=record) for slot in self.slots))
             for record in (True, False)
         )
 
     def get_scales(self, device: torch.device) -> PersistentScales:
         """Return the scales for casts on `device`, to which the state moves. These casts record no amaxes."""
-        if device != self.state.device:
+        if device != self.conversion_slots.device:
             self.move_to(device)
-        if self.state.has_unknown_static and not self.state.calibrating:
+        if self.conversion_slots.has_unknown_static and not self.conversion_slots.calibrating:
             raise RuntimeError(
                 "this model has static scales that were never measured: run a few batches inside "
                 "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
@@ -299,7 +299,7 @@ class LinearScaleSlots:
             NotImplementedError: linears of one state train on two devices. A backward on the first device would write
                 its amax into the buffer that the move has replaced.
         """
-        state = self.state
+        state = self.conversion_slots
         if device != state.device and state.forwards_since_sync and device.type != "meta":
             raise NotImplementedError(
                 "the linears of one conversion keep their delayed or static scales on one device, and since the "
@@ -332,7 +332,7 @@ class LinearScaleSlots:
 
     def fits(self, config: Float8LinearConfig) -> bool:
         """Return whether the slots hold the persistent scales of `config`. Dynamic casts need none."""
-        state = self.state
+        state = self.conversion_slots
         if (state.delayed_config, state.power_of_2) != (
             config.delayed_scaling_config,
             config.round_scales_to_power_of_2,
@@ -345,28 +345,29 @@ class LinearScaleSlots:
     def list_named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """Return the slots of this linear, named `<prefix><operand>`."""
         slots = zip(OPERANDS, self.slots, strict=True)
-        return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
+        return [(f"{prefix}{operand}", self.conversion_slots, slot) for operand, slot in slots if slot is not None]
 
     def describe_loaded_weight_scale(self) -> str:
         """Describe the last load for the ranks to compare."""
         slot = self.slots[OPERANDS.index("weight")]
-        return "no persistent scale" if slot is None else f"loaded quant_scale {self.state.loaded_scales[slot]}"
+        return (
+            "no persistent scale" if slot is None else f"loaded quant_scale {self.conversion_slots.loaded_scales[slot]}"
+        )
 
     def let_host_decide(self) -> None:
         """Set `ConversionScaleSlots.host_decides`."""
-        self.state.host_decides = True
+        self.conversion_slots.host_decides = True
 
     def move_to(self, device: torch.device) -> None:
         device = add_device_index(device)
-        if device.type != "meta" and device != self.state.device:
+        if device.type != "meta" and device != self.conversion_slots.device:
             if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"the persistent scales are on {self.state.device} and the input is on {device}: move the model"
-                )
-            self.state.to(device)
+                scales_on = self.conversion_slots.device
+                raise RuntimeError(f"the persistent scales are on {scales_on}, input on {device}: move the model")
+            self.conversion_slots.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LinearScaleSlots, (self.state, self.slots)  # a copy has views of the copied state
+        return LinearScaleSlots, (self.conversion_slots, self.slots)  # a copy has views of the copied state
 
 
 NamedSlot = tuple[str, ConversionScaleSlots, int]

@@ -54,7 +54,7 @@ class ShardedLinear(Protocol):
     in_features: int
     out_features: int
     weight: Tensor
-    scaling: LinearScaleSlots | None
+    scale_slots: LinearScaleSlots | None
 
     @property
     def float8_config(self) -> Float8LinearConfig:
@@ -260,14 +260,14 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    config, scaling, trains = linear.float8_config, linear.scaling, linear.weight.requires_grad
+    config, scale_slots, trains = linear.float8_config, linear.scale_slots, linear.weight.requires_grad
 
     def describe() -> list[str]:
-        slots = [] if scaling is None else scaling.list_named_slots()
+        slots = [] if scale_slots is None else scale_slots.list_named_slots()
         loaded = [f"{name} loaded quant_scale {state.loaded_scales[slot]}" for name, state, slot in slots]
         return [f"{linear.in_features} -> {linear.out_features}, trains: {trains}, {config}", *loaded]
 
-    subjects = [config, trains, 0 if scaling is None else scaling.state.loads]
+    subjects = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]
     check_ranks_agree_once(linear, subjects, describe, lambda: [group], what="tensor-parallel linears")
 
 
@@ -308,8 +308,8 @@ def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
             "when its forward runs. If fully_shard did that, call the module that was given to it; if tensor "
             "parallelism, use (Float8)ColwiseParallel or (Float8)RowwiseParallel on a mesh with one dim"
         )
-    if linear.scaling is not None:
-        linear.scaling.let_host_decide()
+    if linear.scale_slots is not None:
+        linear.scale_slots.let_host_decide()
     if not isinstance(placement, Shard):
         layout = input.placements[0]
         by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1

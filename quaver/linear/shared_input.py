@@ -4,8 +4,8 @@ The operands of the last quantized activation are cached, and the next linear us
 
     gradients are recorded. Evaluation caches nothing.
     the forward of their parent runs. The parent holds several Float8Linears, and the conversion registered two hooks
-        on it (`share_inputs`). The end of the outermost parent's forward clears the cache. Without a parent linears
-        share nothing.
+        on it (`share_input_casts`). The end of the outermost parent's forward clears the cache. Without a parent
+        linears share nothing.
     this linear has not used them yet. A linear that is called twice quantizes twice.
     the activation is the same tensor object at the same version, and casts and scale are the same.
 
@@ -36,7 +36,7 @@ from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICY_MODES
 from quaver.torch_private.versions import get_version
 
-RECOMPUTED_HOOKS: Any = "quaver.shared_input"
+SHARED_INPUT_HOOK_KEY: Any = "quaver.shared_input"
 """The key of the hooks, which a recomputation calls too. Pickled models contain it."""
 
 
@@ -55,7 +55,7 @@ class SharedOperands(NamedTuple):
     linear_ids: frozenset[int]
     """The ids of the linears that used these operands."""
 
-    def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
+    def matches(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
         return (
             self.activation() is activation
             and quantizer.linear_id not in self.linear_ids
@@ -104,7 +104,7 @@ def _remove_from_running(parent: nn.Module, parents: list[weakref.ref[nn.Module]
         del parents[parents.index(weakref.ref(parent)) :]
 
 
-def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
+def share_input_casts(model: nn.Module, linear_class: type[nn.Module]) -> None:
     """Let linears of `model` (modules of `linear_class`) that have the same parent share the cast of their input.
 
     The parent is the nearest enclosing module that runs a forward and holds another Float8Linear. With an adapter
@@ -129,11 +129,11 @@ def _set_hook_key(key: int, *hooks: dict[Any, Any]) -> None:
     module, so each block of a model would be compiled anew.
     """
     for hooks_by_key in hooks:
-        hooks_by_key[RECOMPUTED_HOOKS] = hooks_by_key.pop(key)
+        hooks_by_key[SHARED_INPUT_HOOK_KEY] = hooks_by_key.pop(key)
 
 
-def stop_sharing_inputs(model: nn.Module) -> None:
-    """Undo `share_inputs`."""
+def stop_sharing_input_casts(model: nn.Module) -> None:
+    """Undo `share_input_casts`."""
     for module in model.modules():
         for hooks, shared_hook in (
             (module._forward_pre_hooks, begin_parent_forward),
@@ -171,7 +171,7 @@ class CachedQuantizer(Quantizer):
         global _cached_operands
         mode, cached, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
         entry = _cached_operands  # read once: another thread may replace it
-        if entry is not None and entry.serves(hp, self, mode):
+        if entry is not None and entry.matches(hp, self, mode):
             cached, linear_ids = entry.operands, entry.linear_ids | linear_ids
             if (not row or cached.row is not None) and (not column or cached.column is not None):
                 _cached_operands = entry._replace(linear_ids=linear_ids)

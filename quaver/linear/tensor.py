@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.weight_form import TensorForm, make_wrapper
 from quaver.recipes.formats import E2M1, E4M3, FLOAT8_FORMATS
 from quaver.recipes.linear_casts import OperandCasts
@@ -106,8 +106,8 @@ class Float8Tensor(TensorForm):
     def get_operands(self) -> Operands:
         """Return both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
         row, column = self.get_stored_operands()
-        row = expect(row)
-        scale = expect(row.dequant_scale)
+        row = require(row, "the row operand")
+        scale = require(row.dequant_scale, "the dequant_scale")
         if scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
         if column is not None:
@@ -115,11 +115,11 @@ class Float8Tensor(TensorForm):
         return Operands(row._replace(data=_flatten_rows(row.data), dequant_scale=scale), column)
 
     def check_casts(self, casts: OperandCasts, *, transposed: bool = False) -> None:
-        """Raise RuntimeError if this tensor was not quantized with `casts`; see `find_cast_mismatch`."""
-        if mismatch := self.find_cast_mismatch(casts, transposed=transposed):
+        """Raise RuntimeError if this tensor was not quantized with `casts`; see `explain_cast_mismatch`."""
+        if mismatch := self.explain_cast_mismatch(casts, transposed=transposed):
             raise RuntimeError(mismatch)
 
-    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
+    def explain_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         """Return how this differs from a tensor quantized with `casts` and what to do, or "" if it does not.
 
         Compares the dtypes and layouts of the operands that both have in float8.
@@ -146,8 +146,8 @@ class Float8Tensor(TensorForm):
     def to_high_precision(self) -> Tensor:
         """Dequantize the row codes to the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            data, scale, layout, _, outer = expect(self.get_operands().row)
-            return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
+            data, scale, layout, _, outer = require(self.get_operands().row, "the row operand")
+            return dequantize(data, require(scale, "the scale"), self.dtype, layout, outer).view(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         column_kind = "separate"
@@ -167,7 +167,7 @@ class Float8Tensor(TensorForm):
         column = row if column_kind == "shared" else None
         if column_kind == "separate":
             codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW_TENSORS)
-            column = Operand(expect(codes), scale, layouts[1], None, outer)
+            column = Operand(require(codes, "the tensor of column codes"), scale, layouts[1], None, outer)
         return cls(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -216,7 +216,9 @@ def _map(
     The operations here move no column, so the column operand keeps its scales.
     """
     stored, column = tensor.get_unchecked_operands()
-    row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
+    row = require(stored, "the stored operand")._replace(
+        data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale)
+    )
     if column is not None:
         column = row if column is stored else column._replace(data=map_data(column.data))
     return Float8Tensor(row, column, tensor.dtype)

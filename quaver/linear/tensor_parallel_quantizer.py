@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from quaver.kernels.cast import cast_with_scale, compute_matrix_amax, to_row_major
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax, update_amax_buffer
 from quaver.linear.gemm import lay_out_columns, lay_out_rows
 from quaver.linear.quantize import Quantizer
@@ -197,8 +197,15 @@ def _cast_with_agreed_scale(
     scale = PersistentScale(quant_scale, recorded_amax, is_known)
     if is_known:
         row, column = True, False
-        operand = expect(cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row)
-        return operand.data, expect(operand.quant_scale).clone(), expect(operand.dequant_scale), recorded_amax
+        operand = require(
+            cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row, "the row operand"
+        )
+        return (
+            operand.data,
+            require(operand.quant_scale, "the quant_scale").clone(),
+            require(operand.dequant_scale, "the dequant_scale"),
+            recorded_amax,
+        )
     local_amax = compute_matrix_amax(hp, None)
     record_amax(scale, local_amax)
     # Functional collectives also take the name of a group.

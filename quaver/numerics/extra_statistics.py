@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.error_bounds import compute_bulk_db
@@ -106,7 +106,7 @@ def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[st
         elif key not in noise_by_cast:
             alone = OperandCasts(cast, cast, casts.power_of_2, has_equal_casts=True)
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
-            slot = observe_matrix(hp, expect(operands.row or operands.column))
+            slot = observe_matrix(hp, require(operands.row or operands.column, "the operand"))
             noise_by_cast[key], signal = _get_noise(slot), slot[SlotIndex.SIGNAL].item()
         noises.append(noise_by_cast[key])
     return signal, noises
@@ -127,7 +127,7 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     rows = spread_indices(len(hp), HISTOGRAM_ROWS, hp.device)
     extras[:_EXPONENTS] = _count_exponents(hp[rows])
     codes, scale, layout, *_ = cast.select_rows(rows)
-    extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), expect(scale), layout))
+    extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), require(scale, "the scale"), layout))
     signal, noises = _measure_noises(hp, operand, direction, DYNAMIC_RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64, device=hp.device)
     return extras

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.numerics.accumulation import Accumulation, accumulate, accumulate_chains
 from quaver.numerics.statistics import compute_ratio_db, spread_indices, sum_signal_and_noise
 from quaver.recipes.formats import E5M2
@@ -50,7 +50,7 @@ class SampledRows(NamedTuple):
     @property
     def dequant_scale(self) -> Tensor:
         """float32 (), [rows, 1] or [rows, blocks of the contracted dim]."""
-        return expect(self.cast.dequant_scale)
+        return require(self.cast.dequant_scale, "the dequant_scale")
 
 
 def sample_rows(hp: Tensor, cast: Operand, direction: str) -> SampledRows:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from quaver.experts.groups import find_bounds, find_first_scale_row, select_group
 from quaver.kernels.cpu import check_memory, has_memory
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.kernels.operation import format_parameters, library
 from quaver.linear.quantize import flatten_to_matrix
 from quaver.numerics.extra_statistics import compute_extras, compute_result_extras
@@ -133,7 +133,7 @@ def _observe_operand(
             continue
         if group_hp is None or not fits:
             observed = make_slots(1, slot.device)[0]
-            observe_scales(observed, expect(group_cast.dequant_scale))
+            observe_scales(observed, require(group_cast.dequant_scale, "the dequant_scale"))
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:

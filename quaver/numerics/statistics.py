@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.numerics.record import Values
 from quaver.recipes.formats import get_format
 from quaver.recipes.scale_layout import TENSORWISE
@@ -132,7 +132,11 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     slot[SlotIndex.NUMEL] = hp.numel()
     codes, layout, quant, dequant = None, TENSORWISE, _ONE, _ONE
     if cast is not None:
-        codes, layout, dequant = cast.data, cast.layout, expect(cast.dequant_scale).double().contiguous()
+        codes, layout, dequant = (
+            cast.data,
+            cast.layout,
+            require(cast.dequant_scale, "the dequant_scale").double().contiguous(),
+        )
         quant = dequant.reciprocal() if cast.quant_scale is None else cast.quant_scale.double().contiguous()
     sums = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
     if sums is None:
@@ -143,7 +147,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     if cast is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
-        observe_scales(slot, expect(cast.dequant_scale))
+        observe_scales(slot, require(cast.dequant_scale, "the dequant_scale"))
         observe_worst(slot, signal.flatten(), noise.flatten())
     return slot
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quaver.optim.blocks import find_block_obstacle
+from quaver.optim.blocks import explain_block_obstacle
 from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import make_step_key
@@ -254,7 +254,7 @@ class Float8Optimizer(Optimizer):
                 "elements or more; FSDP1 flattens parameters: use fully_shard (FSDP2)",
                 _LARGE_VECTOR_ELEMENTS,
             )
-        elif not is_small(parameter) and (obstacle := find_block_obstacle(parameter)):
+        elif not is_small(parameter) and (obstacle := explain_block_obstacle(parameter)):
             if has_process_group() and dist.get_rank():
                 return  # the first rank says it for all
             name = self._names.get(parameter, "a parameter")

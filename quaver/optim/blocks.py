@@ -106,7 +106,7 @@ def _list_sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
     return [(axis, dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1]
 
 
-def find_block_obstacle(parameter: Tensor) -> str:
+def explain_block_obstacle(parameter: Tensor) -> str:
     """Return why shards of this parameter cannot have scales, or "" if they can. The same on all ranks."""
     leading = count_leading_dims(parameter.shape)
     if any(2 <= dim < leading or dim > leading for _, dim in _list_sharded_dims(parameter)):

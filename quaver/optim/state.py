@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.optim.blocks import (
     RowSpan,
-    find_block_obstacle,
+    explain_block_obstacle,
     find_cut_axes,
     from_blocks,
     get_scale_shape,
@@ -83,7 +83,7 @@ def choose_storage(parameter: Tensor, wanted: str) -> str:
     """Return how a moment is stored: as `wanted`, or in float32 if the parameter is small or its shards lack scales."""
     if is_small(parameter):
         return "float32"
-    return "float32" if wanted == "float8" and find_block_obstacle(parameter) else wanted
+    return "float32" if wanted == "float8" and explain_block_obstacle(parameter) else wanted
 
 
 class StateLayout(NamedTuple):

@@ -42,7 +42,7 @@ from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import find_groups
 from quaver.experts.module import RoutedExperts, get_expert_weights
 from quaver.kernels.cast import cast_with_scale
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.sharding import to_local
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes import scaling
@@ -115,7 +115,10 @@ class TokenDispatch:
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
         """Quantize rows and dispatch their codes and scales in one all-to-all."""
-        sent = expect(cast_groups(hp, casts.row, None, 1, row=True, column=False, power_of_2=casts.power_of_2).row)
+        sent = require(
+            cast_groups(hp, casts.row, None, 1, row=True, column=False, power_of_2=casts.power_of_2).row,
+            "the row operand",
+        )
         scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
         parts = sent.data, typing.cast(Tensor, sent.dequant_scale).to(scale_dtype).contiguous()
         received = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.linear.function import get_output_dtype
 from quaver.linear.module import Float8Linear
 from quaver.linear.sharding import resolve_sequence_dim, to_local
@@ -52,7 +52,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         shape = [*local.shape]
         shape[dim] *= group.size()
         gathered = Float8Tensor.from_operands(
-            _view_operand(expect(row), shape),
+            _view_operand(require(row, "the row operand"), shape),
             None if column is None else column._replace(data=column.data.view(shape)),
             local.dtype,
         )

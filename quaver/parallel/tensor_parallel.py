@@ -71,8 +71,8 @@ def _require_one_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
     check_ranks_cast_alike(linear, sharding.group)
     linear.sharding = sharding
-    if linear.scaling is not None:
-        linear.scaling.let_host_decide()
+    if linear.scale_slots is not None:
+        linear.scale_slots.let_host_decide()
 
 
 class _GatheringColwiseSharding(ColwiseSharding):

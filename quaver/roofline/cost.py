@@ -198,10 +198,10 @@ def _divide(casts: CastCosts, sharers: int) -> CastCosts:
 def find_unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """Find the scales of a recipe's float8 matmuls that `spec` does not multiply; None for scales of no hardware."""
     kinds = set(find_scale_kinds(canonicalize_recipe(recipe)).values())
-    return {kind for kind in kinds if kind is None or find_native_obstacle(spec, kind)}
+    return {kind for kind in kinds if kind is None or explain_native_obstacle(spec, kind)}
 
 
-def find_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
+def explain_native_obstacle(spec: DeviceSpec, kind: ScaleKind) -> str | None:
     """Return why `spec` does not multiply float8 with this kind of scales, or None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"

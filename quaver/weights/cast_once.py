@@ -82,18 +82,18 @@ def open_scope(model: nn.Module, *, opened_by: str) -> Iterator[None]:
     finally:
         for weight in whole:
             weight.module.cast_once_weights.pop(weight.name, None)
-            if weight.scaling is not None:
-                weight.scaling.recorded_weight_amax = None
+            if weight.scale_slots is not None:
+                weight.scale_slots.recorded_weight_amax = None
         for state, _ in gathered:
             state.cast_once_shards.clear()
 
 
 def is_cast_once(weight: ModuleWeight) -> bool:
     """Return whether a `cast_weights_once` is open for this weight."""
-    gathering = typing.cast(AllGatherState | None, weight.module.gathering)
-    return weight.cast_once is not None or (gathering is not None and weight.name in gathering.cast_once_shards)
+    state = typing.cast(AllGatherState | None, weight.module.all_gather_state)
+    return weight.cast_once is not None or (state is not None and weight.name in state.cast_once_shards)
 
 
 def _is_plain_and_whole(weight: ModuleWeight) -> bool:
     is_plain = type(weight.parameter) in (nn.Parameter, FakeTensor)
-    return is_plain and weight.module.gathering is None and weight.is_whole
+    return is_plain and weight.module.all_gather_state is None and weight.is_whole

@@ -28,8 +28,8 @@ class FrozenModule(nn.Module):
     def _iter_frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
         """Yield each weight with its local tensor."""
         for weight in iter_module_weights(self):
-            if isinstance(weight.local, FrozenFloat8Weight):
-                yield weight, weight.local
+            if isinstance(weight.local_tensor, FrozenFloat8Weight):
+                yield weight, weight.local_tensor
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -59,7 +59,7 @@ class FrozenModule(nn.Module):
 class FrozenFloat8Linear(FrozenModule, Float8Linear):
     """A Float8Linear whose weight is stored in float8; `freeze_to_float8` makes it."""
 
-    replaces = nn.Linear
+    original_class = nn.Linear
 
 
 class FrozenFloat8Experts(FrozenModule, Float8Experts):

@@ -293,13 +293,13 @@ def _find_weights_to_convert(
     named = {f"{name}.weight".lstrip(".") if weight.name == "weight" else name: weight for name, weight in trained}
     owners = find_parameter_names(model)
     for name, weight in named.items():
-        obstacle = _find_primary_obstacle(weight, owners)
+        obstacle = _explain_primary_obstacle(weight, owners)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
     return named
 
 
-def _find_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
+def _explain_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
     parameter, casts = weight.parameter, weight.config.casts
     if isinstance(parameter, Float8AllGatherWeight):
         return "its config has enable_fsdp_float8_all_gather; convert without it, or under FSDP2 use cast_weights_once"

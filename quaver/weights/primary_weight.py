@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.experts.grouped_mm import quantize_weight
-from quaver.kernels.operands import Operand, Operands, expect
+from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVE_NAMESPACES, WrapperWeight
@@ -83,8 +83,10 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         """Quantize the master into the codes."""
         operands = _quantize_master(self.wrapped, self.config, self.transposed)
         for target, operand in zip(super().get_stored_operands(), operands, strict=True):
-            expect(target).data.copy_(operand.data)
-            expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
+            require(target, "the stored operand").data.copy_(operand.data)
+            require(require(target, "the stored operand").dequant_scale, "the dequant_scale").copy_(
+                require(operand.dequant_scale, "the dequant_scale")
+            )
         self._quantized = self._get_versions()
 
     def _get_versions(self) -> tuple[int, int]:
@@ -94,7 +96,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
             return next(_STAND_IN_VERSIONS), 0
         return get_version(self), get_version(self.wrapped)
 
-    def find_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
+    def explain_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         if self.config is None or self.config.casts.weight == casts:
             return ""
         return (
@@ -141,7 +143,9 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
     def _alias(self) -> Float8PrimaryWeight:
         row, column = super().get_stored_operands()
-        alias = Float8PrimaryWeight(expect(row), column, self.dtype, self.wrapped, self.config, self.transposed)
+        alias = Float8PrimaryWeight(
+            require(row, "the row operand"), column, self.dtype, self.wrapped, self.config, self.transposed
+        )
         alias._quantized = self._quantized
         return alias
 
@@ -153,10 +157,15 @@ def _quantize_master(master: Tensor, config: Float8LinearConfig, transposed: boo
     casts = config.casts.weight
     if master.dim() == 3:
         both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (expect(side)._replace(data=expect(side).data.view(master.shape)) for side in both)
+        row, column = (
+            require(side, "the stored operand")._replace(
+                data=require(side, "the stored operand").data.view(master.shape)
+            )
+            for side in both
+        )
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
     shared = casts.shares_codes
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
-    row = expect(operands.row)
-    return row, row if shared else expect(operands.column)
+    row = require(operands.row, "the row operand")
+    return row, row if shared else require(operands.column, "the column operand")

@@ -68,7 +68,7 @@ def step(model, forward, seed, device):
 def test_training_follows_that_on_a_cpu_and_is_compiled_once_more_when_scales_are_known(recipe, compiled):
     on_cpu = make(recipe)
     on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
-    assert on_gpu[0].scaling.state.device.type == DEVICE
+    assert on_gpu[0].scale_slots.conversion_slots.device.type == DEVICE
     forward = torch.compile(on_gpu, fullgraph=True, backend=BACKEND) if compiled else on_gpu
     step(on_gpu, forward, 0, DEVICE)
     with host():
@@ -99,5 +99,5 @@ def test_the_state_follows_parameters_whose_data_is_moved():
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DEVICE)
     step(model, model, 0, DEVICE)
-    assert model[0].scaling.state.device.type == DEVICE
+    assert model[0].scale_slots.conversion_slots.device.type == DEVICE
     assert all(tensor.amax > 0 for tensor in float8_scaling_state(model).report())

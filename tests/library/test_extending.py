@@ -29,7 +29,6 @@ from quaver.export.formats import make_weight_format
 from quaver.linear.backends import find_cast_kind
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from quaver.kernels.operands import expect
 from quaver.linear.quantize import Quantizer
 from quaver.roofline.cost import count_operand_casts
 from quaver.recipes.scaling import dequantize

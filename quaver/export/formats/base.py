@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from quaver.kernels.operands import Operand, expect
+from quaver.kernels.operands import Operand, require
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.config import CastConfig
 from quaver.recipes.formats import E4M3
@@ -76,7 +76,7 @@ class WeightFormat:
             operand: the weight [N, K] in the forward's matmul.
             weight: the cast of the weight.
         """
-        scale = expect(operand.dequant_scale)
+        scale = require(operand.dequant_scale, "the dequant_scale")
         if self.is_mx:
             is_e8m0 = scale.to(torch.float8_e8m0fnu).float().equal(scale)
             if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not is_e8m0:
@@ -107,7 +107,7 @@ class WeightFormat:
     def iter_tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of the weight `name` in a checkpoint, by name."""
         yield name, self.convert_codes(operand.data)
-        yield self.get_scale_name(name), self.convert_scale(expect(operand.dequant_scale))
+        yield self.get_scale_name(name), self.convert_scale(require(operand.dequant_scale, "the dequant_scale"))
 
     def get_scale_name(self, name: str) -> str:
         """Return the name of the scale of the weight `name`."""

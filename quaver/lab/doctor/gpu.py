@@ -12,14 +12,14 @@ from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import conversion_report
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
 from quaver.experts.grouped_gemm import fits_grouped_matmul
-from quaver.experts.grouped_mm import find_config_obstacle
+from quaver.experts.grouped_mm import explain_config_obstacle
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.backends import find_cast_kind
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, disable_cast
-from quaver.roofline.cost import find_native_obstacle
+from quaver.roofline.cost import explain_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import mask_layer_numbers
@@ -119,7 +119,7 @@ def _pair_casts(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastC
 def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) -> RecipeOnGpu:
     pairs = _pair_casts(config)
     linear = [_describe_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
-    if find_config_obstacle(config):  # experts stay in high precision
+    if explain_config_obstacle(config):  # experts stay in high precision
         pairs = {name: (disable_cast(left), disable_cast(right)) for name, (left, right) in pairs.items()}
     powers_of_2 = config.round_scales_to_power_of_2
     experts = [
@@ -132,7 +132,7 @@ def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, sp
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
     kind = find_cast_kind(left, right)
-    obstacle = "no hardware multiplies such scales" if kind is None else find_native_obstacle(spec, kind)
+    obstacle = "no hardware multiplies such scales" if kind is None else explain_native_obstacle(spec, kind)
     if kind is None or obstacle is not None:
         return MatmulOnGpu(matmul, "exact", f"codes widened to bfloat16: {obstacle}")
     name = "torch.nn.functional.scaled_mm" if kind.block_length else "torch._scaled_mm"
@@ -146,7 +146,7 @@ def _describe_expert_matmul(
     one_by_one = "experts one by one, after a wait for the sizes of their groups"
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if has_grouped_mm else one_by_one)
-    if fits_grouped_matmul(left, right) and find_native_obstacle(spec, ScaleKind.GROUPS) is None:
+    if fits_grouped_matmul(left, right) and explain_native_obstacle(spec, ScaleKind.GROUPS) is None:
         return MatmulOnGpu(matmul, "native", "torch._scaled_grouped_mm")
     if scales_are_powers_of_2 and has_grouped_mm:
         return MatmulOnGpu(matmul, "exact", "codes widened to bfloat16: torch._grouped_mm")
@@ -178,7 +178,7 @@ def _describe_other_recipe(config: Float8LinearConfig, model_config: Float8Linea
 def _find_padding_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
     """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
     kinds = [find_cast_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
-    native = [kind for kind in kinds if kind is not None and find_native_obstacle(spec, kind) is None]
+    native = [kind for kind in kinds if kind is not None and explain_native_obstacle(spec, kind) is None]
     return max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
 
 

@@ -182,6 +182,10 @@ def _is_whole(trace: Path) -> bool:
 
 def list_persistent_scales(model: nn.Module) -> list[Tensor]:
     """Return every tensor of the persistent scales and histories that the linears of `model` share."""
-    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
-    states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScaleSlots)}
+    linear_slots = [module.scale_slots for module in model.modules() if isinstance(module, Float8Linear)]
+    states = {
+        id(slots.conversion_slots): slots.conversion_slots
+        for slots in linear_slots
+        if isinstance(slots, LinearScaleSlots)
+    }
     return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]

@@ -136,7 +136,7 @@ def test_a_conversion_that_fails_half_way_is_undone(at, make, monkeypatch):
         assert (cls, old.keys()) == (now_cls, now.keys())
         assert all(parameters[name] is parameter for name, parameter in old_parameters.items())
     for module in model.modules():
-        assert getattr(module, "scaling", None) is getattr(module, "gathering", None) is None
+        assert getattr(module, "scale_slots", None) is getattr(module, "all_gather_state", None) is None
         assert not module._state_dict_hooks
 
 
@@ -362,7 +362,7 @@ def test_experts_become_all_gather_weights_and_back():
     assert reasons["0.experts.down_proj"].startswith("gathered in high precision until")
     convert_to_high_precision(model)
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    assert not hasattr(model[0].experts, "gathering")
+    assert not hasattr(model[0].experts, "all_gather_state")
     assert not model[0].experts._state_dict_hooks
 
 

@@ -206,16 +206,16 @@ def test_microbatches_and_repeated_calls_record_their_maximum():
 def test_code_without_gradients_uses_the_scales_and_records_nothing(recipe):
     module, input = make_linear(recipe=recipe), torch.randn(8, 64)
     step(module, input)
-    recorded_amax = module.scaling.state.amax_buffer.clone()
+    recorded_amax = module.scale_slots.conversion_slots.amax_buffer.clone()
     trained = module(input)
     module.zero_grad()
-    module.scaling.state.amax_buffer.copy_(recorded_amax)
+    module.scale_slots.conversion_slots.amax_buffer.copy_(recorded_amax)
     with torch.no_grad():
         assert torch.equal(module(input), trained)
         module(input * 100)
     with torch.inference_mode():
         assert torch.equal(module(input), trained)
-    assert torch.equal(module.scaling.state.amax_buffer, recorded_amax)
+    assert torch.equal(module.scale_slots.conversion_slots.amax_buffer, recorded_amax)
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])

@@ -84,7 +84,9 @@ def scaling_snapshot(model):
 def scale_states_of(model):
     """Return the persistent scales of each conversion."""
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
-    return list(dict.fromkeys(linear.scaling.state for linear in linears if linear.scaling is not None))
+    return list(
+        dict.fromkeys(linear.scale_slots.conversion_slots for linear in linears if linear.scale_slots is not None)
+    )
 
 
 def assert_same_scaling_on_all_ranks(model):

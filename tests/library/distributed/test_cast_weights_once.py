@@ -126,7 +126,7 @@ def test_another_config_inside_is_an_error_at_the_next_all_gather():
 @on_ranks(2)
 def test_cast_weights_once_leaves_nothing_behind():
     model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
-    states = [module.gathering for module in model.modules() if getattr(module, "gathering", None)]
+    states = [module.all_gather_state for module in model.modules() if getattr(module, "all_gather_state", None)]
     expected = model(part_of(batch))
     with cast_weights_once(model):  # the weights are unsharded at the entry
         assert model(part_of(batch)).equal(expected)

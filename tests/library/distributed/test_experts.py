@@ -280,7 +280,7 @@ def test_cast_weights_once_casts_shards_once_and_finds_changes():
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
         model(models.part_of(batch))
         model[1].experts.down_proj.mul_(1.0)
-    assert not model[0].experts.gathering.cast_once_shards
+    assert not model[0].experts.all_gather_state.cast_once_shards
 
 
 @on_ranks(2)

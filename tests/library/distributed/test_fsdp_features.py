@@ -316,7 +316,7 @@ def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     pickled = pickle.loads(pickle.dumps(model))
     for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
         assert torch.equal(model(input), other(input))
-        assert other[0].up.gathering is None
+        assert other[0].up.all_gather_state is None
         other.load_state_dict(model.state_dict())
         other.load_state_dict(model.state_dict(), assign=True)
         assert isinstance(other[0].up.weight, Float8AllGatherWeight)

@@ -219,7 +219,7 @@ def count_bytes(linear):
     codes = 0
     if cast_once := linear.cast_once_weights.get("weight"):
         codes = cast_once.operands.row.data.nbytes
-    elif linear.gathering is not None and get_all_gather_state(linear).cast_once_shards:
+    elif linear.all_gather_state is not None and get_all_gather_state(linear).cast_once_shards:
         payloads = get_all_gather_state(linear).cast_once_shards["weight"]._inputs[0]  # type: ignore[attr-defined]
         codes = sum(payload.nbytes for payload in payloads)
     return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]

@@ -87,8 +87,8 @@ def _build_linear(config, quant_scale, style=None, features=(48, 40)):
     linear = model[0]
     if quant_scale is None:
         return linear, NO_PERSISTENT_SCALES._asdict()
-    linear.scaling.state.quant_scale.fill_(quant_scale)
-    linear.scaling.state.refresh_after_load()
+    linear.scale_slots.conversion_slots.quant_scale.fill_(quant_scale)
+    linear.scale_slots.conversion_slots.refresh_after_load()
     scales = linear.begin_forward(torch.device("cpu"))
     return linear, scales._asdict()
 
@@ -130,7 +130,11 @@ def _check_operands(config, is_delayed, features, tokens, hp_dtype):
                 for direction in directions:
                     assert_part_of(getattr(operands, direction), getattr(expected, direction), dim_of_matrix)
         if quant_scale is not None:
-            _check_observed(linear.scaling.state.amax_buffer, reference.scaling.state.amax_buffer, quant_scale)
+            _check_observed(
+                linear.scale_slots.conversion_slots.amax_buffer,
+                reference.scale_slots.conversion_slots.amax_buffer,
+                quant_scale,
+            )
     if not is_delayed and is_all_gathered_in_float8(config):
         _check_all_gathered_input(config, whole["input"], quantize(whole["input"], config, "input"))
 

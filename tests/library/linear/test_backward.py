@@ -66,9 +66,9 @@ def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
     model, input, grad_output = make_step(make_config(recipe, backward), dtype)
     expected = expected_gradients(model, input, grad_output)
     assert_same(gradients(model, input, grad_output), expected)
-    keeps_codes = copy.deepcopy(model)
-    keeps_codes[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
-    assert_same(gradients(keeps_codes, input, grad_output), expected)
+    saves_weight_codes = copy.deepcopy(model)
+    saves_weight_codes[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
+    assert_same(gradients(saves_weight_codes, input, grad_output), expected)
     with cast_weights_once(model):
         assert_same(gradients(model, input, grad_output), expected)
     recomputed = functools.partial(checkpoint, model, use_reentrant=False)

@@ -106,7 +106,7 @@ class UserLinear(Float8Linear):
 
 
 class ReplacingLinear(Float8Linear):
-    replaces = nn.Linear
+    original_class = nn.Linear
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -114,7 +114,7 @@ def test_a_subclass_of_a_float8_class_is_converted_back_if_it_names_the_original
     linears = [UserLinear(32, 32, config="tensorwise"), ReplacingLinear(32, 32, config="tensorwise")]
     if is_frozen:
         freeze_to_float8(nn.Sequential(*linears).requires_grad_(False), config="tensorwise")
-    with pytest.raises(RuntimeError, match="UserLinear derives from Float8Linear .* set UserLinear.replaces"):
+    with pytest.raises(RuntimeError, match="UserLinear derives from Float8Linear .* set UserLinear.original_class"):
         convert_to_high_precision(linears[0])
     assert type(convert_to_high_precision(linears[1])) is nn.Linear
     linears[1](torch.randn(4, 32))

@@ -49,16 +49,16 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC)
 
 def knows_all_scales(model):
     """Return whether all scales are known, and assert that the host's flags are those of the scales."""
-    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
+    linear_slots = [module.scale_slots for module in model.modules() if isinstance(module, Float8Linear)]
     with simulate_gpu((9, 0)):
-        on_gpu = copy.deepcopy(scalings)
-    for scaling, is_on_gpu in [*((scaling, True) for scaling in on_gpu), *((scaling, False) for scaling in scalings)]:
-        for scale in filter(None, (*scaling.recorded, *scaling.unrecorded)):
+        on_gpu = copy.deepcopy(linear_slots)
+    for slots, is_on_gpu in [*((slots, True) for slots in on_gpu), *((slots, False) for slots in linear_slots)]:
+        for scale in filter(None, (*slots.recorded, *slots.unrecorded)):
             assert bool(scale.is_known) is bool(scale.quant_scale > 0)
             assert scale.is_known_to_compiler is (is_on_gpu and bool(scale.is_known))
     return all(
-        all(scaling.state.is_known_to_compiler[slot] for slot in scaling.slots if slot is not None)
-        for scaling in scalings
+        all(slots.conversion_slots.is_known_to_compiler[slot] for slot in slots.slots if slot is not None)
+        for slots in linear_slots
     )
 
 
@@ -71,9 +71,9 @@ def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
     assert_same(copy_scales(copied), before)
     assert_same(step(copied, torch.ones(8, 64)), step(copy.deepcopy(model), torch.ones(8, 64)))
     assert_same(before, copy_scales(model))
-    (state,) = {module.scaling.state for module in copied.modules() if isinstance(module, Float8Linear)}
-    assert state is not model.layers[0].w1.scaling.state
-    assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
+    (state,) = {module.scale_slots.conversion_slots for module in copied.modules() if isinstance(module, Float8Linear)}
+    assert state is not model.layers[0].w1.scale_slots.conversion_slots
+    assert copied.layers[0].w1.scale_slots.recorded.input is copied.layers[0].w3.scale_slots.recorded.input
     assert knows_all_scales(copied)
     assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
 
@@ -102,7 +102,7 @@ def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
     back = convert_to_high_precision(model)
     assert len(float8_scaling_state(back)) == 0
     assert type(back.layers[0].w1) is nn.Linear
-    assert not hasattr(back.layers[0].w1, "scaling")
+    assert not hasattr(back.layers[0].w1, "scale_slots")
 
 
 def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
@@ -304,7 +304,7 @@ def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_laye
 
 def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
     module = make_linear()
-    module.scaling.let_host_decide()
+    module.scale_slots.let_host_decide()
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     with warnings.catch_warnings():
@@ -313,7 +313,7 @@ def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
             step(module, torch.randn(4, 64), sync=False)
             sync(module)
             optimizer.step()
-    assert module.scaling.state.is_known.all()
+    assert module.scale_slots.conversion_slots.is_known.all()
 
 
 def test_a_negative_scale_of_an_earlier_version_is_unknown():
@@ -342,7 +342,7 @@ def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
     module = nn.Linear(64, 32, bias=False)
     with torch.inference_mode():
         convert_to_float8_training(module, config=config_of())
-        module.scaling.state.to(torch.device("cpu"))
+        module.scale_slots.conversion_slots.to(torch.device("cpu"))
     step(module, torch.randn(4, 64))
     step(module, torch.randn(4, 64))
     assert read_scale(module, "input") > 0
@@ -352,7 +352,7 @@ def test_the_state_follows_the_linears_to_their_device():
     with torch.device("meta"):
         module = nn.Linear(8, 8)
     convert_to_float8_training(module, config=config_of())
-    state = module.scaling.state
+    state = module.scale_slots.conversion_slots
     assert state.device == torch.device("cpu")
     module.to_empty(device="cpu")
     nn.init.ones_(module.weight)
@@ -362,9 +362,9 @@ def test_the_state_follows_the_linears_to_their_device():
     moved = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(state), "to", lambda self, device: moved.append(device))
-        module.scaling.move_to(torch.device("cuda"))
-        module.scaling.move_to(torch.device("meta"))
-        module.scaling.move_to(torch.device("cpu"))
+        module.scale_slots.move_to(torch.device("cuda"))
+        module.scale_slots.move_to(torch.device("meta"))
+        module.scale_slots.move_to(torch.device("cpu"))
     assert moved == [torch.device("cuda", 0)]
 
 
@@ -380,30 +380,30 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     module = make_linear()
     for device in (torch.device("cuda"), mesh_device):
-        module.scaling.get_scales(device)
+        module.scale_slots.get_scales(device)
     assert moved == ([mesh_device] * 2 if current else [])
 
 
 def test_training_on_two_devices_is_refused(monkeypatch):
     """A backward on the first device would record into a buffer that the state has left."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config_of())
-    state, cuda, moved = model[1].scaling.state, torch.device("cuda", 0), []
+    state, cuda, moved = model[1].scale_slots.conversion_slots, torch.device("cuda", 0), []
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
-    model[1].scaling.get_scales(cuda)
+    model[1].scale_slots.get_scales(cuda)
     assert moved == [cuda]
     with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
-        model[1].scaling.begin_forward(cuda, None)
+        model[1].scale_slots.begin_forward(cuda, None)
     state.sync(None)
-    model[1].scaling.begin_forward(cuda, None)
+    model[1].scale_slots.begin_forward(cuda, None)
     assert moved == [cuda, cuda]
 
 
 def test_views_follow_a_move():
     module = make_linear()
-    before = module.scaling.recorded.input
-    module.scaling.state.to(torch.device("meta"))
-    moved = module.scaling.recorded.input
+    before = module.scale_slots.recorded.input
+    module.scale_slots.conversion_slots.to(torch.device("meta"))
+    moved = module.scale_slots.recorded.input
     assert moved.quant_scale.is_meta
     assert moved.is_known is not None
     assert not moved.is_known.is_meta
@@ -437,7 +437,7 @@ def test_given_static_scales_are_used_and_stay():
     assert copy_scales(module) == {}  # a checkpoint cannot overrule the config
     float8_scaling_state(module).load_state_dict({"input.quant_scale": torch.tensor(1.0)})
     float8_scaling_state(module).reset()
-    assert module.scaling.state.quant_scale.tolist() == [100.0, 2000.0, 5000.0]
+    assert module.scale_slots.conversion_slots.quant_scale.tolist() == [100.0, 2000.0, 5000.0]
 
 
 def test_calibration_measures_the_largest_amax_of_its_batches():
@@ -510,11 +510,11 @@ def test_calibration_leaves_delayed_scales_unchanged():
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
-    recorded_amax = module.scaling.state.amax_buffer.fill_(2.0).clone()
+    recorded_amax = module.scale_slots.conversion_slots.amax_buffer.fill_(2.0).clone()
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)
-    assert torch.equal(module.scaling.state.amax_buffer, recorded_amax)
-    module.scaling.state.reset_amax_buffer()
+    assert torch.equal(module.scale_slots.conversion_slots.amax_buffer, recorded_amax)
+    module.scale_slots.conversion_slots.reset_amax_buffer()
     assert read_scale(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
     assert read_scale(module, "input") == 0
     step(module, torch.full((4, 64), 3.0))

@@ -230,15 +230,15 @@ def test_the_hooks_are_copied_pickled_and_removed():
 
 
 def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
-    serves = shared_input.SharedOperands.serves
+    matches = shared_input.SharedOperands.matches
 
-    def serves_and_goes(*args):
-        hit = serves(*args)
+    def matches_and_clears(*args):
+        hit = matches(*args)
         shared_input.clear_cached_operands()
         return hit
 
     model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
     x = torch.randn(32, 32)
     expected = model(x)
-    monkeypatch.setattr(shared_input.SharedOperands, "serves", serves_and_goes)
+    monkeypatch.setattr(shared_input.SharedOperands, "matches", matches_and_clears)
     assert all(map(torch.equal, model(x), expected))

@@ -404,7 +404,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
 @pytest.mark.parametrize("named", ["by name_parameters", "by named_parameters"])
 @pytest.mark.parametrize("copied", [lambda pair: pair, copy.deepcopy, by_torch_save])
 def test_the_log_names_a_parameter_and_its_copies(copied, named, monkeypatch, caplog):
-    monkeypatch.setattr(base, "find_block_obstacle", lambda _: "its shards have no whole blocks")
+    monkeypatch.setattr(base, "explain_block_obstacle", lambda _: "its shards have no whole blocks")
     model = nn.Linear(64, 64, bias=False)
     optimizer = Float8AdamW(model.named_parameters() if named == "by named_parameters" else model.parameters())
     if named == "by name_parameters":
