@@ -315,7 +315,7 @@ def quantize_shard(shard: LocatedShard, quant_scale: Tensor, float8_dtype: torch
     if layout.is_blockwise:
         scale, shard_layout = select_part_scales(quant_scale, shard.offsets, shard.local.shape, layout)
         return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
-    scale = shard.narrow_scales(quant_scale)
+    scale = shard.narrow_scales(quant_scale, layout)
     by_column = layout == COLUMNWISE
     row_scale, column_scale = (None, scale) if by_column else (scale, None)
     codes = cast_with_scale(shard.local, float8_dtype, row_scale, column_scale, "")

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from quaver.experts.groups import find_scale_rows
-from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.devices import add_device_index
 from quaver.torch_private.dtensor import is_dtensor
 
@@ -53,9 +53,9 @@ class LocatedShard(NamedTuple):
     group_ranks: tuple[RankNumbers, RankNumbers]
     """The global ranks of `fsdp_group` and of `tp_group`."""
 
-    def narrow_scales(self, whole_scales: Tensor) -> Tensor:
-        """Return this shard's part of the whole weight's scales: (), [N, 1] or [1, K]."""
-        if whole_scales.dim() == 0 or whole_scales.shape[self.dim] == 1 != self.whole_shape[self.dim]:
+    def narrow_scales(self, whole_scales: Tensor, layout: ScaleLayout) -> Tensor:
+        """Return this shard's part of the whole weight's scales, (), [N, 1] or [1, K] by `layout`."""
+        if layout[self.dim] == ALL:
             return whole_scales
         return whole_scales.narrow(self.dim, self.offset, self.local.shape[self.dim])
 

@@ -106,7 +106,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
         assert losses == pytest.approx(expected, rel=1e-5), case
 
 
-CUT = ((576, 300), (100, 70), (2, 200), (129, 33), (384, 128))
+CUT = ((576, 300), (100, 70), (2, 200), (1, 64), (129, 33), (384, 128))
 """Out- and in-features: shards cut blocks, are smaller than one, or empty."""
 DEEPSEEK = ((576, 7168),)
 """`kv_a_proj_with_mqa` of DeepSeek-V3."""
@@ -116,7 +116,7 @@ DEEPSEEK = ((576, 7168),)
     ("ranks", "shapes"), first(1, [(ranks, shapes) for shapes in (CUT, DEEPSEEK) for ranks in (4, 2, 1, 3)])
 )
 @on_ranks()
-def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
+def test_shards_have_the_codes_and_scales_of_one_process(ranks, shapes):
     def build():
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
@@ -128,7 +128,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
 
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
     for config in (
-        *(models.config_of(recipe) for recipe in ("blockwise", "mxfp8")),
+        *(models.config_of(recipe) for recipe in ("rowwise", "blockwise", "mxfp8")),
         models.config_of("blockwise", round_scales_to_power_of_2=False),
         models.config_of("deepgemm"),
         models.config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
