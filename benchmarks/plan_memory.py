@@ -44,7 +44,9 @@ def make_run_config(row: Published) -> TrainConfig:
     """
     is_compiled = row.compiled and not (row.tp > 1 and row.checkpointing == "full")
     is_float8 = row.recipe != "bfloat16"
-    gathers = {"enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"} if row.float8_gather else ()
+    gathers = (
+        {"enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"} if row.float8_all_gather else ()
+    )
     float8 = Float8(enable_float8_linear=is_float8, **{"recipe_name": row.recipe} if is_float8 else {})
     return TrainConfig(
         model=row.shape,

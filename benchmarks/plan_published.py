@@ -79,7 +79,7 @@ def make_run(row: Published) -> PipelinedRun:
         pipeline=row.pp,
         virtual=row.pp_virtual,
         recipe=recipe,
-        float8_gather=row.float8_gather,
+        float8_all_gather=row.float8_all_gather,
         checkpointing=mode,
         checkpointed_blocks=0 if mode == "none" else blocks,
         reshard_after_forward="default" if row.sharding == "fsdp" else "never",

@@ -101,7 +101,7 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
     )
     if precision != "bfloat16":
         float8_shares = {**run.float8_shares, "experts": 1.0} if mixture else run.float8_shares
-        run = replace(run, recipe=recipe, float8_shares=float8_shares, float8_gather=precision == "float8")
+        run = replace(run, recipe=recipe, float8_shares=float8_shares, float8_all_gather=precision == "float8")
     return fit_micro_batches(run, settings, precision)
 
 
@@ -126,7 +126,9 @@ def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) ->
 def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainConfig:
     """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
-    config = with_precision(settings, recipe, gathers_codes=run.float8_gather and run.has_one_cast and run.shard > 1)
+    config = with_precision(
+        settings, recipe, float8_all_gather=run.float8_all_gather and run.has_one_cast and run.shard > 1
+    )
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
     sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
     return replace(

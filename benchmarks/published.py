@@ -74,7 +74,7 @@ class Published:
     """Tensor parallel collectives overlap with the matmuls beside them."""
     compiled: bool = False
     """The model is compiled by torch.compile."""
-    float8_gather: bool = False
+    float8_all_gather: bool = False
     """Weights are gathered in float8."""
     memory_gib: float | None = None
     """The peak memory that PyTorch's allocator reserved on the fullest GPU; None if the source does not state it."""
@@ -89,7 +89,7 @@ class Published:
         self._require(prod(degrees) == self.gpus, f"degrees {degrees} that multiply to {self.gpus} GPUs")
         self._require(self.model in load_models(), f"a model of {sorted(load_models())}")
         self._require(self.recipe in RECIPES, f"a recipe of {RECIPES}")
-        self._require(self.recipe != "bfloat16" or not self.float8_gather, "float8 where float8_gather is true")
+        self._require(self.recipe != "bfloat16" or not self.float8_all_gather, "float8 where float8_all_gather is true")
         self._require((self.pp > 1) == bool(self.pp_schedule), "a pp_schedule with pipelines, and none without")
         is_interleaved = self.pp_schedule == "Interleaved1F1B"
         self._require((self.pp_virtual > 1) == is_interleaved, "virtual stages where the schedule is interleaved")

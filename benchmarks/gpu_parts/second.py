@@ -136,14 +136,14 @@ def time_fsdp(lab: Lab) -> Iterator[Row]:
             dist.destroy_process_group()
 
 
-def _shard(lab: Lab, name: str, *, gathers_codes: bool, blocks: int) -> Call:
+def _shard(lab: Lab, name: str, *, float8_all_gather: bool, blocks: int) -> Call:
     torch.manual_seed(0)
     mesh = init_device_mesh(lab.device.type, (1,))
     with lab.device:
         subjects = nn.Sequential(*(BenchedBlock(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
     recipe = name.partition(" ")[2]
     if recipe:
-        config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers_codes)
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
         convert_to_float8_training(subjects, config=config)
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for subject in subjects:
@@ -159,15 +159,15 @@ def _shard(lab: Lab, name: str, *, gathers_codes: bool, blocks: int) -> Call:
     return step
 
 
-def _time_sharded(lab: Lab, name: str, gathers_codes: bool) -> Iterator[Row]:
-    step = _shard(lab, name, gathers_codes=gathers_codes, blocks=4)
+def _time_sharded(lab: Lab, name: str, float8_all_gather: bool) -> Iterator[Row]:
+    step = _shard(lab, name, float8_all_gather=float8_all_gather, blocks=4)
     step()
     yield from _time_call(lab, step)
 
 
 def _run_sanitized(lab: Lab) -> Iterator[Row]:
     """A small step under torch.cuda._sanitizer, which raises at the first access that no event orders."""
-    step = _shard(Lab(lab.dry), "quaver tensorwise", gathers_codes=True, blocks=2)
+    step = _shard(Lab(lab.dry), "quaver tensorwise", float8_all_gather=True, blocks=2)
     if not lab.dry:
         from torch.cuda._sanitizer import enable_cuda_sanitizer
 

@@ -107,32 +107,34 @@ def format_flags(config: TrainConfig, changed: TrainConfig) -> str:
     return shlex.join(flags)
 
 
-def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
+def with_precision(config: TrainConfig, precision: str, *, float8_all_gather: bool | None = None) -> TrainConfig:
     """Return `config` in BFLOAT16, or in a recipe with dynamic scales for all linears that the filters admit.
 
     In BFLOAT16, job.compare is off, because the run would be its own baseline.
 
     Args:
-        gathers_codes: whether FSDP2 gathers weights in float8; None does not change it.
+        float8_all_gather: whether FSDP2 gathers weights in float8; None does not change it.
     """
     metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
     job = replace(config.job, compare=config.job.compare and precision != BFLOAT16)
-    return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics, job=job)
+    return replace(
+        config, float8=_with_precision(config.float8, precision, float8_all_gather), metrics=metrics, job=job
+    )
 
 
 @functools.lru_cache(maxsize=128)
-def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
+def _with_precision(float8: Float8, precision: str, float8_all_gather: bool | None) -> Float8:
     if precision == BFLOAT16:
         unchanged = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns")}
         return Float8(enable_float8_linear=False, **unchanged)
     dynamic = Float8()
     delayed = [field.name for field in fields(Float8) if field.name.startswith("delayed_")]
     settings: dict[str, Any] = {name: getattr(dynamic, name) for name in delayed}
-    if gathers_codes is not None:
+    if float8_all_gather is not None:
         settings |= {
-            "enable_fsdp_float8_all_gather": gathers_codes,
-            "precompute_float8_dynamic_scale_for_fsdp": gathers_codes,
-            "cast_weights_once": float8.cast_weights_once and gathers_codes,
+            "enable_fsdp_float8_all_gather": float8_all_gather,
+            "precompute_float8_dynamic_scale_for_fsdp": float8_all_gather,
+            "cast_weights_once": float8.cast_weights_once and float8_all_gather,
         }
     return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
 

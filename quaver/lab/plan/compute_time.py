@@ -172,7 +172,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not float8_share:
         return time
-    if run.float8_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
+    if run.float8_all_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
         moved = 2 if "grad_input" in find_scale_kinds(run.precision) else 3
         time = replace(
             time, weight_casts_s=predict_move_seconds(moved * inputs * outputs, spec) if run.has_one_cast else 0.0

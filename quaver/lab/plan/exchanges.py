@@ -93,8 +93,8 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
             None if casts is None or run.framework.casts_gathered else casts.grad_output if is_gradient else casts.input
         )
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
-        in_codes = sum(min(map(run.get_float8_share, linears)) for linears in readers)
-        for times, casts_of_operand in ((in_codes, operand), (halves - in_codes, None)):
+        float8_number = sum(min(map(run.get_float8_share, linears)) for linears in readers)
+        for times, casts_of_operand in ((float8_number, operand), (halves - float8_number, None)):
             for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
                 yield Exchange("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
@@ -139,7 +139,7 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
         operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
         return [Exchange("all_reduce", 8 * operands, 1, run.ranks, 1)]
     shards = run.shard * run.context
-    if not run.float8_gather or shards == 1:
+    if not run.float8_all_gather or shards == 1:
         return []
     held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.expert
     experts = [(held, *size) for size in list_expert_matrices(model)]
@@ -182,7 +182,7 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int],
         add(forward, split_inputs, tokens)
         if not casts.input.column.is_disabled:
             add(forward, halves, dim)
-    if not run.float8_gather:
+    if not run.float8_all_gather:
         weight = casts.weight
         if weight.row.is_rowwise:
             add(forward, split_inputs, dim)
@@ -235,16 +235,16 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
         yield Exchange("all_to_all", 8 * (model.n_experts + run.expert), 1, *group)
     sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
     for operand in sent:
-        in_codes = 0.0
+        float8_number = 0.0
         if operand is not None and sends_codes(
             operand, row=True, column=True, grad_weight_from_codes=run.grad_weight_from_codes
         ):
-            in_codes = run.get_float8_share(EXPERTS)
-        if operand is not None and in_codes:
+            float8_number = run.get_float8_share(EXPERTS)
+        if operand is not None and float8_number:
             if operand.row.is_tensorwise:
-                yield Exchange("all_reduce", 4 * (model.n_experts + 1), in_codes, *group)
-            yield Exchange("all_to_all", rows * _count_row_bytes(operand.row, model.dim), in_codes, *group)
-        yield Exchange("all_to_all", 2 * rows * model.dim, 2 - in_codes, *group)
+                yield Exchange("all_reduce", 4 * (model.n_experts + 1), float8_number, *group)
+            yield Exchange("all_to_all", rows * _count_row_bytes(operand.row, model.dim), float8_number, *group)
+        yield Exchange("all_to_all", 2 * rows * model.dim, 2 - float8_number, *group)
 
 
 def _count_row_bytes(cast: CastConfig, length: int) -> float:

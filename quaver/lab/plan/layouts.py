@@ -229,7 +229,7 @@ class Degrees(NamedTuple):
 class _Gathering(NamedTuple):
     """How FSDP2 gathers the weights of a block."""
 
-    in_codes: bool
+    float8_all_gather: bool
     reshard_after_forward: str
     """A value of parallelism.fsdp_reshard_after_forward."""
 
@@ -237,9 +237,9 @@ class _Gathering(NamedTuple):
 def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
-        return [_Gathering(in_codes=False, reshard_after_forward="default")]
-    codes = [True, False] if precision != BFLOAT16 and shares_codes(float8.append_backward(precision)) else [False]
-    return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
+        return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
+    choices = [True, False] if precision != BFLOAT16 and shares_codes(float8.append_backward(precision)) else [False]
+    return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 
 
 def has_reductions(step_sequences: int, local: int, dims: ParallelDims | Degrees) -> bool:
@@ -264,7 +264,7 @@ def _configure(
     gathering: _Gathering,
     step_sequences: int | None,
 ) -> TrainConfig:
-    changed = with_precision(config, precision, gathers_codes=gathering.in_codes)
+    changed = with_precision(config, precision, float8_all_gather=gathering.float8_all_gather)
     return replace(
         changed,
         parallelism=replace(

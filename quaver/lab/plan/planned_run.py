@@ -86,7 +86,7 @@ class PlannedRun:
     float8_shares: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
     """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
     "lm_head". `get_float8_share` reads it and returns 0 without a recipe."""
-    float8_gather: bool = False
+    float8_all_gather: bool = False
     checkpointing: Checkpointing = "none"
     checkpointed_blocks: int = 0
     reshard_after_forward: Resharding = "default"
@@ -190,7 +190,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         expert=dims.expert,
         recipe=float8.recipe if float8.enable_float8_linear else None,
         float8_shares=find_float8_shares(config),
-        float8_gather=float8.enable_fsdp_float8_all_gather,
+        float8_all_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=modes[activation_checkpoint.mode],
         checkpointed_blocks=count_checkpointed_blocks(config),
         reshard_after_forward=typing.cast(Resharding, config.parallelism.fsdp_reshard_after_forward),

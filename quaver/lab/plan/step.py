@@ -66,10 +66,10 @@ def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
     """Return the FSDP2 groups of one block: its parameters, and separately experts that are split over ranks."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
-    in_float8 = 0.0
+    float8_parameters = 0.0
     for name, (inputs, outputs) in list_linears(run.model).items():
-        in_float8 += run.get_float8_share(name) * inputs * outputs / run.tensor
-    dense_bytes = _count_gathered_bytes(run, dense, in_float8)
+        float8_parameters += run.get_float8_share(name) * inputs * outputs / run.tensor
+    dense_bytes = _count_gathered_bytes(run, dense, float8_parameters)
     expert_bytes = _count_gathered_bytes(run, experts, run.get_float8_share(EXPERTS) * experts)
     if run.expert == 1:
         return [ParameterGroup("block", dense + experts, dense_bytes + expert_bytes, shard, stride)]
@@ -79,12 +79,12 @@ def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
     ]
 
 
-def _count_gathered_bytes(run: PlannedRun, parameters: float, in_float8: float) -> float:
-    """Return the bytes of gathered parameters; `in_float8` is how many of them belong to float8 layers.
+def _count_gathered_bytes(run: PlannedRun, parameters: float, float8_parameters: float) -> float:
+    """Return the bytes of gathered parameters; `float8_parameters` is how many of them belong to float8 layers.
 
     Two sets of codes take as many bytes as bfloat16.
     """
-    return WEIGHT_BYTES * parameters - (in_float8 if run.float8_gather and run.has_one_cast else 0)
+    return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.has_one_cast else 0)
 
 
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
@@ -249,7 +249,7 @@ class _StepBuilder:
         self._compute(
             "clipping and the optimizer", predict_move_seconds(moved * parameters, cluster.spec), "optimizer", [norm]
         )
-        if run.float8_gather and run.shard > 1:
+        if run.float8_all_gather and run.shard > 1:
             self._compute(
                 "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"
             )

@@ -40,7 +40,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
 
     FSDP2 over two ranks gathers weights in bfloat16, as those of the ledger are.
     """
-    config = with_precision(CONFIG, precision, gathers_codes=False)
+    config = with_precision(CONFIG, precision, float8_all_gather=False)
     entries = list_block_entries(config, 2, H200)
     ledger = Ledger(precision, "H200", entries, ())
     expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]

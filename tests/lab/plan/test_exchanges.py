@@ -161,7 +161,7 @@ STEPS = {
     "bfloat16": make_step_config(BFLOAT16),
     "two micro-batches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
     "always resharded": make_step_config(BFLOAT16, reshard="always"),
-    "a float8 gather": make_step_config(GATHERED),
+    "a float8 all-gather": make_step_config(GATHERED),
     "replicas, the head in float8": make_step_config(gather_codes("tensorwise"), replicate=2),
     "tensor parallel": make_step_config(BFLOAT16, tensor=2),
 }

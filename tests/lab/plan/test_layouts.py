@@ -101,10 +101,10 @@ def test_gradients_are_reduced_in_each_way_that_may_be_best():
 
 def test_with_precision_resets_settings_of_other_precisions():
     config = load_config(CONFIGS / "llama3_8b.toml")
-    gathering = with_precision(config, "tensorwise", gathers_codes=True)
+    gathering = with_precision(config, "tensorwise", float8_all_gather=True)
     assert gathering.float8.enable_fsdp_float8_all_gather
     assert with_precision(gathering, "tensorwise").float8.enable_fsdp_float8_all_gather
-    assert not with_precision(gathering, "tensorwise", gathers_codes=False).float8.enable_fsdp_float8_all_gather
+    assert not with_precision(gathering, "tensorwise", float8_all_gather=False).float8.enable_fsdp_float8_all_gather
     plain = with_precision(gathering, BFLOAT16).float8
     assert not plain.enable_fsdp_float8_all_gather
     assert not plain.enable_float8_linear

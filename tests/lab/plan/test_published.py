@@ -30,7 +30,7 @@ def test_the_micro_batches_of_a_pipeline_are_read():
         ({"tp": 2}, r"degrees \(1, 32, 2, 1, 1\) that multiply to 32 GPUs"),
         ({"model": "llama4"}, "a model of"),
         ({"recipe": "fp8"}, "a recipe of"),
-        ({"float8_gather": True}, "float8 where float8_gather is true"),
+        ({"float8_all_gather": True}, "float8 where float8_all_gather is true"),
         ({"pp": 2, "gpus": 64}, "a pp_schedule with pipelines"),
         ({"pp_virtual": 2}, "virtual stages where the schedule is interleaved"),
         ({"global_batch": 33}, "a global_batch of whole micro-batches of 32 ranks"),

@@ -24,7 +24,7 @@ RUNS = {
     "one rank": replace(BASE, shard=1),
     "FSDP2": BASE,
     "HSDP": replace(BASE, shard=8, replicate=4),
-    "float8 gather": replace(BASE, recipe=TENSORWISE, float8_gather=True),
+    "float8 all-gather": replace(BASE, recipe=TENSORWISE, float8_all_gather=True),
     "tensor parallel": replace(BASE, tensor=8),
     "asynchronous": replace(BASE, tensor=8, framework=Framework(async_tensor=True)),
     "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
@@ -86,7 +86,7 @@ def test_a_step_has_its_share_of_a_checkpoint():
 
 def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     assert time_step(RUNS["asynchronous"]) < time_step(RUNS["tensor parallel"])
-    gathered, plain = RUNS["float8 gather"], replace(RUNS["float8 gather"], float8_gather=False)
+    gathered, plain = RUNS["float8 all-gather"], replace(RUNS["float8 all-gather"], float8_all_gather=False)
     assert time_step(gathered, SLOW) < 0.95 * time_step(plain, SLOW)
     timeline = simulate(build_step(BASE, FAST))
     gathers = [task.seconds for task in build_step(BASE, FAST).tasks if task.kind == "all_gather"]

@@ -144,7 +144,7 @@ def single_process_losses(config, steps, ranks, **options):
     return single_process(config, steps, ranks, **options)[0]
 
 
-def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_gather=False, compiled=None):
+def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_all_gather=False, compiled=None):
     """Train one process on the ranks' parts of each global batch, one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
@@ -161,7 +161,7 @@ def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_g
             block.compile(fullgraph=True, backend=compiled)
 
     def backward(part):
-        used = _used_parameters(model, config, param_dtype or torch.float32, float8_gather)
+        used = _used_parameters(model, config, param_dtype or torch.float32, float8_all_gather)
         output = torch.func.functional_call(model, used, part if param_dtype is None else part.to(param_dtype))
         loss = loss_of(output) / ranks
         loss.backward()
@@ -212,11 +212,11 @@ def assert_same_snapshots(snapshots, expected, rtol_of_step, what, grad_outputs=
             assert value.count_nonzero() == (step + 1 if value.dim() else 1), message
 
 
-def _used_parameters(model, config, dtype, float8_gather):
+def _used_parameters(model, config, dtype, float8_all_gather):
     linears = {name + ".weight": module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     used = {}
     for name, parameter in model.named_parameters():
-        if float8_gather and name in linears:
+        if float8_all_gather and name in linears:
             scale = linears[name].begin_forward(parameter.device).weight
             value = Float8Tensor.from_operands(*quantize(parameter, config, scale=scale), dtype=dtype)
         else:

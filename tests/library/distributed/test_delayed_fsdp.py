@@ -66,7 +66,7 @@ def test_every_way_to_use_fsdp2(recipe, ranks, ways):
     config = models.config_of(recipe)
     expected = dict.fromkeys(ways, models.single_process(config, STEPS, ranks))
     if "mixed precision" in ways:
-        options = {"param_dtype": torch.bfloat16, "float8_gather": True}
+        options = {"param_dtype": torch.bfloat16, "float8_all_gather": True}
         expected["mixed precision"] = models.single_process(config, STEPS, ranks, **options)
     for how in ways:
         results = train(_fsdp(recipe, how), precompute=how == "precomputed")

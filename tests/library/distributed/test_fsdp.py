@@ -99,7 +99,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
     """
     for case, losses in zip(cases, run(ranks, train_cases, cases, STEPS)[0], strict=True):
         recipe, gather, _, compiled, param_dtype = case
-        options = {"param_dtype": param_dtype, "float8_gather": gather}
+        options = {"param_dtype": param_dtype, "float8_all_gather": gather}
         options["compiled"] = compiled if compiled == "inductor" else None
         expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, **options)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6), case

@@ -102,7 +102,7 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
-    expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, float8_gather=True)
+    expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, float8_all_gather=True)
     for how in ways:
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 

@@ -36,7 +36,7 @@ FSDP = [
 def test_fsdp_computes_what_one_card_does(case):
     """As test_fsdp.py of tests/library/distributed, with the same bound on the order of sums."""
     recipe, gather, _, _, param_dtype = case
-    options = {"param_dtype": param_dtype, "float8_gather": gather, "compiled": None}
+    options = {"param_dtype": param_dtype, "float8_all_gather": gather, "compiled": None}
     expected, _ = _on_card(lambda: single_process_losses(config_of(recipe), STEPS, 2, **options))
     for losses, calls in run(2, _on_card, train_cases, [case], STEPS):
         assert calls > 3 * 3 * STEPS
