@@ -10,8 +10,8 @@ import torch
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.memory_views import (
     iter_comparison_views,
-    iter_link_views,
     iter_prediction_views,
+    iter_traffic_views,
     make_advice_table,
     make_side_by_side_table,
     summarize_advice,
@@ -19,9 +19,9 @@ from quaver.lab.cli.memory_views import (
 from quaver.lab.cli.run_config import load_and_warn
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
-from quaver.lab.memory.train_step.links import predict_links
 from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.train_step.predict import RunMemory, predict_memory
+from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
@@ -62,13 +62,13 @@ class MemoryOptions(Settings):
         "do so too.",
     )
     measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
-    links: bool = setting(
+    traffic: bool = setting(
         False,
-        "Print instead what the ranks send each other in a step, as collectives and bytes by link, and the bytes "
+        "Print instead what the ranks send each other in a step, as collectives and bytes by mesh dim, and the bytes "
         "of a checkpoint.",
     )
     checkpoint_bandwidth: str | None = setting(
-        None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
+        None, "With --traffic: bytes per second to the file system of checkpoints, such as 50GB."
     )
     top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
     output: UserPath = setting("runs/memory.json", "File of the JSON, which is always written.")
@@ -92,13 +92,13 @@ class MemoryOptions(Settings):
             require_device_spec(self.time_on, "--time-on")
         if self.quick:
             hint = "it estimates the peak on a GPU alone"
-            self.require_default("vs", "measure", "html", "png", "links", "top", beside="--quick", hint=hint)
+            self.require_default("vs", "measure", "html", "png", "traffic", "top", beside="--quick", hint=hint)
             self.require(self.device != "cpu", "device", "cuda with --quick", hint)
-        if self.links:
+        if self.traffic:
             names = ("vs", "advise", "fit", "measure", "html", "png", "top")
-            self.require_default(*names, beside="--links", hint="it predicts no memory")
+            self.require_default(*names, beside="--traffic", hint="it predicts no memory")
         else:
-            self.require_default("checkpoint_bandwidth", unless="--links is given")
+            self.require_default("checkpoint_bandwidth", unless="--traffic is given")
 
     def check_files(self) -> None:
         """Raise InputError for files that `check_outputs` refuses."""
@@ -116,8 +116,8 @@ def main(argv: list[str]) -> int:
         config = load_and_warn(config_path, flags)
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
-        if options.links:
-            return _print_links(options, config, device)
+        if options.traffic:
+            return _print_traffic(options, config, device)
         if options.quick:
             return _print_estimate(options, config)
         memory, results = _predict(options, run_flags, config, device)
@@ -138,13 +138,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> int:
+def _print_traffic(options: MemoryOptions, config: TrainConfig, device: str) -> int:
     bandwidth = options.checkpoint_bandwidth
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
     with show_progress("counting the collectives of a step"):
-        links = predict_links(config, options.ranks, device)
-    print_views(iter_link_views(links, per_s))
-    _write_result(links.to_dict(), options)
+        traffic = predict_traffic(config, options.ranks, device)
+    print_views(iter_traffic_views(traffic, per_s))
+    _write_result(traffic.to_dict(), options)
     print(f"saved {options.output}")
     return 0
 

@@ -11,8 +11,8 @@ from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict_step import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
 from quaver.lab.memory.reports.pitfalls import strip_phase
-from quaver.lab.memory.train_step.links import Links
 from quaver.lab.memory.train_step.predict import RunMemory
+from quaver.lab.memory.train_step.traffic import StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.report import merge_layers
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
@@ -52,28 +52,28 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
         yield make_tensor_table(prediction, top)
 
 
-def iter_link_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
-    """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint.
+def iter_traffic_views(traffic: StepTraffic, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
+    """Yield a table of the collectives of a step by mesh dims, its sums, and the size and seconds of a checkpoint.
 
     The sizes are rounded; the JSON has bytes.
     """
-    yield _format_line("model", f"{links.parameters:,} parameters, trained in {links.name}")
+    yield _format_line("model", f"{traffic.parameters:,} parameters, trained in {traffic.name}")
     yield _format_line(
         "ranks",
-        f"{links.dims}; what follows is of one, in a step of {format_count(links.micro_batches, 'micro-batch')}",
+        f"{traffic.dims}; what follows is of one, in a step of {format_count(traffic.micro_batches, 'micro-batch')}",
     )
-    columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
+    columns, numbers = ("mesh dims", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []
-    for collective in links.traffic:
-        place = (collective.link, f"{collective.ranks} / {collective.stride}", collective.kind, collective.dtype)
+    for collective in traffic.collectives:
+        place = (collective.mesh_dims, f"{collective.ranks} / {collective.stride}", collective.kind, collective.dtype)
         sizes = map(format_bytes, (collective.tensor_bytes, collective.sent_bytes))
         rows.append((*place, f"{collective.number:,}", *sizes))
-    for link, (number, sent_bytes) in links.sums.items():
-        rows.append((link, "", "all", "", f"{number:,}", "", format_bytes(sent_bytes)))
+    for mesh_dims, (number, sent_bytes) in traffic.sums.items():
+        rows.append((mesh_dims, "", "all", "", f"{number:,}", "", format_bytes(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
-    size = _format_long_size(links.checkpoint_bytes)
+    size = _format_long_size(traffic.checkpoint_bytes)
     if checkpoint_bytes_per_s is not None:
-        size += f", {links.checkpoint_bytes / checkpoint_bytes_per_s:.3g} s at {checkpoint_bytes_per_s:,} bytes/s"
+        size += f", {traffic.checkpoint_bytes / checkpoint_bytes_per_s:.3g} s at {checkpoint_bytes_per_s:,} bytes/s"
     yield _format_line("checkpoint", f"{size}, of all ranks")
 
 

@@ -1,6 +1,6 @@
 """The collectives of tensor, context and expert parallelism inside one block and micro-batch.
 
-tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver memory --links`.
+tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver memory --traffic`.
 """
 
 from __future__ import annotations

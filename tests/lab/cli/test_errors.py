@@ -34,7 +34,7 @@ def fail(*args, **options):
         (f"{CLI}.plan.search", f"plan {TRAIN}"),
         ("quaver.lab.plan.search.estimate_peak", f"plan {TRAIN}"),
         (f"{CLI}.memory.predict_memory", f"memory {TRAIN}"),
-        (f"{CLI}.memory.predict_links", f"memory --links {TRAIN}"),
+        (f"{CLI}.memory.predict_traffic", f"memory --traffic {TRAIN}"),
         (f"{CLI}.memory.estimate_peak", f"memory --quick {TRAIN}"),
         ("quaver.lab.plan.advise.predict_memory", f"memory --advise {TRAIN}"),
         (f"{CLI}.bench_roofline.predict_roofline", "bench roofline"),

@@ -37,7 +37,7 @@ from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.survey import SurveyedLinear
 from quaver.lab.doctor.survey_sums import MatmulSums
-from quaver.lab.memory.train_step.links import Links, Traffic
+from quaver.lab.memory.train_step.traffic import Collectives, StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
@@ -234,9 +234,11 @@ def make_gpu_views():
     return doctor_gpu.iter_views(replace(describe_gpu(find_device_spec("B200")), recipe="rowwise", layers=[layers]))
 
 
-def make_links_views():
-    traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
-    return memory_views.iter_link_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
+def make_traffic_views():
+    collectives = Collectives("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
+    return memory_views.iter_traffic_views(
+        StepTraffic("8: dp_shard 8", "rowwise", 10**11, 8, (collectives, collectives), 10**12), None
+    )
 
 
 def make_survey_views():
@@ -274,7 +276,7 @@ TABLES = {
     "memory --fit": (make_advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
     "plan": (make_plan_views, ["tensorwise", "98,765", "wait", "  20 \n", "  10 \n", "15x32 A"]),
     "doctor --gpu --model": (make_gpu_views, ["model.layers.*.", "self_attn.q_proj", "128,256"]),
-    "memory --links": (make_links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
+    "memory --traffic": (make_traffic_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
     "doctor --model": (make_survey_views, [NAME, "grad_output", LONGEST, "25.1"]),
     "train --dry-run": (
         lambda: dry_run.iter_views(dry_run.dry_run(load_config(CONFIG), 8)),

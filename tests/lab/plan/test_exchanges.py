@@ -1,11 +1,11 @@
-"""Compares the collectives of a block and of a step with those that `quaver memory --links` counts in the trainer."""
+"""Compares the collectives of a block and of a step with those that `quaver memory --traffic` counts in the trainer."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from quaver.lab.memory.train_step.links import predict_links
+from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
 from quaver.lab.plan.planned_run import make_planned_run
@@ -46,12 +46,12 @@ def plan_run(config):
 
 
 def count_block_exchanges(config):
-    """The numbers and bytes of the collectives of one block, by link and kind, as `quaver memory --links` counts."""
+    """The numbers and bytes of the collectives of one block, by mesh dims and kind, in the trainer."""
     numbers, sizes = Counter(), Counter()
     for layers, sign in ((2, 1), (1, -1)):
-        for traffic in predict_links(changed(config, model={"n_layers": layers}), RANKS, "cuda").traffic:
-            numbers[traffic.link, traffic.kind] += sign * traffic.number
-            sizes[traffic.link, traffic.kind] += sign * traffic.tensor_bytes
+        for collective in predict_traffic(changed(config, model={"n_layers": layers}), RANKS, "cuda").collectives:
+            numbers[collective.mesh_dims, collective.kind] += sign * collective.number
+            sizes[collective.mesh_dims, collective.kind] += sign * collective.tensor_bytes
     return {key: (number, sizes[key]) for key, number in numbers.items() if number}
 
 
@@ -152,8 +152,8 @@ def gather_codes(recipe):
     ids=["rowwise, replicas", "blockwise", "delayed", "experts split"],
 )
 def test_a_step_computes_the_trainers_scales(config):
-    traffic = predict_links(config, RANKS, "cuda").traffic
-    counted = [(one.tensor_bytes, one.ranks) for one in traffic if one.dtype == "int32" and one.link != "ep"]
+    collectives = predict_traffic(config, RANKS, "cuda").collectives
+    counted = [(one.tensor_bytes, one.ranks) for one in collectives if one.dtype == "int32" and one.mesh_dims != "ep"]
     assert sorted((part.tensor_bytes, part.ranks) for part in list_scale_exchanges(plan_run(config))) == sorted(counted)
 
 
@@ -170,12 +170,12 @@ STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas, the head in flo
 
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])
 def test_a_step_issues_the_trainers_collectives(name):
-    links = predict_links(STEPS[name], RANKS, "cuda")
+    traffic = predict_traffic(STEPS[name], RANKS, "cuda")
     counted = Counter()
-    for traffic in links.traffic:
-        counted[traffic.kind] += traffic.number
+    for collective in traffic.collectives:
+        counted[collective.kind] += collective.number
     tasks = build_step(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100"))).tasks
     assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
     # The last norm is in no group of the simulation, and shards are padded: a few thousandths of these sizes.
     sent = sum(task.sent_bytes for task in tasks)
-    assert sent == pytest.approx(sum(size for _, size in links.sums.values()), rel=0.005)
+    assert sent == pytest.approx(sum(size for _, size in traffic.sums.values()), rel=0.005)

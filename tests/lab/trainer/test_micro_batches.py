@@ -1,7 +1,7 @@
 """Tests that training.reduce adds up micro-batches' gradients of every kind of parameter in float32.
 
-test_train_distributed.py compares the losses of ranks, and test_links.py what they send. A loss scaled by a power of 2
-has gradients scaled alike, to the bit. The sum of 256, 1 and 1 is 256 in bfloat16.
+test_train_distributed.py compares the losses of ranks, and test_traffic.py what they send. A loss scaled by a power of
+2 has gradients scaled alike, to the bit. The sum of 256, 1 and 1 is 256 in bfloat16.
 """
 
 import pytest

@@ -34,10 +34,10 @@ _Key = tuple[tuple[int, ...], str, str]
 
 
 @dataclass(frozen=True, order=True)
-class Traffic:
+class Collectives:
     """Equal collectives of one step."""
 
-    link: str
+    mesh_dims: str
     """The mesh dims that they span, such as "tp". "ep" means neighbors on "dp_shard" that split experts."""
     kind: str
     dtype: str
@@ -56,7 +56,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Links:
+class StepTraffic:
     """The collectives of one rank in a training step, and the bytes of a checkpoint of the run."""
 
     dims: ParallelDims
@@ -64,28 +64,28 @@ class Links:
     """The recipe, or the high-precision dtype."""
     parameters: int
     micro_batches: int
-    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collectives, ...]
     checkpoint_bytes: int
     """Bytes of all ranks' parameters and optimizer states, each once."""
 
     @property
     def sums(self) -> dict[str, tuple[int, int]]:
-        """The number of collectives on each link, and the bytes that each rank sends in them."""
+        """The number of collectives across each set of mesh dims, and the bytes that each rank sends in them."""
         sums: dict[str, tuple[int, int]] = {}
-        for traffic in self.traffic:
-            number, sent_bytes = sums.get(traffic.link, (0, 0))
-            sums[traffic.link] = number + traffic.number, sent_bytes + traffic.sent_bytes
+        for collective in self.collectives:
+            number, sent_bytes = sums.get(collective.mesh_dims, (0, 0))
+            sums[collective.mesh_dims] = number + collective.number, sent_bytes + collective.sent_bytes
         return sums
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
+        rows = [{**vars(collective), "sent_bytes": collective.sent_bytes} for collective in self.collectives]
         run = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.dims.mesh}
         run |= {"ranks": self.dims.world_size, "micro_batches": self.micro_batches}
         return {**run, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
 
 
-def predict_links(config: TrainConfig, ranks: int, device: str = "cpu") -> Links:
+def predict_traffic(config: TrainConfig, ranks: int, device: str = "cpu") -> StepTraffic:
     """Count the collectives of the second training step of the first of `ranks` processes on "cpu" or "cuda" devices.
 
     Raises:
@@ -95,12 +95,12 @@ def predict_links(config: TrainConfig, ranks: int, device: str = "cpu") -> Links
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors(device)) as run:
         run.step()  # FSDP2 and the optimizer create their state
-        with TrafficCounter() as counted:
+        with TrafficCounter() as counter:
             run.step()
-        traffic = counted.list_traffic(run.dims)
+        collectives = counter.list_collectives(run.dims)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
         checkpoint_bytes = sum(map(_count_whole_bytes, (*run.trained.model.parameters(), *state)))
-    return Links(run.dims, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
+    return StepTraffic(run.dims, run.trained.name, run.parameters, run.micro_batches, collectives, checkpoint_bytes)
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -128,17 +128,19 @@ class TrafficCounter(TorchDispatchMode):
             self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
-    def list_traffic(self, dims: ParallelDims) -> tuple[Traffic, ...]:
-        """Return the counted collectives, in the order of links."""
+    def list_collectives(self, dims: ParallelDims) -> tuple[Collectives, ...]:
+        """Return the counted collectives, sorted by mesh dims."""
         rows = []
         for key, number in self._number.items():
             ranks, kind, dtype = key
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            rows.append(Traffic(name_link(ranks, dims), kind, dtype, len(ranks), stride, number, self._bytes[key]))
+            rows.append(
+                Collectives(name_mesh_dims(ranks, dims), kind, dtype, len(ranks), stride, number, self._bytes[key])
+            )
         return tuple(sorted(rows))
 
 
-def name_link(ranks: Iterable[int], dims: ParallelDims) -> str:
+def name_mesh_dims(ranks: Iterable[int], dims: ParallelDims) -> str:
     """Return the dims of the mesh of `dims` in which `ranks` differ."""
     tensor, shard = dims.tensor, dims.shard
     coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]

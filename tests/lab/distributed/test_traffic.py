@@ -1,4 +1,4 @@
-"""Tests that ranks send what `quaver memory --links` predicts and what formulas say."""
+"""Tests that ranks send what `quaver memory --traffic` predicts and what formulas say."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quaver.lab.memory.train_step.links import TrafficCounter, name_link, predict_links
 from quaver.lab.memory.train_step.predict import make_train_step
+from quaver.lab.memory.train_step.traffic import TrafficCounter, name_mesh_dims, predict_traffic
 from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -59,55 +59,55 @@ def count_collectives(config):
 @pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
 def test_predicted_collectives_are_those_that_a_step_starts(case):
     calls, sizes = ranks.run(RANKS, count_collectives, CASES[case])[0]
-    links = predict_links(CASES[case], RANKS)
+    traffic = predict_traffic(CASES[case], RANKS)
     predicted_calls, predicted_bytes = Counter(), Counter()
-    for row in links.traffic:
+    for row in traffic.collectives:
         predicted_calls[row.kind] += row.number
         # Of FSDP2's reduce-scatters the counter sees the part that stays.
-        parts = row.ranks if (row.kind, row.link) == ("reduce_scatter", "dp_shard") else 1
+        parts = row.ranks if (row.kind, row.mesh_dims) == ("reduce_scatter", "dp_shard") else 1
         predicted_bytes[row.kind] += row.tensor_bytes // parts
     assert predicted_calls == calls
     assert predicted_bytes == sizes
 
 
 def predict_rows(config, ranks=4):
-    links = predict_links(config, ranks)
-    return links, {(row.link, row.kind, row.dtype): row for row in links.traffic}
+    traffic = predict_traffic(config, ranks)
+    return traffic, {(row.mesh_dims, row.kind, row.dtype): row for row in traffic.collectives}
 
 
 @pytest.mark.parametrize(("reduce", "scatters", "in_float8"), [("last", 1, True), ("last_all_reduce", 3, False)])
 def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters, in_float8):
     run = make_config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce)
-    links, rows = predict_rows(replace(run, comm=Comm(float8_gradients=in_float8)))
+    traffic, rows = predict_rows(replace(run, comm=Comm(float8_gradients=in_float8)))
     groups = LAYERS + 2
     sent = rows["dp_shard", "all_to_all", "uint8"] if in_float8 else rows["dp_shard", "reduce_scatter", "float32"]
     assert sent.number == scatters * groups
     bytes_each = (1 + 4 / 256) if in_float8 else 4
-    assert sent.tensor_bytes == pytest.approx(scatters * links.parameters * bytes_each, rel=2e-3)  # cut blocks
+    assert sent.tensor_bytes == pytest.approx(scatters * traffic.parameters * bytes_each, rel=2e-3)  # cut blocks
     replicated = rows["dp_replicate", "all_reduce", "float32"]
-    assert (replicated.number, replicated.tensor_bytes) == (groups, 4 * links.parameters // 2)
+    assert (replicated.number, replicated.tensor_bytes) == (groups, 4 * traffic.parameters // 2)
 
 
 def test_fsdp2_sends_the_bytes_of_the_formulas():
     """Weights of blocks are gathered before the forward and before the backward; the rest once, to stay."""
     weights = LAYERS * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * DIM * HIDDEN)
-    links, rows = predict_rows(CASES["FSDP2, tensorwise"])
+    traffic, rows = predict_rows(CASES["FSDP2, tensorwise"])
     gathered = rows["dp_shard", "all_gather", "uint8"]
     # A block's norms are gathered with its weights, in bfloat16: as bytes among bytes.
     assert gathered.tensor_bytes == 2 * (weights + LAYERS * 2 * DIM * 2)
     assert gathered.number == 2 * LAYERS
     assert gathered.sent_bytes == gathered.tensor_bytes * 3 // 4
-    assert rows["dp_shard", "reduce_scatter", "float32"].tensor_bytes == 4 * links.parameters
+    assert rows["dp_shard", "reduce_scatter", "float32"].tensor_bytes == 4 * traffic.parameters
     assert rows["dp_shard", "all_reduce", "int32"].tensor_bytes == 4 * LAYERS * 7  # an amax of each weight
     # Parameters and two moments in float32, and a step counter of each parameter.
-    assert links.checkpoint_bytes == 12 * links.parameters + 4 * (LAYERS * 9 + 3)
+    assert traffic.checkpoint_bytes == 12 * traffic.parameters + 4 * (LAYERS * 9 + 3)
 
 
 def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
-    links, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
-    assert (links.dims.shard, links.dims.tensor) == (512, 2)
+    traffic, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
+    assert (traffic.dims.shard, traffic.dims.tensor) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
-    assert links.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
+    assert traffic.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
     assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
     assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
@@ -117,7 +117,7 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
 
 
 @pytest.mark.parametrize(
-    ("dims", "ranks", "link"),
+    ("dims", "ranks", "mesh_dims"),
     [
         ((2, 2, 2), range(8), "dp_replicate x dp_shard x tp"),
         ((2, 2, 2), (0, 1), "tp"),
@@ -128,8 +128,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
         ((1, 8, 1, 0, 2), (0, 2, 4, 6), "dp_shard / ep"),
     ],
 )
-def test_a_group_is_named_by_its_dims(dims, ranks, link):
-    assert name_link(ranks, ParallelDims(*dims)) == link
+def test_a_group_is_named_by_its_dims(dims, ranks, mesh_dims):
+    assert name_mesh_dims(ranks, ParallelDims(*dims)) == mesh_dims
 
 
 def test_a_collective_whose_bytes_are_not_counted_is_refused():
