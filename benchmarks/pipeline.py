@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
 from quaver.lab.plan.compute_time import count_held_parameters, time_block, time_embedding, time_head
-from quaver.lab.plan.exchanges import list_block_exchanges, list_end_exchanges
+from quaver.lab.plan.exchanges import list_block_exchanges, list_embedding_exchanges, list_head_exchanges
 from quaver.lab.plan.planned_run import PlannedRun
-from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
+from quaver.lab.plan.simulate import COMPUTE, Task, TaskList, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, list_overlapped_kinds
 from quaver.roofline.matmul import predict_move_seconds
 
@@ -58,7 +58,7 @@ def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list
     return turns + [make_turn(number, is_backward=True) for number in range(total - ahead, total)]
 
 
-def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
+def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
     """Return the tasks of a step, for the first rank of every stage.
 
     Raises:
@@ -66,25 +66,25 @@ def make_pipeline_step(run: PipelinedRun, cluster: Cluster) -> SimulatedStep:
     """
     stages = run.pipeline
     seconds = _time_parts(run, cluster)
-    tasks: dict[Key, tuple[str, float, list[Key], str]] = {}
+    rows: dict[Key, tuple[str, float, list[Key], str]] = {}
     for stage in range(stages):
-        _add_stage(run, cluster, stage, seconds, tasks)
-    numbers = {key: number for number, key in enumerate(tasks)}
-    step = SimulatedStep()
-    for (task, stage, part, micro_batch), (stream, task_s, after, kind) in tasks.items():
-        name = f"stage {stage}: {task} of part {part}, micro-batch {micro_batch}"
-        step.tasks.append(Task(name, f"{stream}@{stage}", task_s, tuple(sorted(numbers[key] for key in after)), kind))
-    last = len(step.tasks) - 1
+        _add_stage(run, cluster, stage, seconds, rows)
+    numbers = {key: number for number, key in enumerate(rows)}
+    tasks = TaskList()
+    for (part, stage, model_part, micro_batch), (stream, task_s, earlier, kind) in rows.items():
+        name = f"stage {stage}: {part} of part {model_part}, micro-batch {micro_batch}"
+        dependencies = tuple(sorted(numbers[key] for key in earlier))
+        tasks.append(Task(name, f"{stream}@{stage}", task_s, dependencies, kind))
     held = count_held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
-    step.add(
+    tasks.add(
         "norm, clipping and the optimizer",
         f"{COMPUTE}@0",
         predict_move_seconds(moved, cluster.spec),
-        range(last + 1),
+        range(len(tasks)),
         "optimizer",
     )
-    return step
+    return tasks
 
 
 def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
@@ -97,17 +97,20 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     directions = {"forward": times.forward, "backward": times.backward + share * times.recomputed}
     seconds = {}
     for name, computed in directions.items():
-        block = SimulatedStep()
+        block = TaskList()
         exchanges = list_block_exchanges(unpipelined, backward=name == "backward")
         add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined), name)
         seconds[name] = blocks * simulate(block).seconds
     head, embedding = time_head(run, cluster), time_embedding(run, cluster)
-    ends = list_end_exchanges(unpipelined)
-    for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
-        for is_backward, computed in enumerate(both):
+    ends = (
+        ("embedding", embedding, list_embedding_exchanges),
+        ("head", head, list_head_exchanges),
+    )
+    for name, both, list_exchanges in ends:
+        for is_backward, computed in zip((False, True), both, strict=True):
             sent = sum(
                 cluster.time_collective(exchange.kind, exchange.tensor_bytes, exchange.ranks)
-                for exchange in exchanges[bool(is_backward)]
+                for exchange in list_exchanges(unpipelined, backward=is_backward)
             )
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0

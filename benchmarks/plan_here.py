@@ -25,7 +25,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import BlockTimes
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_step, list_block_groups
+from quaver.lab.plan.step import Costs, build_tasks, list_block_groups
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -135,8 +135,8 @@ def main() -> None:
         rest = parts["few"] - 2 * block
         cluster = MeasuredCluster(replace(spec, memory_gb_per_s=1e9), per_byte=per_byte)
         costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
-        step = build_step(run, cluster, costs)
-        hidden, exposed = simulate(step, contention=0.0).seconds, sum(task.seconds for task in step.tasks)
+        tasks = build_tasks(run, cluster, costs)
+        hidden, exposed = simulate(tasks, contention=0.0).seconds, sum(task.seconds for task in tasks)
         times = f"{1e3 * real:.1f} | {1e3 * hidden:.1f} to {1e3 * exposed:.1f}"
         print(f"| {ranks} | {times} | {hidden / real:.2f} to {exposed / real:.2f} |", flush=True)
 

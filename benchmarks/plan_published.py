@@ -7,7 +7,7 @@ is fitted.
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.pipeline import PipelinedRun, make_pipeline_step
+from benchmarks.pipeline import PipelinedRun, build_pipeline_tasks
 from benchmarks.published import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan import calibration
@@ -15,7 +15,7 @@ from quaver.lab.plan.calibration import CalibratedGPU
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.planned_run import Framework
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import build_step
+from quaver.lab.plan.step import build_tasks
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import require_device_spec
 
@@ -106,7 +106,7 @@ def simulate_seconds(row: Published, gpu: CalibratedGPU) -> float:
     """Return the simulated seconds of a step."""
     cluster = Cluster(gpu.spec, row.gpus_per_node, row.network_gbps_per_gpu or NETWORK_GBPS, gpu.sustained_share)
     run = make_run(row)
-    return simulate(make_pipeline_step(run, cluster) if run.pipeline > 1 else build_step(run, cluster)).seconds
+    return simulate(build_pipeline_tasks(run, cluster) if run.pipeline > 1 else build_tasks(run, cluster)).seconds
 
 
 def predict_tokens_per_s(row: Published, gpu: CalibratedGPU | None = None) -> float:

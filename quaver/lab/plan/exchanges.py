@@ -47,26 +47,29 @@ def list_block_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
     ]
 
 
-def list_end_exchanges(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
-    """Return the exchanges of tensor parallelism at the embedding and at the output projection, by `is_backward`.
+def list_embedding_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
+    """Return the exchange of an embedding that tensor parallelism splits over the vocabulary.
 
-    The embedding is split over the vocabulary. Its output is scattered by sequence and its gradient gathered, in the
-    residual stream's dtype. The projection gathers its input, and the loss three numbers per token and rank.
+    Its output is scattered by sequence and its gradient gathered, in the residual stream's dtype.
     """
     if run.tensor == 1:
-        return {False: [], True: []}, {False: [], True: []}
-    group, hidden = (1, run.tensor, 1), run.tokens * run.model.dim
-    stream = run.residual_bytes * hidden
-    embedding = {
-        False: [Exchange("reduce_scatter", stream, *group)],
-        True: [Exchange("all_gather", stream, *group)],
-    }
+        return []
+    kind = "all_gather" if backward else "reduce_scatter"
+    return [Exchange(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tensor, 1)]
+
+
+def list_head_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
+    """Return the exchanges of the output projection and the loss under tensor parallelism.
+
+    The projection gathers its input and scatters its gradient, and the loss gathers three numbers per token and rank.
+    """
+    if run.tensor == 1:
+        return []
+    input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tensor, 1)
+    if backward:
+        return [Exchange("reduce_scatter", input_bytes, *group)]
     logit_bytes = _GATHERED_OF_LOGITS * run.tokens * run.tensor
-    head = {
-        False: [Exchange("all_gather", 2 * hidden, *group), Exchange("all_gather", logit_bytes, *group)],
-        True: [Exchange("reduce_scatter", 2 * hidden, *group)],
-    }
-    return embedding, head
+    return [Exchange("all_gather", input_bytes, *group), Exchange("all_gather", logit_bytes, *group)]
 
 
 def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:

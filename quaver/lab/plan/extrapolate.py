@@ -9,14 +9,14 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_step
+from quaver.lab.plan.step import Costs, build_tasks
 
 _SIMULATED_DEPTHS = (2, 4)
 """Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
 def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
-    """Return the seconds of `simulate(build_step(run, cluster, costs))`, and those that checkpoints add.
+    """Return the seconds of `simulate(build_tasks(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
@@ -65,4 +65,4 @@ def _simulate_shallow(
 ) -> float:
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)
-    return simulate(build_step(shallow, cluster, costs)).seconds
+    return simulate(build_tasks(shallow, cluster, costs)).seconds

@@ -22,7 +22,7 @@ from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
-from quaver.lab.plan.step import Costs, build_step
+from quaver.lab.plan.step import Costs, build_tasks
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.terminal.progress import SetActivity
@@ -182,11 +182,11 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
         RuntimeError: the step is faster than the GPU's peak allows.
     """
     costs = costs or Costs.from_formulas(run, cluster)
-    tasks_per_micro_batch = len(build_step(replace(run, micro_batches=1), cluster, costs).tasks)
+    tasks_per_micro_batch = len(build_tasks(replace(run, micro_batches=1), cluster, costs))
     few = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
-    timeline = simulate(build_step(replace(run, micro_batches=few), cluster, costs))
+    timeline = simulate(build_tasks(replace(run, micro_batches=few), cluster, costs))
     if few < run.micro_batches:
-        without_last = simulate(build_step(replace(run, micro_batches=few - 1), cluster, costs))
+        without_last = simulate(build_tasks(replace(run, micro_batches=few - 1), cluster, costs))
         timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - few)
     compute_mfu(run, timeline.seconds, cluster.spec)
     checkpoint_s = time_checkpoint_per_step(run, cluster, timeline.seconds)

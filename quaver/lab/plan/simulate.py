@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 COMPUTE, STORAGE = "compute", "storage"
@@ -22,13 +22,14 @@ _WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
 
 @dataclass(frozen=True)
 class Task:
-    """Work on one stream. `after` has the numbers of the tasks that must end before it begins."""
+    """Work on one stream."""
 
     name: str
     stream: str
     """compute, storage, or a link; followed by "@3" for the fourth rank if several are simulated."""
     seconds: float
-    after: tuple[int, ...] = ()
+    dependencies: tuple[int, ...] = ()
+    """The numbers of the tasks that must end before this one begins."""
     kind: str = ""
     """The kind by which times are summed: forward, backward, all_gather, ..."""
     sent_bytes: float = 0.0
@@ -44,29 +45,30 @@ class Span:
     end_s: float
 
 
-@dataclass
-class SimulatedStep:
-    """The tasks of a step, in the order in which a rank issues them."""
+Dependencies = Iterable[int | None]
+"""Numbers of tasks. None is ignored."""
 
-    tasks: list[Task] = field(default_factory=list)
+
+class TaskList(list[Task]):
+    """The tasks of a step, in the order in which a rank issues them. A task's number is its index."""
 
     def add(
         self,
         name: str,
         stream: str,
         seconds: float,
-        after: Iterable[int | None] = (),
+        dependencies: Dependencies = (),
         kind: str = "",
         sent_bytes: float = 0.0,
     ) -> int:
-        """Issue a task and return its number. None in `after` is ignored."""
-        waits = tuple(sorted({number for number in after if number is not None}))
-        self.tasks.append(Task(name, stream, seconds, waits, kind, sent_bytes))
-        return len(self.tasks) - 1
+        """Issue a task and return its number."""
+        numbers = tuple(sorted({number for number in dependencies if number is not None}))
+        self.append(Task(name, stream, seconds, numbers, kind, sent_bytes))
+        return len(self) - 1
 
     def find_last(self, stream: str) -> int | None:
         """Return the number of the last task on a stream, or None if it has no task."""
-        return next((i for i in reversed(range(len(self.tasks))) if self.tasks[i].stream == stream), None)
+        return next((i for i in reversed(range(len(self))) if self[i].stream == stream), None)
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,15 @@ def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
     return merged
 
 
-def simulate(step: SimulatedStep, contention: float = CONTENTION_SHARE) -> SimulatedTimeline:
+def simulate(tasks: Sequence[Task], contention: float = CONTENTION_SHARE) -> SimulatedTimeline:
     """Run the tasks of a step.
 
     Raises:
         ValueError: tasks wait for each other.
     """
-    simulation = _Simulation(step.tasks, contention)
+    simulation = _Simulation(tasks, contention)
     simulation.run()
-    spans = map(Span, step.tasks, simulation.starts_s, simulation.ends_s)
+    spans = map(Span, tasks, simulation.starts_s, simulation.ends_s)
     return SimulatedTimeline(tuple(spans))
 
 
@@ -195,15 +197,16 @@ class _Running:
 
 
 class _Simulation:
-    def __init__(self, tasks: list[Task], contention: float) -> None:
+    def __init__(self, tasks: Sequence[Task], contention: float) -> None:
         self._tasks, self._shared_rate = tasks, 1 - contention
         self.starts_s, self.ends_s = [0.0] * len(tasks), [0.0] * len(tasks)
         self._queues: dict[str, deque[int]] = {}
         self._followers: list[list[int]] = [[] for _ in tasks]
-        self._waits = [len(set(task.after)) for task in tasks]
+        self._unfinished = [len(set(task.dependencies)) for task in tasks]
+        """The number of dependencies of each task that have not ended."""
         for number, task in enumerate(tasks):
             self._queues.setdefault(task.stream, deque()).append(number)
-            for earlier in set(task.after):
+            for earlier in set(task.dependencies):
                 self._followers[earlier].append(number)
         self._running: dict[str, _Running] = {}
         self._collectives: Counter[str] = Counter()
@@ -227,7 +230,7 @@ class _Simulation:
             self._count_collective(stream, -1, now)
             followers = self._followers[number]
             for follower in followers:
-                self._waits[follower] -= 1
+                self._unfinished[follower] -= 1
             for freed in dict.fromkeys((stream, *(self._tasks[follower].stream for follower in followers))):
                 self._begin(freed, now)
         stuck = next((queue[0] for queue in self._queues.values() if queue), None)
@@ -238,7 +241,7 @@ class _Simulation:
     def _begin(self, stream: str, now: float) -> None:
         """Begin the stream's next task, if the stream is free and the task need not wait."""
         queue = self._queues[stream]
-        if stream in self._running or not queue or self._waits[queue[0]]:
+        if stream in self._running or not queue or self._unfinished[queue[0]]:
             return
         number = queue[0]
         is_slow = stream.startswith(COMPUTE) and self._collectives[_parse_rank(stream)] > 0

@@ -32,9 +32,15 @@ from quaver.lab.plan.compute_time import (
     time_embedding,
     time_head,
 )
-from quaver.lab.plan.exchanges import Exchange, list_block_exchanges, list_end_exchanges, list_scale_exchanges
+from quaver.lab.plan.exchanges import (
+    Exchange,
+    list_block_exchanges,
+    list_embedding_exchanges,
+    list_head_exchanges,
+    list_scale_exchanges,
+)
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
-from quaver.lab.plan.simulate import COMPUTE, SimulatedStep
+from quaver.lab.plan.simulate import COMPUTE, Dependencies, TaskList
 from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import predict_move_seconds
 from quaver.roofline.sent_bytes import count_sent_bytes
@@ -87,6 +93,15 @@ def _count_gathered_bytes(run: PlannedRun, parameters: float, float8_parameters:
     return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.has_one_cast else 0)
 
 
+def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[ParameterGroup]]:
+    """Return the groups of the embedding, which is FSDP2's root, and of the output projection unless it is tied."""
+    rows, shard = run.model.vocab_size * run.model.dim // run.tensor, run.shard * run.context
+    root = ParameterGroup("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+    head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(LM_HEAD) * rows)
+    head = ParameterGroup(LM_HEAD, rows, head_bytes, shard, run.tensor)
+    return [root], [] if run.model.tie_word_embeddings else [head]
+
+
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """Return the kinds of a block's exchanges that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.framework.async_tensor else set()
@@ -96,7 +111,7 @@ def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
 
 
 def add_block(
-    step: SimulatedStep,
+    tasks: TaskList,
     name: str,
     seconds: float,
     exchanges: list[Exchange],
@@ -113,43 +128,43 @@ def add_block(
         kind: the kind of the compute, forward or backward.
     """
     if not exchanges:
-        step.add(name, COMPUTE, seconds, kind=kind)
+        tasks.add(name, COMPUTE, seconds, kind=kind)
         return
 
-    def send(exchange: Exchange, share: float, after: list[int | None]) -> int:
+    def send(exchange: Exchange, share: float, dependencies: Dependencies) -> int:
         number = share * exchange.number / 2
-        return _add_exchange(step, f"{name}: {exchange.kind}", exchange, cluster, after, number)
+        return _add_exchange(tasks, f"{name}: {exchange.kind}", exchange, cluster, dependencies, number)
 
     def get_exposed_share(exchange: Exchange) -> float:
         return 1 / exchange.ranks if exchange.kind in overlapped else 1.0
 
     incoming = [exchange for exchange in exchanges if exchange.kind != "reduce_scatter"]
     outgoing = [exchange for exchange in exchanges if exchange.kind == "reduce_scatter"]
-    waits: list[int | None] = []
-    for _ in range(2):
-        overlapping: list[int | None] = []
+    dependencies: Dependencies = ()
+    for _ in ("attention", "feed-forward"):
+        overlapping: list[int] = []
         for exchange in incoming:
-            waits = [send(exchange, get_exposed_share(exchange), waits)]
+            dependencies = [send(exchange, get_exposed_share(exchange), dependencies)]
             if exchange.kind in overlapped:
-                overlapping.append(send(exchange, 1 - get_exposed_share(exchange), waits))
-        begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
+                overlapping.append(send(exchange, 1 - get_exposed_share(exchange), dependencies))
+        first_half = tasks.add(name, COMPUTE, seconds / 4, dependencies, kind)
         for exchange in outgoing:
             if exchange.kind in overlapped:
-                send(exchange, 1 - get_exposed_share(exchange), [begun])
-        waits = [step.add(name, COMPUTE, seconds / 4, overlapping, kind)]
+                send(exchange, 1 - get_exposed_share(exchange), [first_half])
+        dependencies = [tasks.add(name, COMPUTE, seconds / 4, overlapping, kind)]
         for exchange in outgoing:
-            waits = [send(exchange, get_exposed_share(exchange), waits)]
-    step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
+            dependencies = [send(exchange, get_exposed_share(exchange), dependencies)]
+    tasks.add(f"{name}: end", COMPUTE, 0.0, dependencies, kind)
 
 
 def _add_exchange(
-    step: SimulatedStep, name: str, exchange: Exchange, cluster: Cluster, after: list[int | None], number: float = 1
+    tasks: TaskList, name: str, exchange: Exchange, cluster: Cluster, dependencies: Dependencies, number: float = 1
 ) -> int:
     """Add `number` collectives of an exchange as one task, and return the task's number."""
     kind, tensor_bytes, _, ranks, stride = exchange
     seconds = number * cluster.time_collective(kind, tensor_bytes, ranks, stride)
     sent = number * count_sent_bytes(kind, tensor_bytes, ranks)
-    return step.add(name, cluster.find_link(ranks, stride), seconds, after, kind, sent)
+    return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent)
 
 
 class Costs(NamedTuple):
@@ -165,161 +180,164 @@ class Costs(NamedTuple):
         return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
 
 
-def build_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
+def build_tasks(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> TaskList:
     """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
     """
-    builder = _StepBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
+    builder = _TaskBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
     for number in range(run.micro_batches):
         builder.add_micro_batch(number)
     builder.add_end()
-    return builder.step
+    return builder.tasks
 
 
-class _StepBuilder:
+class _TaskBuilder:
     def __init__(self, run: PlannedRun, cluster: Cluster, costs: Costs) -> None:
-        self.step = SimulatedStep()
+        self.tasks = TaskList()
         self._run, self._cluster, self._costs = run, cluster, costs
-        self._groups = list_block_groups(run)
-        self._exchanges = {back: list_block_exchanges(run, backward=back) for back in (False, True)}
-        model = run.model
-        rows = model.vocab_size * model.dim // run.tensor
-        shard = run.shard * run.context
-        self._root = ParameterGroup("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
-        head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(LM_HEAD) * rows)
-        tied = model.tie_word_embeddings  # the projection is in the embedding's group
-        self._head = [] if tied else [ParameterGroup(LM_HEAD, rows, head_bytes, shard, run.tensor)]
-        self._gathers = self._reduces = self._all_reduces = True
-        self._split_embedding, self._split_head = list_end_exchanges(run)
-        self._scattered: int | None = None
-        """The last reduce-scatter. The next copy into its buffer waits for it."""
-        self._copied: int | None = None
+        self._block_groups = list_block_groups(run)
+        self._root_groups, self._head_groups = _list_outside_groups(run)
+        self._block_exchanges = {back: list_block_exchanges(run, backward=back) for back in (False, True)}
+        self._micro_batch = 0
+        self._last_reduction: int | None = None
+        """The last reduce-scatter or all-reduce of gradients. The next copy into its buffer waits for it."""
+        self._last_copy: int | None = None
         """The last copy of gathered weights. The next all-gather writes into the buffer that it read."""
 
-    def add_micro_batch(self, micro_batch: int) -> None:
-        """Add forward and backward of all blocks."""
-        run, blocks = self._run, self._run.model.n_layers
-        prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
-        is_last = micro_batch == run.micro_batches - 1
-        self._gathers = micro_batch == 0 or (run.reduce, run.reshard_after_forward) != ("last", "never")
-        self._reduces, self._all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
-        times, head, embedding = self._costs
-        self._gather_and_copy_out([self._root], f"{prefix}forward of the embedding")
-        self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
-        self._exchange_at_end(f"{prefix}forward of the embedding", self._split_embedding[False], "forward")
-        for number in range(blocks):
-            self._gather_and_copy_out(self._groups, f"{prefix}forward of block {number}")
-            self._add_block(f"{prefix}forward of block {number}", times.forward, backward=False)
-        self._gather_and_copy_out(self._head, f"{prefix}forward of {LM_HEAD}")
-        self._exchange_at_end(f"{prefix}forward of {LM_HEAD}", self._split_head[False], "forward")
-        self._compute(f"{prefix}forward of {LM_HEAD} and the loss", head.forward, "forward")
+    def add_micro_batch(self, number: int) -> None:
+        """Add the forward and backward of all blocks, the embedding and the output projection."""
+        self._micro_batch = number
+        prefix = f"micro-batch {number + 1}: " if self._run.micro_batches > 1 else ""
+        self._add_forward(f"{prefix}forward of")
+        self._add_backward(f"{prefix}backward of")
+
+    def _add_forward(self, prefix: str) -> None:
+        run, (block_times, head, embedding) = self._run, self._costs
+        name = f"{prefix} the embedding"
+        self._gather_and_copy_out(self._root_groups, name)
+        self._compute(name, embedding.forward, "forward")
+        self._exchange_at_end(name, list_embedding_exchanges(run, backward=False), "forward")
+        for number in range(run.model.n_layers):
+            name = f"{prefix} block {number}"
+            self._gather_and_copy_out(self._block_groups, name)
+            self._add_block(name, block_times.forward, backward=False)
+        name = f"{prefix} {LM_HEAD} and the loss"
+        self._gather_and_copy_out(self._head_groups, name)
+        self._exchange_at_end(name, list_head_exchanges(run, backward=False), "forward")
+        self._compute(name, head.forward, "forward")
+
+    def _add_backward(self, prefix: str) -> None:
+        """Add the backward of all modules, with the all-gather of each block before the backward of the block above."""
+        run, (block_times, head, embedding) = self._run, self._costs
+        head_name, embedding_name = f"{prefix} {LM_HEAD} and the loss", f"{prefix} the embedding"
+        block_names = [f"{prefix} block {number}" for number in range(run.model.n_layers)]
+        if run.reshard_after_forward == "always":
+            self._gather_and_copy_out(self._root_groups, embedding_name)
         if run.reshard_after_forward != "never":
-            if run.reshard_after_forward == "always":
-                self._gather_and_copy_out([self._root], f"{prefix}backward of the embedding")
-            self._gather_and_copy_out(self._head, f"{prefix}backward of {LM_HEAD}")
-        prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
-        self._compute(f"{prefix}backward of {LM_HEAD} and the loss", head.backward, "backward")
-        self._exchange_at_end(f"{prefix}backward of {LM_HEAD}", self._split_head[True], "backward")
-        self._reduce(self._head, f"{prefix}backward of {LM_HEAD}")
-        for number in reversed(range(blocks)):
-            name = f"{prefix}backward of block {number}"
-            self._copy_out(self._groups, name, prefetched)
+            self._gather_and_copy_out(self._head_groups, head_name)
+        prefetched = self._gather_again(block_names[-1])
+        self._compute(head_name, head.backward, "backward")
+        self._exchange_at_end(head_name, list_head_exchanges(run, backward=True), "backward")
+        self._reduce(self._head_groups, head_name)
+        for number, name in reversed(list(enumerate(block_names))):
+            self._copy_out(self._block_groups, name, prefetched)
             if number:
-                prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
-            again = times.recomputed if is_checkpointed(run, number) else 0.0
-            self._add_block(name, times.backward + again, backward=True)
-            self._reduce(self._groups, name)
-        self._exchange_at_end(f"{prefix}backward of the embedding", self._split_embedding[True], "backward")
-        self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
-        self._reduce([self._root], f"{prefix}backward of the embedding")
+                prefetched = self._gather_again(block_names[number - 1])
+            recomputed = block_times.recomputed if is_checkpointed(run, number) else 0.0
+            self._add_block(name, block_times.backward + recomputed, backward=True)
+            self._reduce(self._block_groups, name)
+        self._exchange_at_end(embedding_name, list_embedding_exchanges(run, backward=True), "backward")
+        self._compute(embedding_name, embedding.backward, "backward")
+        self._reduce(self._root_groups, embedding_name)
 
     def add_end(self) -> None:
-        """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
+        """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered in float8."""
         run, cluster = self._run, self._cluster
         parameters = count_held_parameters(run)
-        norm = self._compute(
-            "norm of gradients", predict_move_seconds(4 * parameters, cluster.spec), "optimizer", [self._scattered]
-        )
+        norm_s = predict_move_seconds(4 * parameters, cluster.spec)
+        norm = self._compute("norm of gradients", norm_s, "optimizer", [self._last_reduction])
         if run.ranks > 1:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
-        moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
-        self._compute(
-            "clipping and the optimizer", predict_move_seconds(moved * parameters, cluster.spec), "optimizer", [norm]
-        )
+        moved = (2 + 3) * run.parameter_bytes + 2 * run.state_bytes
+        optimizer_s = predict_move_seconds(moved * parameters, cluster.spec)
+        self._compute("clipping and the optimizer", optimizer_s, "optimizer", [norm])
         if run.float8_all_gather and run.shard > 1:
-            self._compute(
-                "amaxes of weights", predict_move_seconds(run.parameter_bytes * parameters, cluster.spec), "optimizer"
-            )
+            amaxes_s = predict_move_seconds(run.parameter_bytes * parameters, cluster.spec)
+            self._compute("amaxes of weights", amaxes_s, "optimizer")
         for exchange in list_scale_exchanges(run):
-            self._send("all-reduce of amaxes", exchange, [self.step.find_last(COMPUTE)])
+            self._send("all-reduce of amaxes", exchange, [self.tasks.find_last(COMPUTE)])
 
-    def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
-        return self.step.add(name, COMPUTE, seconds, after or [], kind)
+    def _compute(self, name: str, seconds: float, kind: str, dependencies: Dependencies = ()) -> int:
+        return self.tasks.add(name, COMPUTE, seconds, dependencies, kind)
 
-    def _send(self, name: str, exchange: Exchange, after: list[int | None]) -> int:
-        return _add_exchange(self.step, name, exchange, self._cluster, after)
+    def _send(self, name: str, exchange: Exchange, dependencies: Dependencies) -> int:
+        return _add_exchange(self.tasks, name, exchange, self._cluster, dependencies)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
         kind = "backward" if backward else "forward"
         overlapped = list_overlapped_kinds(self._run)
-        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped, kind)
+        add_block(self.tasks, name, seconds, self._block_exchanges[backward], self._cluster, overlapped, kind)
 
     def _exchange_at_end(self, name: str, exchanges: list[Exchange], kind: str) -> None:
         """Add exchanges of the embedding or the output projection, and an empty task of `kind` that waits for them."""
-        last: int | None = self.step.find_last(COMPUTE)
+        last: int | None = self.tasks.find_last(COMPUTE)
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
             self._compute(name, 0.0, kind, [last])
 
-    def _gather(self, groups: list[ParameterGroup], name: str) -> list[int | None]:
+    def _gather(self, groups: list[ParameterGroup], name: str) -> list[int]:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""
-        if not self._gathers or not groups or groups[0].shard == 1:
+        run = self._run
+        stays_gathered = self._micro_batch > 0 and (run.reduce, run.reshard_after_forward) == ("last", "never")
+        if stays_gathered or not groups or groups[0].shard == 1:
             return []
-        gathers: list[int | None] = []
+        gathers: list[int] = []
         for group in groups:
             gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
-            gathers.append(self._send(f"{name}: all-gather", gather, [self._copied]))
+            gathers.append(self._send(f"{name}: all-gather", gather, [self._last_copy]))
         return gathers
 
-    def _gather_again(self, name: str) -> list[int | None]:
+    def _gather_again(self, name: str) -> list[int]:
         """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
-        return [] if self._run.reshard_after_forward == "never" else self._gather(self._groups, name)
+        return [] if self._run.reshard_after_forward == "never" else self._gather(self._block_groups, name)
 
     def _gather_and_copy_out(self, groups: list[ParameterGroup], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))
 
-    def _copy_out(self, groups: list[ParameterGroup], name: str, gathers: list[int | None]) -> None:
+    def _copy_out(self, groups: list[ParameterGroup], name: str, gathers: list[int]) -> None:
         if not gathers:
             return
         seconds = predict_move_seconds(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
-        self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
+        self._last_copy = self.tasks.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
 
     def _reduce(self, groups: list[ParameterGroup], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
         if run.shard * run.context * run.replicate == 1 or not groups:
             return
+        is_last = self._micro_batch == run.micro_batches - 1
+        reduces, all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
         parameters = sum(group.parameters for group in groups)
         moved = WEIGHT_BYTES + GRADIENT_BYTES  # read and written
-        moved += _CAST_BYTES if run.float8_gradients and self._reduces else 0
+        moved += _CAST_BYTES if run.float8_gradients and reduces else 0
         copy_s = predict_move_seconds(moved * parameters, cluster.spec)
-        copied = self.step.add(f"{name}: copy in", COMPUTE, copy_s, [self._scattered], "copies")
-        if not self._reduces:  # the copy adds to the gradients of earlier micro-batches
+        copied = self.tasks.add(f"{name}: copy in", COMPUTE, copy_s, [self._last_reduction], "copies")
+        if not reduces:  # the copy adds to the gradients of earlier micro-batches
             return
         for group in groups:
-            after = copied
+            reduced = copied
             if group.shard > 1:
                 kind, size = ("all_to_all", _CODE_BYTES) if run.float8_gradients else ("reduce_scatter", GRADIENT_BYTES)
                 scatter = Exchange(kind, size * group.parameters, 1, group.shard, group.stride)
-                self._scattered = after = self._send(f"{name}: reduce-scatter", scatter, [copied])
-            if run.replicate > 1 and self._all_reduces:
+                self._last_reduction = reduced = self._send(f"{name}: reduce-scatter", scatter, [copied])
+            if run.replicate > 1 and all_reduces:
                 part = GRADIENT_BYTES * group.parameters / group.shard
                 reduce = Exchange("all_reduce", part, 1, run.replicate, group.stride * group.shard)
-                self._scattered = self._send(f"{name}: all-reduce", reduce, [after])
+                self._last_reduction = self._send(f"{name}: all-reduce", reduce, [reduced])
 
 
 def is_checkpointed(run: PlannedRun, block: int) -> bool:

@@ -14,7 +14,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted_costs import check_counts_for, compile_block, count_costs, list_block_entries
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_step
+from quaver.lab.plan.step import Costs, build_tasks
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.roofline import matmul
@@ -54,7 +54,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = count_costs(config, 2, run, cluster)
-    spans = [span for span in simulate(build_step(run, cluster, costs)).spans if "of block 1" in span.task.name]
+    spans = [span for span in simulate(build_tasks(run, cluster, costs)).spans if "of block 1" in span.task.name]
     seconds = sum(span.end_s - span.start_s for span in spans)
     assert 1e3 * seconds == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
     assert costs.head == Costs.from_formulas(run, cluster).head

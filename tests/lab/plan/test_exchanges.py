@@ -9,7 +9,7 @@ from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
 from quaver.lab.plan.planned_run import make_planned_run
-from quaver.lab.plan.step import GRADIENT_BYTES, build_step, list_block_groups
+from quaver.lab.plan.step import GRADIENT_BYTES, build_tasks, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.recipes.config import Float8LinearRecipeName
@@ -174,7 +174,7 @@ def test_a_step_issues_the_trainers_collectives(name):
     counted = Counter()
     for collective in traffic.collectives:
         counted[collective.kind] += collective.number
-    tasks = build_step(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100"))).tasks
+    tasks = build_tasks(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100")))
     assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
     # The last norm is in no group of the simulation, and shards are padded: a few thousandths of these sizes.
     sent = sum(task.sent_bytes for task in tasks)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipeline import PipelinedRun, make_pipeline_step, order_turns, time_send
+from benchmarks.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, time_send
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.settings import Model
@@ -43,7 +43,7 @@ def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
         model, 8192, 1, micro_batches=micro_batches, pipeline=stages, virtual=virtual, checkpointing="none"
     )
     fast = replace(CLUSTER, spec=replace(CLUSTER.spec, link_gb_per_s=1e9))
-    timeline = simulate(make_pipeline_step(run, fast), 0.0)
+    timeline = simulate(build_pipeline_tasks(run, fast), 0.0)
     work = sum(s.end_s - s.start_s for s in timeline.spans if s.task.stream == "compute@1")
     end = max(s.end_s for s in timeline.spans if s.task.kind in ("forward", "backward"))
     assert end / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches), rel=0.05)

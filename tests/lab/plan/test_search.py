@@ -18,7 +18,7 @@ from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
-from quaver.lab.plan.step import build_step
+from quaver.lab.plan.step import build_tasks
 from quaver.lab.settings.config_file import load_config
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, changed
@@ -128,7 +128,7 @@ def test_no_gain_is_above_its_bound(ranks, network_gbps, gpu):
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
     run = replace(plan_last_layout(**MICRO_BATCHES), steps_between_saves=0)
     assert run.micro_batches > 2
-    whole = simulate(build_step(run, CLUSTER))
+    whole = simulate(build_tasks(run, CLUSTER))
     monkeypatch.setattr(searching, "MAX_SIMULATED_TASKS", 1)
     timeline = searching.simulate_step(run, CLUSTER)
     assert len(timeline.spans) < len(whole.spans)

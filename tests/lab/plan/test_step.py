@@ -9,7 +9,7 @@ from quaver.lab.plan.extrapolate import estimate_seconds
 from quaver.lab.plan.planned_run import Framework, PlannedRun
 from quaver.lab.plan.search import simulate_step
 from quaver.lab.plan.simulate import COMPUTE, simulate
-from quaver.lab.plan.step import build_step
+from quaver.lab.plan.step import build_tasks
 from quaver.lab.settings import Model
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
@@ -38,12 +38,12 @@ RUNS = {
 
 
 def time_step(run, cluster=FAST):
-    return simulate(build_step(run, cluster)).seconds
+    return simulate(build_tasks(run, cluster)).seconds
 
 
 def count_collectives(name):
     """Return the numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
-    kinds = [task.kind for task in build_step(RUNS[name], FAST).tasks]
+    kinds = [task.kind for task in build_tasks(RUNS[name], FAST)]
     return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
 
 
@@ -59,7 +59,7 @@ def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
 
 
 def test_one_rank_sends_nothing_and_computes_all_the_time():
-    timeline = simulate(build_step(RUNS["one rank"], SLOW))
+    timeline = simulate(build_tasks(RUNS["one rank"], SLOW))
     assert timeline.streams == (COMPUTE,)
     assert timeline.sum_seconds(stream=COMPUTE) == pytest.approx(timeline.seconds)
 
@@ -88,11 +88,11 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     assert time_step(RUNS["asynchronous"]) < time_step(RUNS["tensor parallel"])
     gathered, plain = RUNS["float8 all-gather"], replace(RUNS["float8 all-gather"], float8_all_gather=False)
     assert time_step(gathered, SLOW) < 0.95 * time_step(plain, SLOW)
-    timeline = simulate(build_step(BASE, FAST))
-    gathers = [task.seconds for task in build_step(BASE, FAST).tasks if task.kind == "all_gather"]
+    timeline = simulate(build_tasks(BASE, FAST))
+    gathers = [task.seconds for task in build_tasks(BASE, FAST) if task.kind == "all_gather"]
     # All but the first two are prefetched.
     assert timeline.sum_exposed_seconds(kind="all_gather") <= sum(gathers[:2]) * 1.001
-    slow = simulate(build_step(BASE, replace(SLOW, network_gbps=10.0)))
+    slow = simulate(build_tasks(BASE, replace(SLOW, network_gbps=10.0)))
     assert slow.sum_exposed_seconds(kind="all_gather") > 0.2 * slow.sum_seconds(stream="network")
 
 
@@ -106,7 +106,7 @@ def test_states_that_are_sharded_gather_and_reduce_once():
 
 def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
     tied = replace(BASE, model=replace(MODEL, tie_word_embeddings=True))
-    steps = [build_step(run, FAST).tasks for run in (BASE, tied)]
+    steps = [build_tasks(run, FAST) for run in (BASE, tied)]
     sent, sent_tied = (sum(task.sent_bytes for task in tasks if task.kind == "reduce_scatter") for tasks in steps)
     assert sent - sent_tied == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
     assert time_step(tied) < time_step(BASE)

@@ -19,7 +19,7 @@ from benchmarks.record import fill_page
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import build_step
+from quaver.lab.plan.step import build_tasks
 
 PARTS = plan_published, plan_scaling, plan_memory
 PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
@@ -110,5 +110,5 @@ def test_further_micro_batches_take_as_long_as_the_third():
     run = make_run("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
     assert run.micro_batches > 3
     cluster = Cluster.from_spec(H100)
-    whole = simulate(build_step(run, cluster)).seconds
+    whole = simulate(build_tasks(run, cluster)).seconds
     assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.predict_tokens_per_s(run, cluster), rel=1e-3)
