@@ -384,7 +384,7 @@ def time_manifests(saves: int) -> Iterator[str]:
                     for name, value in _PATCHES_OF_SAVES[step % 3].items():
                         stack.enter_context(mock.patch(name, value))
                     start = time.perf_counter()
-                    saver.write(step + 1, {"model": state}, {"format": 1})
+                    saver._write(step + 1, {"model": state}, {"format": 1})
                     seconds[step % 3].append(time.perf_counter() - start)
         size = sum(3 * 4 * math.prod(shape) for shape in shapes.values()) / 1e6
         low = [statistics.quantiles(samples, n=4)[0] for samples in seconds]

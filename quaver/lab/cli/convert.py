@@ -44,7 +44,7 @@ class QuaverToHF(Settings):
 
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
-    usage = "quaver convert WAY [options] SOURCE TARGET      quaver convert WAY --help"
+    usage = "quaver convert DIRECTION [options] SOURCE TARGET      quaver convert DIRECTION --help"
     conversion = find_verb(CONVERSIONS, argv, kind="conversion", usage=usage)
     if isinstance(conversion, int):
         return conversion

@@ -38,7 +38,7 @@ def report_bad_input() -> Iterator[None]:
 
 def choose_exit_code(error: BaseException) -> int:
     """Return 4 if `error` says that a result cannot be written, for want of space for example, and 2 otherwise."""
-    is_not_written = isinstance(error, NotWrittenError) or has_no_room(error)
+    cannot_write = isinstance(error, NotWrittenError) or has_no_room(error)
     if isinstance(error, CheckpointError):
-        is_not_written = error.is_not_written
-    return EXIT_NOT_WRITTEN if is_not_written else EXIT_BAD_INPUT
+        cannot_write = error.cannot_write
+    return EXIT_NOT_WRITTEN if cannot_write else EXIT_BAD_INPUT

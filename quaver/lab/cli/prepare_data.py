@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.run_config import load_and_warn
+from quaver.lab.cli.run_config import load_and_print_turned_off
 from quaver.lab.data import load_data
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import Settings
-from quaver.lab.settings.flags import exit_after_help
+from quaver.lab.settings.flags import exit_if_help
 from quaver.lab.trainer.display import ShownProgress
 
 
@@ -24,10 +24,10 @@ class PrepareData(Settings):
 
 def main(argv: list[str]) -> int:
     """Make or check the tokens and print their numbers; returns 0 when done, 2 for bad input."""
-    exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
+    exit_if_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():
         config_path, flags = parse_arguments(argv, prog="quaver prepare-data")
-        data = load_data(load_and_warn(config_path, flags), ShownProgress())
+        data = load_data(load_and_print_turned_off(config_path, flags), ShownProgress())
     origin = data.origin
     print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
     print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")

@@ -7,7 +7,7 @@ from quaver.lab.settings.config_file import Sections, list_turned_off, load_conf
 from quaver.lab.terminal.escape import print_to_stderr
 
 
-def load_and_warn(path: Path | None, flags: Sections) -> TrainConfig:
+def load_and_print_turned_off(path: Path | None, flags: Sections) -> TrainConfig:
     """Return `load_config(path, flags)`, after `print_turned_off`."""
     config = load_config(path, flags)
     print_turned_off(path, flags)

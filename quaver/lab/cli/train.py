@@ -23,7 +23,7 @@ from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.settings.config_file import Sections, TrainFlags, load_config, parse_arguments
-from quaver.lab.settings.flags import exit_after_help, split_options
+from quaver.lab.settings.flags import exit_if_help, split_options
 from quaver.lab.terminal.console import print_views
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         ranks = read_ranks()
     if "--help" in argv or "-h" in argv:
         if ranks.is_first:
-            exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
+            exit_if_help(Train, argv, prog="quaver train [CONFIG.toml]")
         return 0
     with _agree_on_input(ranks):
         options, run_flags = split_options(DryRunOptions, argv, prog="quaver train")
@@ -89,7 +89,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         yield fingerprints
     except (*BAD_INPUT_ERRORS, CheckpointError) as bad:
         error = bad
-        refusal = Refusal(describe_error(bad), is_not_written=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
+        refusal = Refusal(describe_error(bad), cannot_write=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:
         verdict = ranks.agree_on_refusal(refusal, "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
@@ -98,7 +98,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     if verdict:
         if ranks.is_first:
             print_error(verdict.message)
-        raise SystemExit(EXIT_NOT_WRITTEN if verdict.is_not_written else EXIT_BAD_INPUT) from error
+        raise SystemExit(EXIT_NOT_WRITTEN if verdict.cannot_write else EXIT_BAD_INPUT) from error
 
 
 def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:

@@ -7,7 +7,7 @@ random number generators, which the trainer itself does not use while it trains.
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
 group, whose collectives do not interleave with the collectives of training. Each phase ends with an exchange of
-errors: a save fails on every rank or on none. `has_failed` polls it, `wait` raises it. The caller of `save` runs in a
+errors: a save fails on every rank or on none. `has_error` polls it, `wait` raises it. The caller of `save` runs in a
 block of `ignore_single_process_warning`.
 """
 
@@ -35,7 +35,7 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, check_manifest, hash_files_of_rank
 from quaver.lab.runs.model_state import SavedModel, collect_rng_states, collect_state, load_model, load_rng_states
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.runs.safe_dcp import CheckpointReader, check_readable
 from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.float8 import make_file_name
 from quaver.optim.base import STATE_VERSION
@@ -70,7 +70,7 @@ class Checkpointer:
         self.description = self.description | changes
 
     @property
-    def has_failed(self) -> bool:
+    def has_error(self) -> bool:
         """Whether a save in the background has failed, as far as this rank's thread knows; never blocks."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
@@ -101,7 +101,7 @@ class Checkpointer:
         if is_async:
             state = self._stage(progress.step, state)
         self._saved_step = progress.step
-        self._pending = _run_in_thread(self.write, progress.step, state, record)
+        self._pending = _run_in_thread(self._write, progress.step, state, record)
         if not is_async:
             self.wait()
 
@@ -114,7 +114,7 @@ class Checkpointer:
             raise error
 
     def close(self, *, waits: bool = True) -> str:
-        """Finish a save in progress at the end of the run, or abandon it at a second Ctrl-C (`waits=False`).
+        """Finish a save in progress at the end of the run, or leave it partial at a second Ctrl-C (`waits=False`).
 
         Returns the error of a failed save, else "". Does not raise, so that the error that ended the run is reported.
         """
@@ -134,7 +134,7 @@ class Checkpointer:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
         path = self.folder.get_path(step)
-        record = read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
+        record = _read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
         progress = RunProgress(**record["progress"])
         if progress.step != step:
             problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
@@ -175,11 +175,11 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be copied to host memory: {error}; "
                 f"{_describe_newest(self.folder)}",
-                is_not_written=True,
+                cannot_write=True,
             ) from error
         return staged
 
-    def write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
+    def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
         """Write and publish the checkpoint of `step`, and remove old ones. Runs in the thread.
 
         Raises CheckpointError on every rank.
@@ -203,7 +203,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
                 f"{describe_innermost_cause(error)}; {_describe_newest(folder)}",
-                is_not_written=True,
+                cannot_write=True,
             ) from error
         try:
             self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
@@ -211,7 +211,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"old checkpoints in {str(folder.path)!r} could not be removed: {describe_innermost_cause(error)}; "
                 f"the checkpoint of step {step} is intact",
-                is_not_written=True,
+                cannot_write=True,
             ) from error
 
     def _run_on_first_rank(self, action: Callable[[], None]) -> None:
@@ -227,7 +227,7 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     Raises CheckpointError on every rank if they cannot be read or do not fit.
     """
     ranks, verifies = models[0].ranks, models[0].config.checkpoint.verify
-    saved_names = read_record_on_every_rank(path, ranks, verifies=verifies)["models"]
+    saved_names = _read_record_on_every_rank(path, ranks, verifies=verifies)["models"]
     for trained in models:
         state = {"model": get_model_state_dict(trained.model)}
         name = make_file_name(trained.name)
@@ -255,7 +255,7 @@ def _run_in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     return future
 
 
-def read_record_on_every_rank(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+def _read_record_on_every_rank(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
     """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
     Raises CheckpointError on every rank.
@@ -281,12 +281,6 @@ def _describe_newest(folder: CheckpointFolder) -> str:
     except (OSError, InputError) as error:
         return f"the earlier ones cannot be listed: {describe_error(error)}"
     return f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier one"
-
-
-def check_readable(checkpoint: Path, names: Sequence[str]) -> None:
-    """Check that the metadata of each model can be read, and that its files are long enough for it."""
-    for name in names:
-        CheckpointReader(checkpoint / name).read_metadata()
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> None:

@@ -5,14 +5,14 @@
         tensorwise/           a torch.distributed.checkpoint folder for each model of the run
         manifest.json         size and xxh3_128 of every other file
     .step-00000150.partial/   being written, being deleted, or left by a process that was killed; never read
-    .step-00000200.abandoned/ complete, but a resume from an earlier step began another history; never read
+    .step-00000200.aside/     complete, but a resume from an earlier step began another history; never read
 
 A rename within one folder is atomic: a crash at any moment leaves the complete checkpoints as they were.
 
 [Note: one history] The complete checkpoints and the records of metrics belong to one history. A resume from an earlier
 step first renames the later checkpoints, the last one first, and then removes the later records. A crash in between
 leaves checkpoints of the old history alone, or of the new one alone, and the next resume removes the records after
-the newest. Abandoned checkpoints stay on the disk until the new history has a complete one.
+the newest. Checkpoints set aside stay on the disk until the new history has a complete one.
 """
 
 import json
@@ -127,15 +127,15 @@ class CheckpointFolder:
         """Return the path under which the checkpoint of `step` is written."""
         return self.path / f".step-{step:08d}.partial"
 
-    def abandon_after(self, step: int) -> list[int]:
-        """Abandon the complete checkpoints of later steps than `step`, and return them; see [Note: one history]."""
+    def set_aside_after(self, step: int) -> list[int]:
+        """Rename the complete checkpoints after `step`, and return their steps; see [Note: one history]."""
         later_steps = [later for later in self.list_steps() if later > step]
         for later in reversed(later_steps):
-            abandoned = self.path / f".step-{later:08d}.abandoned"
-            if abandoned.exists():  # of a still earlier history
-                abandoned.rename(self._get_removed_path(later))
+            aside = self.path / f".step-{later:08d}.aside"
+            if aside.exists():  # of a still earlier history
+                aside.rename(self._get_removed_path(later))
                 self.remove_partials()
-            rename(self.get_path(later), abandoned)
+            rename(self.get_path(later), aside)
         return later_steps
 
     def begin(self, step: int) -> None:
@@ -155,7 +155,7 @@ class CheckpointFolder:
         rename(self.get_partial_path(step), self.get_path(step))
 
     def prune(self, keep_latest_k: int) -> None:
-        """Remove abandoned and partial checkpoints, and all but the newest `keep_latest_k` complete ones.
+        """Remove partial checkpoints, those set aside, and all but the newest `keep_latest_k` complete ones.
 
         0 keeps all complete ones.
         """
@@ -163,8 +163,8 @@ class CheckpointFolder:
             # An interrupted removal leaves nothing that looks complete.
             self.get_path(step).rename(self._get_removed_path(step))
         self.remove_partials()
-        for abandoned in self.path.glob(".step-*.abandoned"):
-            shutil.rmtree(abandoned)
+        for aside in self.path.glob(".step-*.aside"):
+            shutil.rmtree(aside)
 
     def remove_partials(self) -> None:
         """Remove what is being written or deleted, or was when a process was killed."""

@@ -12,10 +12,10 @@ from quaver.runtime.errors import InputError, NotWrittenError
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which, why, and which ones are intact."""
 
-    def __init__(self, message: str, *, is_not_written: bool = False) -> None:
+    def __init__(self, message: str, *, cannot_write: bool = False) -> None:
         """Take the message, and whether the checkpoint could not be written, or old ones not be removed."""
         super().__init__(message)
-        self.is_not_written = is_not_written
+        self.cannot_write = cannot_write
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Files of JSON lines, one record for each step: written so that a killed run leaves whole lines, read, and rewound."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
@@ -57,7 +56,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def is_torn(path: Path) -> bool:
     """Return whether the last line of a file is incomplete. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
-        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+        file.seek(max(path.stat().st_size - 1, 0))
+        return file.read()[-1:] not in (b"", b"\n")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Refusal:
     """Why a run does not start."""
 
     message: str
-    is_not_written: bool = False
+    cannot_write: bool = False
     """Whether a rank cannot write, for want of space for example; otherwise it had bad input."""
 
 

@@ -86,7 +86,7 @@ class RunFolder:
             raise
 
     def begin(self, config: TrainConfig) -> list[str]:
-        """Write the resolved config, and abandon the checkpoints and records after the step that the run resumes from.
+        """Write the resolved config, set the checkpoints after the resumed step aside, and remove its later records.
 
         See [Note: one history] in checkpoint_folder.py. If there are such records, the id of the run at Weights &
         Biases is removed too, where they stay. So is the summary, which says how an earlier start ended.
@@ -108,8 +108,8 @@ class RunFolder:
             with rewind_json_lines(files, step) as removed:
                 if removed:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
-                if abandoned := self.get_checkpoint_folder(config.checkpoint).abandon_after(step):
-                    removed = [*removed, f"the checkpoints of step {', '.join(map(str, abandoned))}"]
+                if set_aside := self.get_checkpoint_folder(config.checkpoint).set_aside_after(step):
+                    removed = [*removed, f"the checkpoints of step {', '.join(map(str, set_aside))}"]
                 if self._has_later_post_mortem(step):
                     self.post_mortem_path.unlink()
                     removed = [*removed, POST_MORTEM_FILE]
@@ -289,8 +289,8 @@ def _check_subfolders(path: Path, config: TrainConfig) -> None:
     folders = {name: attrgetter(name)(config) for name in SUBFOLDER_SETTINGS}
     for name, folder in folders.items():
         others = {Path(other) for other_name, other in folders.items() if other_name != name}
-        is_own = others.isdisjoint((Path(folder), *Path(folder).parents))
-        require(is_own, name, "a folder that is not in that of another setting", folder)
+        is_disjoint = others.isdisjoint((Path(folder), *Path(folder).parents))
+        require(is_disjoint, name, "a folder that is not in that of another setting", folder)
         has_place = (path / folder).is_dir() or not (path / folder).exists()
         expected = "a folder, with a name that no other file of the run has"
         require(Path(folder).parts[0] not in RUN_FILES and has_place, name, expected, folder)

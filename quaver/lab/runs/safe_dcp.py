@@ -14,7 +14,7 @@ import itertools
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,6 +124,12 @@ class CheckpointPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise ValueError: a value that is not a tensor."""
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def check_readable(checkpoint: Path, names: Sequence[str]) -> None:
+    """Check that the metadata of each model can be read, and that its files are long enough for it."""
+    for name in names:
+        CheckpointReader(checkpoint / name).read_metadata()
 
 
 class _Name(str):

@@ -217,14 +217,16 @@ def _iter_own_fields(cls: type) -> "Iterator[Field[Any]]":
         yield from owner.__dict__.get("__dataclass_fields__", {}).values()
 
 
-def suggest_nearest(name: str, choices: Collection[str], *, otherwise: str, spell: Callable[[str], str] = str) -> str:
-    """Return the hint for an unknown `name`: the nearest of `choices` as `spell` writes it, or `otherwise`."""
+def suggest_nearest(
+    name: str, choices: Collection[str], *, otherwise: str, format_name: Callable[[str], str] = str
+) -> str:
+    """Return the hint for an unknown `name`: the nearest of `choices` as `format_name` writes it, or `otherwise`."""
     # A right key in the wrong section is near, a right section alone is not.
     keys = [choice.rpartition(".")[2] for choice in choices]
     near = difflib.get_close_matches(name.rpartition(".")[2], keys, n=1, cutoff=0.7)
     candidates = [choice for choice, key in zip(choices, keys, strict=True) if key in near]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
-    return f"did you mean {spell(matches[0])!r}?" if matches else otherwise
+    return f"did you mean {format_name(matches[0])!r}?" if matches else otherwise
 
 
 def format_default(setting: "Field[Any]") -> str:

@@ -36,7 +36,7 @@ _Options = TypeVar("_Options", bound=Settings)
 
 def parse_options(cls: type[_Options], argv: list[str], *, prog: str) -> _Options:
     """Parse the options of a command from `argv`; for --help print its help and exit. Raises InputError."""
-    exit_after_help(cls, argv, prog=prog)
+    exit_if_help(cls, argv, prog=prog)
     try:
         values, rest = split_flags(cls, argv)
     except InputError as error:
@@ -54,7 +54,7 @@ def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_
 
     For --help print the help of the command and exit. Raises InputError.
     """
-    exit_after_help(cls, argv, prog=prog)
+    exit_if_help(cls, argv, prog=prog)
     values, rest = split_flags(cls, argv)
     return cls(**values), rest
 
@@ -62,7 +62,7 @@ def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_
 def make_unknown_flag_error(word: str, names: Collection[str], *, prog: str) -> InputError:
     """Return the error for the flag `word` of the command `prog`, which is none of the settings `names`."""
     flag = word.partition("=")[0]
-    hint = suggest_nearest(flag[2:].replace("-", "_"), names, otherwise=_point_to_help(prog), spell=_spell_flag)
+    hint = suggest_nearest(flag[2:].replace("-", "_"), names, otherwise=_point_to_help(prog), format_name=_format_flag)
     return InputError(f"unknown flag: {flag!r}; {hint}")
 
 
@@ -70,11 +70,11 @@ def _point_to_help(prog: str) -> str:
     return f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
 
 
-def _spell_flag(name: str) -> str:
+def _format_flag(name: str) -> str:
     return f"--{name if '.' in name else name.replace('_', '-')}"
 
 
-def exit_after_help(cls: type, argv: list[str], *, prog: str) -> None:
+def exit_if_help(cls: type, argv: list[str], *, prog: str) -> None:
     """Print the help of `cls` and exit with 0 if `argv` asks for it."""
     if "--help" in argv or "-h" in argv:
         print(_Parser(cls, prog).format_help(), end="", flush=True)
@@ -91,7 +91,7 @@ def split_flags(cls: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
     missing.
     """
     parser = _Parser(cls)
-    values, rest = parser.parse_known_intermixed_args(list(parser.spell(argv)))
+    values, rest = parser.parse_known_intermixed_args(list(parser.normalize(argv)))
     return vars(values), rest
 
 
@@ -134,7 +134,7 @@ class _Parser(ArgumentParser):
         """Raise InputError, where argparse would end the process."""
         raise InputError(message.removeprefix("argument ").replace(": expected one argument", " must have a value"))
 
-    def spell(self, argv: Iterable[str]) -> Iterator[str]:
+    def normalize(self, argv: Iterable[str]) -> Iterator[str]:
         """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""
         words = list(argv)
         for index in reversed(range(1, len(words))):
@@ -169,7 +169,7 @@ class _Parser(ArgumentParser):
                 continue
             choices = ("true", "false") if base is bool else get_choices(annotation)
             metavar = "|".join(choices) or (item or base).__name__.upper()
-            flag = _spell_flag(name)
+            flag = _format_flag(name)
             options: dict[str, Any] = {"type": partial(_convert, base)}
             if base is bool:
                 options["nargs"] = "?"

@@ -19,7 +19,7 @@ from quaver.runtime.files import replace_file
 
 
 class RunEnd:
-    """How a run ended. `summary` is set after the block of `conclude`."""
+    """How a run ended. `summary` is set after the block of `write_run_end`."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -44,7 +44,7 @@ class RunEnd:
         self.reason = str(error) if is_one_line else f"{type(error).__name__}: {text}"
 
     def close_checkpoints(self, *, waits: bool) -> None:
-        """Finish the save in progress, or with `waits` false abandon it. Prints its error and appends it."""
+        """Finish the save in progress, or with `waits` false leave it partial. Prints its error and appends it."""
         with self._run.watch("the end of the last checkpoint", is_slow=True):
             unsaved = self._run.checkpoints.close(waits=waits)
         if unsaved:
@@ -76,7 +76,7 @@ class RunEnd:
 
 
 @contextmanager
-def conclude(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
+def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
     """Write the summary and the curves after the block, which trains, however it ends; print them if it did not raise.
 
     A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.

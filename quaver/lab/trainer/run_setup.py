@@ -58,7 +58,7 @@ class RunSetup:
         """The settings and the hash of the text, which must be equal on every rank."""
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
 
-    def describe(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the facts about the run that each checkpoint repeats, ready for JSON; on the first rank.
 
         The other ranks, which write no record, do not ask git for the provenance.

@@ -28,7 +28,7 @@ from quaver.lab.trainer.process import (
 )
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_description import explain_eager_blocks, print_nothing_left, print_run_description
-from quaver.lab.trainer.run_end import conclude
+from quaver.lab.trainer.run_end import write_run_end
 from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
@@ -65,7 +65,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
             silence_other_ranks(run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),
-            conclude(run, failures) as end,
+            write_run_end(run, failures) as end,
             use_determinism(run.config.training.deterministic),
             raise_recompile_limit(run.config, [model.model for model in run.models]),
             open_outputs(run, failures) as outputs,
@@ -103,7 +103,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
 def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
-    has_error = run.checkpoints.has_failed or outputs.failures.has_error
+    has_error = run.checkpoints.has_error or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
     with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):

@@ -102,7 +102,7 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
         TrainedModel.build(name, model, config, setup.device, ranks, mesh, init_weights=not loads_weights)
         for name, model in setup.models.by_name.items()
     ]
-    description = setup.describe()
+    description = setup.to_record()
     checkpoints = Checkpointer(
         folder.get_checkpoint_folder(config.checkpoint), config.checkpoint, ranks, setup.device, description
     )

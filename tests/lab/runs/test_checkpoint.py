@@ -200,31 +200,31 @@ def test_a_checkpoint_cannot_ask_for_a_history_of_any_length():
             fit_histories({name: torch.zeros(shape)}, metadata, Path("x"))
 
 
-def test_resuming_from_an_earlier_step_abandons_the_later_ones(config, finished, saved):
+def test_resuming_from_an_earlier_step_sets_the_later_ones_aside(config, finished, saved):
     again = run_to_end(set_steps(config, 6, resume="must", load_step=2))
     assert (again.began_at_step, read_numbers(again)) == (2, read_numbers(finished))
     prepare_run(set_steps(config, 3, resume="must", load_step=2)).folder.release()  # it dies before its first save
-    assert list_abandoned(saved) == [4, 6], "removed before the next checkpoint is complete"
+    assert list_set_aside(saved) == [4, 6], "removed before the next checkpoint is complete"
     shorter = run_to_end(set_steps(config, 3, resume="must"))
     assert (shorter.began_at_step, shorter.checkpoints.folder.list_steps()) == (2, [2, 3])
-    assert list_abandoned(saved) == []
+    assert list_set_aside(saved) == []
     assert max(record["step"] for record in read_json_lines(shorter.folder.metrics_path)) == 3
 
 
-def list_abandoned(run: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix(".step-")) for path in (run / "checkpoint").glob(".step-*.abandoned"))
+def list_set_aside(run: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix(".step-")) for path in (run / "checkpoint").glob(".step-*.aside"))
 
 
-def test_a_history_that_is_abandoned_again_replaces_the_checkpoints_of_the_earlier_one(config, saved, monkeypatch):
+def test_a_history_that_is_set_aside_again_replaces_the_checkpoints_of_the_earlier_one(config, saved, monkeypatch):
     """The second run dies after it has published step 4, and before it has removed the first one's."""
     monkeypatch.setattr(CheckpointFolder, "prune", lambda folder, keep: None)
     run_to_end(set_steps(config, 4, resume="must", load_step=2))
-    assert list_abandoned(saved) == [4, 6]
+    assert list_set_aside(saved) == [4, 6]
     prepare_run(set_steps(config, 3, resume="must", load_step=2)).folder.release()
     monkeypatch.undo()
-    assert list_abandoned(saved) == [4, 6]
+    assert list_set_aside(saved) == [4, 6]
     assert run_to_end(set_steps(config, 3, resume="must")).checkpoints.folder.list_steps() == [2, 3]
-    assert list_abandoned(saved) == []
+    assert list_set_aside(saved) == []
 
 
 def test_random_numbers_follow_the_seed_and_resume(config):
@@ -439,7 +439,7 @@ def test_delayed_scaling_begins_anew_from_initial_weights(config):
 
 
 def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
-    """The run removes even those that it abandons only when the next checkpoint is complete."""
+    """The run removes even those that it sets aside only when the next checkpoint is complete."""
     again = prepare_run(set_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
 
     def fail(*_: object, **__: object) -> None:
@@ -450,7 +450,7 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
         with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 2 is intact"):
             train(again)
     assert again.checkpoints.folder.list_steps() == [2]
-    assert list_abandoned(saved) == [4, 6]
+    assert list_set_aside(saved) == [4, 6]
     assert not list(again.checkpoints.folder.path.glob(".*.partial"))
 
 

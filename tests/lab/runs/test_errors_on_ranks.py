@@ -34,7 +34,7 @@ def begin(fail):
 def read(fail):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "read_record", fail if dist.get_rank() == 0 else lambda _: {})
-        checkpoint.read_record_on_every_rank(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+        checkpoint._read_record_on_every_rank(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
 
 
 def write(fail):

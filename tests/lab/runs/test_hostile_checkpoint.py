@@ -257,7 +257,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
             for owner, name in FATAL:
                 patch.setattr(owner, name, make_fatal(getattr(owner, name)))
             try:
-                again.abandon_after(2)
+                again.set_aside_after(2)
                 again.begin(3)
                 shutil.copytree(original / "step-00000003" / "bfloat16", again.get_partial_path(3) / "bfloat16")
                 again.publish(3, record)
@@ -267,12 +267,12 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
         assert again.list_steps() in ([1, 2, 3, 4], [1, 2, 3], [1, 2], [2, 3]), fatal
         for step in again.list_steps():
             check_manifest(again.get_path(step))
-        abandoned = {path.name for path in again.path.glob("*.abandoned")}
+        aside = {path.name for path in again.path.glob("*.aside")}
         is_new = 3 in again.list_steps() and read_record(again.get_path(3))["saved_at"] == "again"
-        assert is_new or len(again.list_steps()) + len(abandoned) == 4
+        assert is_new or len(again.list_steps()) + len(aside) == 4
         again.remove_partials()
         names = {path.name for path in again.path.iterdir()}
-        assert names == {f"step-{step:08d}" for step in again.list_steps()} | abandoned
+        assert names == {f"step-{step:08d}" for step in again.list_steps()} | aside
     assert 6 <= died < CALLS
 
 

@@ -28,8 +28,8 @@ def test_provenance_names_the_commit_of_the_source():
 
 def test_the_first_rank_of_a_run_asks_for_the_provenance(tiny_config):
     setup = set_up_run(tiny_config, Ranks())
-    assert setup.describe()["provenance"]["command"] == sys.argv
-    assert replace(setup, ranks=Ranks(1, 1, 2)).describe()["provenance"] is None
+    assert setup.to_record()["provenance"]["command"] == sys.argv
+    assert replace(setup, ranks=Ranks(1, 1, 2)).to_record()["provenance"] is None
 
 
 def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):

@@ -151,9 +151,9 @@ def agree_in_threads(monkeypatch, told: dict[int, tuple[str, str]], late_s: floa
         time.sleep(late_s if rank == 2 else 0)
         try:
             message, fingerprint = told[rank]
-            refusal = Refusal(message, is_not_written=message == "full") if message else None
+            refusal = Refusal(message, cannot_write=message == "full") if message else None
             verdict = Ranks(rank, rank, 3).agree_on_refusal(refusal, fingerprint)
-            heard[rank] = "" if verdict is None else verdict.message + " (not written)" * verdict.is_not_written
+            heard[rank] = "" if verdict is None else verdict.message + " (not written)" * verdict.cannot_write
         except TimeoutError as error:
             heard[rank] = f"TimeoutError: {error}"
 
