@@ -5,10 +5,9 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 """
 
 import json
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
@@ -31,12 +30,11 @@ from quaver.lab.runs.file_names import (
 from quaver.lab.runs.json_lines import read_json_lines, rewind_json_lines
 from quaver.lab.runs.lock import RunLock
 from quaver.lab.runs.provenance import read_starts
-from quaver.lab.runs.status import RunStatus, read_summary
+from quaver.lab.runs.resume import find_resume_state, remove_resume_settings
 from quaver.lab.settings import Checkpoint, TrainConfig, require
-from quaver.lab.settings.config_file import load_config, write_config
+from quaver.lab.settings.config_file import write_config
 from quaver.lab.settings.fields import expand_user
 from quaver.lab.settings.float8 import make_file_name
-from quaver.lab.terminal.counts import format_count
 from quaver.runtime.errors import NotWrittenError, make_write_error
 from quaver.runtime.files import make_folder, replace_file
 
@@ -47,9 +45,6 @@ SUBFOLDER_SETTINGS = (
     "profiling.save_memory_snapshot_folder",
 )
 """Settings that name a folder in the run folder."""
-
-RUN_FOLDER_SETTINGS = ("job.name", "job.dump_folder")
-"""Settings that name the run folder, which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class RunFolder:
                     self.post_mortem_path.unlink()
                     removed = [*removed, POST_MORTEM_FILE]
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-                write_config(_remove_resume_settings(config), self.path / CONFIG_FILE)
+                write_config(remove_resume_settings(config), self.path / CONFIG_FILE)
         except OSError as error:
             reason = error.strerror or error
             raise NotWrittenError(f"cannot write the run folder {str(self.path)!r}: {reason}") from error
@@ -229,14 +224,6 @@ def _name_by_time(config: TrainConfig) -> str:
     return f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def will_resume(config: TrainConfig) -> bool:
-    """Return whether the run continues from one of its checkpoints, so that it does not read initial weights."""
-    if config.checkpoint.resume != "auto":
-        return config.checkpoint.resume == "must"
-    path = expand_user(config.job.dump_folder) / config.job.name / config.checkpoint.folder
-    return bool(CheckpointFolder(path).list_steps())
-
-
 @contextmanager
 def _name_lock_file(path: Path) -> Iterator[None]:
     """Turn an OSError of the lock of `path` into one with a fix, except for BlockingIOError, which has one."""
@@ -255,19 +242,8 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
     return make_write_error(error, f"the run folder {str(path)!r}", "give another job.dump_folder")
 
 
-def _describe_refusal(path: Path, config: Checkpoint) -> str:
-    if config.resume != "never":
-        return f"the folder {str(path)!r} is no run: it has files but no {CONFIG_FILE}; give another job.name"
-    can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
-    fix = f"resume it with --resume {shlex.quote(str(path))}" if can_resume else "remove it"
-    return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
-
-
 def _find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
-    """Return the step to resume from, None for a new run, and the settings that change. Writes nothing.
-
-    Raises what `RunFolder.open` does.
-    """
+    """Check the folder's files and `SUBFOLDER_SETTINGS`, and return `find_resume_state` of them."""
     try:
         # A killed process may leave partial files; their names begin with a dot.
         names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
@@ -276,12 +252,7 @@ def _find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dic
     except OSError as error:
         raise _make_write_error(path, error) from error
     _check_subfolders(path, config)
-    is_run = CONFIG_FILE in names
-    step = _find_resume_step(path, config.checkpoint, is_run=is_run)
-    if names and (config.checkpoint.resume == "never" or not is_run):
-        raise FileExistsError(_describe_refusal(path, config.checkpoint))
-    begins_again = is_run and step is None and _begins_again(path, config.checkpoint)
-    return step, _find_changes(path, config) if begins_again or step is not None else {}
+    return find_resume_state(path, config, names)
 
 
 def _check_subfolders(path: Path, config: TrainConfig) -> None:
@@ -294,72 +265,3 @@ def _check_subfolders(path: Path, config: TrainConfig) -> None:
         has_place = (path / folder).is_dir() or not (path / folder).exists()
         expected = "a folder, with a name that no other file of the run has"
         require(Path(folder).parts[0] not in RUN_FILES and has_place, name, expected, folder)
-
-
-def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
-    """Return the step of the checkpoint to resume from, None for a new run."""
-    if config.resume == "never":
-        return None
-    steps = CheckpointFolder(path / config.folder).list_steps() if is_run else []
-    if config.load_step != -1:
-        if config.load_step not in steps:
-            folder, have = str(path / config.folder), ", ".join(map(str, steps)) or "none"
-            raise FileNotFoundError(
-                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; its steps are {have}"
-            )
-        return config.load_step
-    if not steps and config.resume == "must":
-        problem = f"has no complete checkpoint in {config.folder!r}" if is_run else "is not a run folder"
-        remedy = "give another job.name" if is_run else "start the run without --resume"
-        if is_run and (recorded := load_config(path / CONFIG_FILE).checkpoint.folder) != config.folder:
-            remedy = f"give checkpoint.folder = {recorded!r}, that of the run"
-        raise FileNotFoundError(f"{str(path)!r} {problem}, so there is nothing to resume; {remedy}")
-    return steps[-1] if steps else None
-
-
-def _begins_again(path: Path, config: Checkpoint) -> bool:
-    """Return whether the run, which has no checkpoint in config.folder, has recorded steps, which its start removes.
-
-    Raises FileExistsError for a run that did not end before its first checkpoint: its checkpoints are elsewhere, off or
-    gone.
-    """
-    metrics = path / METRICS_FILE
-    steps = len({record["step"] for record in read_json_lines(metrics)}) if metrics.is_file() else 0
-    if not steps:
-        return False
-    recorded, end = load_config(path / CONFIG_FILE).checkpoint, read_summary(path / SUMMARY_FILE)
-    if recorded.folder != config.folder:
-        remedy = f"give checkpoint.folder = {recorded.folder!r}, or another job.name"
-    elif not (recorded.enable and config.enable):
-        remedy = "with checkpoint.enable = false give another job.name"
-    elif end is not None and end["status"] is RunStatus.FINISHED:
-        remedy = "the run is finished; give another job.name"
-    else:
-        return True
-    raise FileExistsError(
-        f"{str(path)!r} has {format_count(steps, 'recorded step')} and no checkpoint in {config.folder!r}; {remedy}"
-    )
-
-
-def _remove_resume_settings(config: TrainConfig) -> TrainConfig:
-    """Return `config` without the settings of this resume, so that the file starts a new run like this one."""
-    return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
-
-
-def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
-    recorded = load_config(path / CONFIG_FILE)
-    before, now = asdict(_remove_resume_settings(recorded)), asdict(_remove_resume_settings(config))
-    changed_settings = {
-        f"{section}.{name}": [before[section][name], value]
-        for section, values in now.items()
-        for name, value in values.items()
-        if f"{section}.{name}" not in RUN_FOLDER_SETTINGS and before[section][name] != value
-    }
-    for name, (old, new) in changed_settings.items():
-        expected = f"{old!r}, that of the run in {str(path)!r}"
-        require(not name.startswith("model."), name, expected, new, "start a new run")
-    initial_path, asked_path = (config["checkpoint"]["initial_load_path"] for config in (before, now))
-    expected = f"{initial_path!r}, from which the run in {str(path)!r} began"
-    has_same_start = asked_path == initial_path
-    require(has_same_start, "checkpoint.initial_load_path", expected, asked_path, "its checkpoint has the weights")
-    return changed_settings

@@ -19,7 +19,7 @@ from quaver.lab.model.parallelize import check_tensor_parallel, parallelize, pre
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
-from quaver.lab.runs.run_folder import will_resume
+from quaver.lab.runs.resume import will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.display import ShownProgress
