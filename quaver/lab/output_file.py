@@ -12,10 +12,13 @@ from quaver.lab.runs.file_names import CONFIG_FILE, RUN_FILES
 from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.files import MAX_NAME_BYTES, make_folder, replace_file
 
+RECIPES_COMMENT = "# Written by quaver doctor"
+
 _BEGINNINGS = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),
     "HTML page": re.compile(rb"<!doctype html>"),
     "PNG picture": re.compile(rb"\x89PNG\r\n"),
+    "TOML of recipes": re.compile(RECIPES_COMMENT.encode()),
 }
 """How the files of each kind begin that a command may replace, so that a config or a text is not taken for one."""
 
@@ -55,6 +58,15 @@ def check_outputs(*outputs: Output) -> None:
         targets.add(target)
         if target.exists():
             _check_replaceable(target, option, kind)
+
+
+def check_option_files(options: object, **kinds: str) -> None:
+    """Check the outputs of a command that `options` name: a path or None, under the names of their `kinds`.
+
+    Raises InputError.
+    """
+    paths = {name: getattr(options, name) for name in kinds}
+    check_outputs(*(Output(Path(path), f"--{name}", kinds[name]) for name, path in paths.items() if path is not None))
 
 
 def check_output_folder(path: Path, option: str) -> None:

@@ -16,7 +16,7 @@ from quaver.lab.cli.doctor_sums import iter_sum_views
 from quaver.lab.doctor.model_survey import ModelSurvey, survey_model
 from quaver.lab.doctor.survey import SurveyedLinear
 from quaver.lab.doctor.surveyed_model import SurveyedModel, open_surveyed_model
-from quaver.lab.output_file import Output, check_outputs, replace_output
+from quaver.lab.output_file import RECIPES_COMMENT, check_option_files, replace_output
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
@@ -29,16 +29,14 @@ SHOWN_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 
 def survey_and_write(options: DoctorOptions, model: str) -> ModelSurvey:
     """Survey a model, and write its recipes. Raises OSError, InputError and NotImplementedError for bad input."""
-    output = None if options.output is None else Path(options.output)
-    if output is not None:
-        check_outputs(Output(output, kind="TOML file"))
+    check_option_files(options, output="TOML of recipes")
     with show_progress("surveying the model"):
         surveyed = open_surveyed_model(
             Path(model), data=options.data, sequences=options.sequences, seq_len=options.seq_len
         )
         survey = survey_model(surveyed, budget_db=options.budget_db, hardware=options.hardware)
-    if output is not None:
-        _write_recipes(output, surveyed, survey)
+    if options.output is not None:
+        _write_recipes(Path(options.output), surveyed, survey)
     return survey
 
 
@@ -51,7 +49,7 @@ def _write_recipes(output: Path, surveyed: SurveyedModel, survey: ModelSurvey) -
     config = with_precision(surveyed.config, survey.recipes.recipe)
     float8 = replace(config.float8, layer_recipes=survey.recipes.entries)
     sections = asdict(replace(config, float8=float8)) if surveyed.can_train else {"float8": asdict(float8)}
-    comment = f"# Written by quaver doctor --model: at least {survey.budget_db:g} dB for each operand of each linear.\n"
+    comment = f"{RECIPES_COMMENT} --model: at least {survey.budget_db:g} dB for each operand of each linear.\n"
     with replace_output(output) as partial:
         partial.write_text(comment + tomli_w.dumps(sections), encoding="utf-8")
 

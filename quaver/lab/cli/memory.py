@@ -22,7 +22,7 @@ from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
 from quaver.lab.memory.train_step.predict import RunMemory, predict_memory
 from quaver.lab.memory.train_step.traffic import predict_traffic
-from quaver.lab.output_file import Output, check_outputs, replace_output, write_result
+from quaver.lab.output_file import check_option_files, replace_output, write_result
 from quaver.lab.plan.advise import advise
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.recorder.draw import draw_timeline
@@ -71,7 +71,7 @@ class MemoryOptions(Settings):
         None, "With --traffic: bytes per second to the file system of checkpoints, such as 50GB."
     )
     top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
-    output: UserPath = setting("runs/memory.json", "File of the JSON, which is always written.")
+    output: UserPath | None = setting(None, "File of the result as JSON.")
     html: UserPath | None = setting(
         None, "File of a page: timeline, breakdown of the peak, tensors saved for backward."
     )
@@ -101,10 +101,8 @@ class MemoryOptions(Settings):
             self.require_default("checkpoint_bandwidth", unless="--traffic is given")
 
     def check_files(self) -> None:
-        """Raise InputError for files that `check_outputs` refuses."""
-        kinds = {"output": "JSON result", "html": "HTML page", "png": "PNG picture"}
-        named = {flag: path for flag in kinds if (path := getattr(self, flag)) is not None}
-        check_outputs(*(Output(Path(path), f"--{flag}", kinds[flag]) for flag, path in named.items()))
+        """Raise InputError for files that `check_option_files` refuses."""
+        check_option_files(self, output="JSON result", html="HTML page", png="PNG picture")
 
 
 def main(argv: list[str]) -> int:
@@ -133,8 +131,7 @@ def main(argv: list[str]) -> int:
     print_views(views)
     name = config_path.stem if config_path else "defaults"
     title = f"{name} in {memory.name}, {format_count(options.ranks, 'rank')}"
-    for file in _write(memory, results, options, title):
-        print(f"saved {file}")
+    _write(memory, results, options, title)
     return 0
 
 
@@ -145,7 +142,6 @@ def _print_traffic(options: MemoryOptions, config: TrainConfig, device: str) -> 
         traffic = predict_traffic(config, options.ranks, device)
     print_views(iter_traffic_views(traffic, per_s))
     _write_result(traffic.to_dict(), options)
-    print(f"saved {options.output}")
     return 0
 
 
@@ -168,7 +164,6 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
         print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
     _write_result(result, options)
-    print(f"saved {options.output}")
     return 0
 
 
@@ -207,25 +202,25 @@ def _predict(
     return memory, results
 
 
-def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> list[Path]:
-    """Write the files that the options ask for, and return their paths."""
+def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> None:
+    """Write the files that the options ask for."""
     more = {name: part.to_dict() for name, part in results.items()}
-    files = [Path(options.output)]
     _write_result(memory.to_dict() | more, options)
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
-        files.append(Path(options.html))
-        with replace_output(files[-1], "--html") as page:
+        with replace_output(Path(options.html), "--html") as page:
             write_html(page, title=title, prediction=_with_timeline(memory), **(more | pages))
+        print(f"saved {options.html}")
     if options.png is not None:
-        files.append(Path(options.png))
-        with replace_output(files[-1], "--png") as image:
+        with replace_output(Path(options.png), "--png") as image:
             draw_timeline(memory.prediction.report, image, title=title)
-    return files
+        print(f"saved {options.png}")
 
 
 def _write_result(result: dict[str, Any], options: MemoryOptions) -> None:
-    write_result({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
+    if options.output is not None:
+        write_result({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
+        print(f"saved {options.output}")
 
 
 def _with_timeline(memory: RunMemory) -> dict[str, Any]:

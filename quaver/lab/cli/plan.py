@@ -81,12 +81,13 @@ def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str
 
 
 def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
-    files = [Path(options.output)]
-    rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
-    write_result(
-        {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}, files[0]
-    )
-    if options.explain is not None:
+    files = []
+    if options.output is not None:
+        rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
+        content = {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}
+        files.append(Path(options.output))
+        write_result(content, files[-1])
+    if options.explain is not None and options.png is not None:
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))
         with replace_output(files[-1], "--png") as image:

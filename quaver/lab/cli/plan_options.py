@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from quaver.lab.output_file import Output, check_outputs
+from quaver.lab.output_file import check_option_files
 from quaver.lab.plan.device_file import read_device_spec
 from quaver.lab.plan.layouts import round_step_sequences
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
@@ -49,14 +49,16 @@ class PlanOptions(Settings):
         "a run's numbers.",
     )
     top: AtLeast1 = setting(3, "Fastest layouts to print.")
-    explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
-    png: UserPath = setting("runs/plan.png", "File of the picture, with --explain.")
+    explain: AtLeast1 | None = setting(
+        None, "Row to explain: its links and limits, and with --png a picture of its step."
+    )
+    png: UserPath | None = setting(None, "File of the picture, with --explain.")
     ledger: bool = setting(
         False, "Compile the block of the explained row for the GPU, count its kernels, and simulate their times."
     )
     write: UserPath | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
     row: AtLeast1 = setting(1, "Row to write, with --write.")
-    output: UserPath = setting("runs/plan.json", "File of the JSON, which is always written.")
+    output: UserPath | None = setting(None, "File of the result as JSON.")
 
     def check(self) -> None:
         """Raise InputError for numbers without units, and for options that do not fit together."""
@@ -71,9 +73,8 @@ class PlanOptions(Settings):
             self.require_default("gpu", beside="--spec")
         if self.memory is not None:
             parse_bytes(self.memory, "--memory")
-        if self.explain is not None:
-            self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
-        else:
+        self.require(self.png is None or self.png.endswith(".png"), "png", "a file whose name ends with .png")
+        if self.explain is None:
             self.require_default("png", "ledger", unless="--explain names a row")
         if self.write is None:
             self.require_default("row", unless="--write names a file")
@@ -81,13 +82,8 @@ class PlanOptions(Settings):
             self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
 
     def check_files(self) -> None:
-        """Raise InputError for files that `check_outputs` refuses."""
-        outputs = [Output(Path(self.output))]
-        if self.explain is not None:
-            outputs.append(Output(Path(self.png), "--png", "PNG picture"))
-        if self.write is not None:
-            outputs.append(Output(Path(self.write), "--write", "TOML file"))
-        check_outputs(*outputs)
+        """Raise InputError for files that `check_option_files` refuses."""
+        check_option_files(self, output="JSON result", png="PNG picture", write="config")
 
     @property
     def network_gbps(self) -> float:

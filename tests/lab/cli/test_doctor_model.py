@@ -80,6 +80,7 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
     out = tmp_path / "recipes.toml"
+    out.write_text("# Written by quaver doctor --model: an earlier one, which is replaced\n")
     options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--output", out, "--hardware", "h100"]
     printed = " ".join(run_quaver("doctor", "--model", tmp_path / "hf", *options).split())
     assert "at least 29 dB" in printed
@@ -122,7 +123,7 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     [
         (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
         (["--model", "{tmp}"], "config.json"),
-        (["--model", "{tmp}", "--output", __file__], "test_doctor_model.py' exists already; give another file"),
+        (["--model", "{tmp}", "--output", __file__], "exists and is no TOML of recipes of quaver"),
         (["--model", "{tmp}", "--output", "/dev/null/r.toml"], "--output: cannot write /dev/null/r.toml"),
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],

@@ -119,7 +119,10 @@ def test_a_quick_estimate_is_of_a_gpu():
         (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
         (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
         (["--png", "peak.gif"], "--png must be a file whose name ends with .png, got 'peak.gif'"),
-        (["--html", "runs/memory.json"], "--html must be a file that no other option names, got 'runs/memory.json'"),
+        (
+            ["--output", "a.html", "--html", "./a.html"],
+            "--html must be a file that no other option names, got 'a.html'",
+        ),
         (["--traffic", "--html", "x.html"], "--html must not be given with --traffic"),
         (["--checkpoint-bandwidth", "1GB"], "--checkpoint-bandwidth must not be given unless --traffic"),
         (["--traffic", "--checkpoint-bandwidth", "much"], "--checkpoint-bandwidth must be a size above 0"),
