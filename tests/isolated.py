@@ -38,7 +38,7 @@ PRELOAD = [
 ]
 """The modules that the fork server imports, for these processes and for the ranks of the distributed tests.
 
-The last six take seconds each, and every rank of a test in tests/library/foreign needs them. Missing modules are
+The last six take seconds each, and every rank of a test in tests/library/third_party needs them. Missing modules are
 skipped.
 """
 

@@ -50,7 +50,7 @@ TESTS_OF_CARD = {
 LIBRARY = "library"
 LIBRARY_TESTS = [
     *("tests/library", "-m", "not nightly and not gpu"),
-    *(f"--ignore=tests/library/{name}" for name in ("distributed", "foreign", "virtual_gpu")),
+    *(f"--ignore=tests/library/{name}" for name in ("distributed", "third_party", "virtual_gpu")),
 ]
 """The tests of a map of the library, which run in one process, without other libraries."""
 OMITTED_TESTS = "tests/library/virtual_gpu/test_tests_for_a_gpu.py", "tests/library/virtual_gpu/test_contracts.py"

@@ -7,7 +7,7 @@ from torch import nn
 from quaver import convert_to_float8_training
 from quaver.lab.memory import explain
 from tests.isolated import isolated
-from tests.library.foreign.checkpointed import Block
+from tests.library.third_party.checkpointed import Block
 from tests.thinned import at_night
 
 

@@ -1,4 +1,4 @@
-"""Tests `assert_float8_training` and the report on what ran; tests/library/foreign/ has more."""
+"""Tests `assert_float8_training` and the report on what ran; tests/library/third_party/ has more."""
 
 import copy
 import functools

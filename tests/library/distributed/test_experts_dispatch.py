@@ -122,7 +122,7 @@ def test_zeros_and_values_that_are_not_finite_travel(recipe):
 @pytest.mark.parametrize("name", ["mixtral.modeling_mixtral.MixtralExperts", "gpt_oss.modeling_gpt_oss.GptOssExperts"])
 @on_ranks(2)
 def test_experts_of_transformers_are_split_over_ranks(name):
-    from tests.library.foreign.experts import build_experts, route_tokens
+    from tests.library.third_party.experts import build_experts, route_tokens
 
     experts = build_experts(pkgutil.resolve_name(f"transformers.models.{name}"))
     convert_to_float8_training(experts, config="tensorwise")

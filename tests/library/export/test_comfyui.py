@@ -1,4 +1,4 @@
-"""Tests ComfyUI's files, written here by its rules; tests/library/foreign/test_comfyui.py has its reader."""
+"""Tests ComfyUI's files, written here by its rules; tests/library/third_party/test_comfyui.py has its reader."""
 
 import json
 import logging

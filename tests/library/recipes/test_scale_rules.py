@@ -1,6 +1,6 @@
 """Compares the rules of serving engines with their equations in NumPy, and the casts that compute them.
 
-Foreign oracles are in tests/library/foreign/test_serving.py.
+Foreign oracles are in tests/library/third_party/test_serving.py.
 """
 
 import itertools
