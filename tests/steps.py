@@ -90,7 +90,7 @@ def by_torch_save(saved: Any, *, weights_only: bool = False) -> Any:
     return torch.load(file, weights_only=weights_only)
 
 
-def full(value: Tensor) -> Tensor:
+def to_plain(value: Tensor) -> Tensor:
     """Return the tensor without its graph; a DTensor is gathered."""
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
 
@@ -99,7 +99,7 @@ def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     """Assert equal keys, lengths, shapes, dtypes and bits in any nesting. All NaNs are equal."""
     if isinstance(expected, Tensor):
         try:
-            assert_same_bits(full(actual), full(expected))
+            assert_same_bits(to_plain(actual), to_plain(expected))
         except AssertionError as error:
             raise AssertionError(f"{where or 'the tensor'}: {error}") from None
     elif isinstance(expected, Mapping):

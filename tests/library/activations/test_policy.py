@@ -215,12 +215,12 @@ def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
             with Calls() as forward:
                 output = net(input)
             tables = 2 * 4096 * 512 * 4  # of rope, which a model computes once
-            kept = forward.count_live_bytes() - output.untyped_storage().nbytes() - tables
+            saved = forward.count_live_bytes() - output.untyped_storage().nbytes() - tables
             with Calls() as backward:
                 output.backward(torch.ones_like(output))
     finally:
         torch.set_default_dtype(before)
-    return max(kept, 0), forward, backward
+    return max(saved, 0), forward, backward
 
 
 RECOMPUTED_MATMULS = {"none": 0, "selective": 3, "full": 6}
@@ -236,10 +236,10 @@ def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
 def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
-    kept = {mode: step[0] for mode, step in steps.items()}
-    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
+    saved = {mode: step[0] for mode, step in steps.items()}
+    assert saved["none"] > 3 * saved["selective"] > 100 * saved["full"]
     for mode, (_, forward, backward) in steps.items():
-        assert kept[mode] <= AMAXES * bfloat16_steps[mode][0], mode
+        assert saved[mode] <= AMAXES * bfloat16_steps[mode][0], mode
         assert (forward.matmuls, backward.matmuls) == (7, 14 + RECOMPUTED_MATMULS[mode]), mode  # two gradients of each
     assert steps["selective"][2].counts[flash] == 0  # a call that a policy answers is no call
 
@@ -248,20 +248,20 @@ def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls
 def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     """[Note: which matmuls]: the first step keeps q, v, gate and down, later steps keep k, o and up."""
     net, input = build_net(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
-    kept, gradients = [], []
+    saved, gradients = [], []
     for _ in range(3):
         net.zero_grad()
         with Calls() as forward:
             output = net(input)
-        kept.append(forward.count_live_bytes())
+        saved.append(forward.count_live_bytes())
         with Calls() as backward:
             output.sum().backward()
         assert backward.matmuls == 14 + 3
         gradients.append([parameter.grad.clone() for parameter in net.parameters()])
     tokens, width = 4 * 64, 64
-    amaxes = 7 * 4 * (tokens + width * 7 // 2)  # those of kept results differ, and those of weights stay
-    assert kept[1] == kept[2]
-    assert kept[0] - kept[1] == pytest.approx(4 * tokens * width, abs=amaxes)
+    amaxes = 7 * 4 * (tokens + width * 7 // 2)  # those of saved results differ, and those of weights stay
+    assert saved[1] == saved[2]
+    assert saved[0] - saved[1] == pytest.approx(4 * tokens * width, abs=amaxes)
     assert_same(gradients[1:], [gradients[0]] * 2)
 
 
@@ -272,19 +272,19 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
 )
 def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
     """[Note: eager code on a CPU]: it keeps every second matmul, attention, and amaxes that the policy sees."""
-    kept = {}
+    saved = {}
     for mode in ("none", "selective", "full"):
         net, input = build_net(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
         with Calls() as forward:
             output = net(input)
-        kept[mode] = forward.count_live_bytes()
+        saved[mode] = forward.count_live_bytes()
         output.sum().backward()
     tokens, width = 4 * 64, 64
     # q, v, gate and the projection back; attention, and its log-sum-exp for 4 heads
     results = 4 * tokens * (width + width // 2 + width * 7 // 2 + width) + 4 * tokens * (width + 4)
     amaxes = 7 * 4 * (tokens + width * 7 // 2)  # at most one for each token and each feature of seven linears
-    assert kept["none"] > 1.5 * kept["selective"]
-    assert results <= kept["selective"] - kept["full"] <= results + amaxes
+    assert saved["none"] > 1.5 * saved["selective"]
+    assert results <= saved["selective"] - saved["full"] <= results + amaxes
 
 
 class SmallAttention(nn.Module):
@@ -301,11 +301,11 @@ class SmallAttention(nn.Module):
 
 
 COMPILED_MATMULS = {"none": 4 + 8, "selective": 4 + 8 + 1, "full": 4 + 8 + 3}
-"""Of four linears the first and the third are kept, and the recomputation ends before the last."""
+"""Of four linears the first and the third are saved, and the recomputation ends before the last."""
 
 
 def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[list, int, list[torch.Tensor]]:
-    """Compile without code generation; return the tensors kept, the matmuls of both passes, and the results."""
+    """Compile without code generation; return the tensors saved, the matmuls of both passes, and the results."""
     graphs = []
 
     def record(graph, inputs):
@@ -328,9 +328,9 @@ def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[l
     forward, backward = graphs
     (returned,) = (node for node in forward.graph.nodes if node.op == "output")
     values = [node.meta["val"] for node in returned.args[0][1:] if node.op != "placeholder"]
-    kept = [value for value in values if isinstance(value, torch.Tensor)]
+    saved = [value for value in values if isinstance(value, torch.Tensor)]
     matmuls = sum(node.target in MATMUL_OPS for graph in graphs for node in graph.graph.nodes)
-    return kept, matmuls, [output, input.grad, *(parameter.grad for parameter in net.parameters()), *copy_scales(net)]
+    return saved, matmuls, [output, input.grad, *(parameter.grad for parameter in net.parameters()), *copy_scales(net)]
 
 
 def count_bytes(tensors: list[torch.Tensor]) -> int:
@@ -347,10 +347,10 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
     for mode in modes[1:]:
         assert_same(runs[mode][2], runs["none"][2], mode)
     if recipe != "delayed":  # whose graphs return what they recorded, too
-        none, selective, *full = (count_bytes(kept) for kept, *_ in runs.values())
+        none, selective, *full = (count_bytes(saved) for saved, *_ in runs.values())
         tokens, width = 4 * 128, 128
-        kept = 2 * tokens * 3 * width  # two linears and attention in bfloat16
-        assert kept <= selective <= AMAXES * kept + 4 * tokens * 4 + 32  # and the log-sum-exp of attention
+        saved = 2 * tokens * 3 * width  # two linears and attention in bfloat16
+        assert saved <= selective <= AMAXES * saved + 4 * tokens * 4 + 32  # and the log-sum-exp of attention
         assert none > 1.4 * selective
         assert not any(full)
 
@@ -358,8 +358,8 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
 def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
     apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
     assert compiler_config.activation_memory_budget == 0.25
-    kept = [count_bytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.25)]
-    assert 0 < kept[1] <= 0.25 * kept[0]
+    saved = [count_bytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.25)]
+    assert 0 < saved[1] <= 0.25 * saved[0]
 
 
 def test_modules_keep_their_names_and_what_they_are():
@@ -436,20 +436,20 @@ def count_saved_silus(**changes) -> tuple[int, list[torch.Tensor]]:
         output = block(torch.ones(32, 64, requires_grad=True))
         forward = calls.counts[torch.ops.aten.silu.default]
         output.sum().backward()
-    kept = 2 * forward - calls.counts[torch.ops.aten.silu.default]
-    return kept, [parameter.grad for parameter in block.parameters()]
+    saved = 2 * forward - calls.counts[torch.ops.aten.silu.default]
+    return saved, [parameter.grad for parameter in block.parameters()]
 
 
 def test_a_policy_can_be_told_what_to_keep_and_what_not():
-    kept, expected = count_saved_silus()
-    assert kept == 0
+    saved, expected = count_saved_silus()
+    assert saved == 0
     for changes, number in (
         ({"also_keep": ["aten.silu"]}, 1),
         ({"also_keep": ["aten.silu.default", "aten.abs"]}, 1),
         ({"also_keep": ["aten.silu"], "never_keep": ["aten.silu"]}, 0),
     ):
-        kept, gradients = count_saved_silus(**changes)
-        assert kept == number
+        saved, gradients = count_saved_silus(**changes)
+        assert saved == number
         assert_same(gradients, expected)
 
 
@@ -469,8 +469,8 @@ class WritesInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
-@pytest.mark.parametrize("kept", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
-def test_results_that_are_saved_can_be_written_to(kept, recipe):
+@pytest.mark.parametrize("also_keep", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
+def test_results_that_are_saved_can_be_written_to(also_keep, recipe):
     def gradients(mode, **changes):
         torch.manual_seed(0)
         block = WritesInPlace()
@@ -480,7 +480,7 @@ def test_results_that_are_saved_can_be_written_to(kept, recipe):
         block(torch.ones(32, 64, requires_grad=True)).square().sum().backward()
         return [parameter.grad for parameter in block.parameters()]
 
-    assert_same(gradients("selective", also_keep=kept), gradients("none"))
+    assert_same(gradients("selective", also_keep=also_keep), gradients("none"))
 
 
 class FlashAttention(nn.Module):

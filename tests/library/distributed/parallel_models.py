@@ -15,7 +15,7 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, Pre
 from quaver.linear.module import Float8Linear
 from tests.library.distributed.models import config_of, world_mesh
 from tests.reference import BLOCK_RECIPES
-from tests.steps import draw, full
+from tests.steps import draw, to_plain
 
 
 def part(whole, dim):
@@ -29,7 +29,7 @@ def part_or_whole(whole, dim):
     return whole if dim is None else part(whole, dim)
 
 
-class One(nn.Module):
+class OneLinear(nn.Module):
     def __init__(self, k, n, dtype, config):
         super().__init__()
         self.a = Float8Linear(k, n, dtype=dtype, config=config)
@@ -38,7 +38,7 @@ class One(nn.Module):
         return (self.a(input),)
 
 
-class Pair(One):
+class TwoLinears(OneLinear):
     """Two linears that share an input, as gate and up do."""
 
     def __init__(self, k, n, dtype, config):
@@ -86,24 +86,30 @@ def arrangements():
     torch_pair = {"a": ColwiseParallel(), "b": ColwiseParallel()}
     torch_prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return {
-        "prepared": Arrangement(Pair, {"": prepare(False), **pair}, 1, 2),
-        "prepared, local": Arrangement(Pair, {"": prepare(True), **pair}, 1, 2),
-        "colwise by sequence": Arrangement(Pair, {"a": colwise(**by_sequence), "b": colwise(**by_sequence)}, 1, 2),
-        "colwise": Arrangement(Pair, pair, None, 2),
-        "prepared whole": Arrangement(Pair, {"": prepare(False, Replicate()), **pair}, None, 2),
-        "prepared whole, local": Arrangement(Pair, {"": prepare(True, Replicate()), **pair}, None, 2),
-        "colwise, whole output": Arrangement(One, {"a": colwise(**by_sequence, **whole_output)}, 1, None, True),
-        "colwise, output by sequence": Arrangement(One, {"a": colwise(output_layouts=Shard(1))}, None, 1),
-        "rowwise": Arrangement(One, {"a": rowwise()}, 2, None),
-        "rowwise by sequence": Arrangement(One, {"a": rowwise(output_layouts=Shard(1))}, 2, 1),
-        "rowwise, whole input": Arrangement(One, {"a": rowwise(input_layouts=Replicate())}, None, None),
-        "rowwise, input by sequence": Arrangement(One, {"a": rowwise(**by_sequence, output_layouts=Shard(1))}, 1, 1),
-        "torch's prepared": Arrangement(Pair, {"": torch_prepare, **torch_pair}, 1, 2),
-        "torch's colwise, whole output": Arrangement(One, {"a": ColwiseParallel(**whole_output)}, None, None, True),
-        "torch's rowwise": Arrangement(One, {"a": RowwiseParallel()}, 2, None),
-        "torch's rowwise by sequence": Arrangement(One, {"a": RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
-        "whole weight": Arrangement(One, {"a": WholeWeight(Replicate())}, None, None),
-        "whole weight by sequence": Arrangement(One, {"a": WholeWeight(Shard(1))}, 1, 1),
+        "prepared": Arrangement(TwoLinears, {"": prepare(False), **pair}, 1, 2),
+        "prepared, local": Arrangement(TwoLinears, {"": prepare(True), **pair}, 1, 2),
+        "colwise by sequence": Arrangement(
+            TwoLinears, {"a": colwise(**by_sequence), "b": colwise(**by_sequence)}, 1, 2
+        ),
+        "colwise": Arrangement(TwoLinears, pair, None, 2),
+        "prepared whole": Arrangement(TwoLinears, {"": prepare(False, Replicate()), **pair}, None, 2),
+        "prepared whole, local": Arrangement(TwoLinears, {"": prepare(True, Replicate()), **pair}, None, 2),
+        "colwise, whole output": Arrangement(OneLinear, {"a": colwise(**by_sequence, **whole_output)}, 1, None, True),
+        "colwise, output by sequence": Arrangement(OneLinear, {"a": colwise(output_layouts=Shard(1))}, None, 1),
+        "rowwise": Arrangement(OneLinear, {"a": rowwise()}, 2, None),
+        "rowwise by sequence": Arrangement(OneLinear, {"a": rowwise(output_layouts=Shard(1))}, 2, 1),
+        "rowwise, whole input": Arrangement(OneLinear, {"a": rowwise(input_layouts=Replicate())}, None, None),
+        "rowwise, input by sequence": Arrangement(
+            OneLinear, {"a": rowwise(**by_sequence, output_layouts=Shard(1))}, 1, 1
+        ),
+        "torch's prepared": Arrangement(TwoLinears, {"": torch_prepare, **torch_pair}, 1, 2),
+        "torch's colwise, whole output": Arrangement(
+            OneLinear, {"a": ColwiseParallel(**whole_output)}, None, None, True
+        ),
+        "torch's rowwise": Arrangement(OneLinear, {"a": RowwiseParallel()}, 2, None),
+        "torch's rowwise by sequence": Arrangement(OneLinear, {"a": RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
+        "whole weight": Arrangement(OneLinear, {"a": WholeWeight(Replicate())}, None, None),
+        "whole weight by sequence": Arrangement(OneLinear, {"a": WholeWeight(Shard(1))}, 1, 1),
     }
 
 
@@ -118,7 +124,7 @@ def step(module, input, grad_outputs, dtensor=False):
     return (
         [output.detach() for output in outputs],
         input.grad,
-        {name: full(parameter.grad) for name, parameter in module.named_parameters()},
+        {name: to_plain(parameter.grad) for name, parameter in module.named_parameters()},
     )
 
 

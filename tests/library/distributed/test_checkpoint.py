@@ -27,7 +27,7 @@ from tests.library.distributed.models import assert_same_scaling_on_all_ranks, c
 from tests.library.distributed.parallel_models import model_of, spread
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
-from tests.steps import assert_same, draw, full
+from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -106,7 +106,7 @@ def load(model, optimizer, path, *, with_scales=True, **options):
 
 def copy_state(model):
     """Return the whole weights, and the scales and histories."""
-    weights = {name: full(weight).clone() for name, weight in get_model_state_dict(model).items()}
+    weights = {name: to_plain(weight).clone() for name, weight in get_model_state_dict(model).items()}
     return weights, scaling_snapshot(model)
 
 

@@ -30,7 +30,7 @@ from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
-from tests.steps import assert_same, full
+from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "rowwise:dequantized")
@@ -119,7 +119,7 @@ def _load(folder, config, layout):
     state_dict = get_model_state_dict(model)
     dcp.load(state_dict, checkpoint_id=folder)
     set_model_state_dict(model, state_dict)
-    return model(torch.ones(3, DIM)).detach(), {name: full(value) for name, value in model.state_dict().items()}
+    return model(torch.ones(3, DIM)).detach(), {name: to_plain(value) for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("gather", [True, *at_night([(False,)])])

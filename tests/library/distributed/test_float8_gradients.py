@@ -20,7 +20,7 @@ from quaver.fsdp.gradients import (
 )
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.ranks import mesh_of, on_ranks, refusal, run
-from tests.steps import draw, full
+from tests.steps import draw, to_plain
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 SAMPLE = draw(1 << 16) * 64
@@ -38,7 +38,7 @@ def compute_gradients(model, *, scale=1.0):
     """Return the whole gradients of a step as a vector."""
     model.zero_grad()
     (model(draw(64, 65, seed=dist.get_rank())).square().mean() * scale).backward()
-    return torch.cat([full(parameter.grad).flatten() for parameter in model.parameters()])
+    return torch.cat([to_plain(parameter.grad).flatten() for parameter in model.parameters()])
 
 
 def shard(*, in_float8=True):

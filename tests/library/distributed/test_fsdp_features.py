@@ -29,7 +29,7 @@ from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.reference import RECIPES
-from tests.steps import assert_same, by_torch_save, full, results_of
+from tests.steps import assert_same, by_torch_save, results_of, to_plain
 from tests.thinned import at_night
 
 STEPS = 2
@@ -419,5 +419,5 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
         if "precomputed" in how:
             precompute_float8_dynamic_scale_for_fsdp(model)
     assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
-    whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    whole.load_state_dict({name: to_plain(value) for name, value in model.state_dict().items()})
     assert fsdp_models.find_different_operands(model, whole, config) == []

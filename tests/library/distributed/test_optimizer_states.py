@@ -18,7 +18,7 @@ from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from quaver.recipes.config import Float8LinearConfig
 from tests import steps
 from tests.ranks import mesh_of, on_ranks, refusal, run
-from tests.steps import assert_same, draw, full
+from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 
 STEPS = 2
@@ -68,8 +68,8 @@ def copy_states(model, optimizer):
     """Return parameters and states by name, in whole."""
     states = {}
     for name, parameter in model.named_parameters():
-        states[name] = {key: full(value).clone() for key, value in optimizer.state[parameter].items()}
-        states[name]["parameter"] = full(parameter).clone()
+        states[name] = {key: to_plain(value).clone() for key, value in optimizer.state[parameter].items()}
+        states[name]["parameter"] = to_plain(parameter).clone()
     return states
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from quaver.activations import activation_report, store_activations_in_float8
 from tests.ranks import mesh_of, on_ranks
 from tests.reference import sqnr_db
-from tests.steps import draw, full
+from tests.steps import draw, to_plain
 
 FLOAT32_SUMS_DB = 20 * math.log10(2**24 / 512)
 """Adding up to 512 float32 terms in another order may change a sum by 512 x 2^-24 of its terms: 90 dB."""
@@ -40,7 +40,7 @@ class FeedForward(nn.Module):
 
 def compute_gradients(model):
     model(draw(2, 32, 128, seed=1).requires_grad_()).square().sum().backward()
-    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    return {name: to_plain(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 @on_ranks(2)

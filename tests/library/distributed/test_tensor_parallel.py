@@ -22,8 +22,8 @@ from tests.library.distributed import parallel_models
 from tests.library.distributed.models import config_of, quantize, world_mesh
 from tests.library.distributed.parallel_models import (
     Arrangement,
-    One,
-    Pair,
+    OneLinear,
+    TwoLinears,
     arrangements,
     check_results,
     part,
@@ -31,7 +31,7 @@ from tests.library.distributed.parallel_models import (
 )
 from tests.ranks import on_ranks, run
 from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
-from tests.steps import assert_same, full
+from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -231,8 +231,8 @@ def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
 def test_features_that_ranks_do_not_divide(recipe, layouts):
     """2 ranks have 7 and 6 of 13 features."""
     config = config_of(recipe)
-    arrangement = Arrangement(One, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
-    reference, down = One(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
+    arrangement = Arrangement(OneLinear, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
+    reference, down = OneLinear(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
     module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
     parallelize_module(module, world_mesh(), arrangement.styles)
     parallelize_module(rowwise, world_mesh(), Float8RowwiseParallel())
@@ -257,7 +257,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_devic
         arrangement = arrangements()[name]
         reference = arrangement.module(32, 16, torch.float32, config_of(recipe))
         input = torch.randn(2, 8, 32)
-        grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is Pair else 1)]
+        grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is TwoLinears else 1)]
         if where == "weight":
             reference.a.weight.data[-1, -1] = value
         else:
@@ -284,7 +284,7 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     def compute_gradients(model):
         model.zero_grad()
         model(part(batch, 1)).square().mean().backward()
-        return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+        return {name: to_plain(parameter.grad) for name, parameter in model.named_parameters()}
 
     def set_to_zero(model):
         with torch.no_grad():
@@ -311,7 +311,8 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
 def test_one_style_serves_several_modules():
     """A style may be applied many times, to modules of other configs."""
     module = nn.Sequential(
-        Pair(32, 32, torch.float32, config_of("rowwise")), Pair(32, 32, torch.float32, config_of("tensorwise"))
+        TwoLinears(32, 32, torch.float32, config_of("rowwise")),
+        TwoLinears(32, 32, torch.float32, config_of("tensorwise")),
     )
     reference, style = copy.deepcopy(module), parallel_models.prepare(False)
     pair = {"a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
@@ -336,6 +337,6 @@ def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
             module = arrangement.module(64, 48, torch.float32, config_of(recipe, keep_float8_weight_for_backward=keep))
             module.a.weight.data.copy_(weight)
             parallelize_module(module, world_mesh(), arrangement.styles)
-            grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is Pair else 1)
+            grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is TwoLinears else 1)
             results.append(parallel_models.step_on_parts(arrangement, module, torch.randn(2, 8, 64), grad_outputs))
         assert_same(*results)

@@ -15,7 +15,7 @@ from quaver.experts.base import Float8GroupedModule
 from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
 from tests.library.distributed.models import config_of, world_mesh
-from tests.library.distributed.parallel_models import Pair, arrangements, part, prepare
+from tests.library.distributed.parallel_models import TwoLinears, arrangements, part, prepare
 from tests.ranks import mesh_of, on_ranks, refusal
 from tests.reference import RECIPES, assert_same_bits
 
@@ -58,7 +58,7 @@ def amaxes(recipe, rows, columns, first_too=True):
 def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_output):
     """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
     config = config_of(recipe)
-    module = Pair(K, N, F32, config)
+    module = TwoLinears(K, N, F32, config)
     arrangement = arrangements()["prepared, local" if use_local_output else "prepared"]
     parallelize_module(module, world_mesh(), arrangement.styles)
     input = torch.randn(2, 8, K, requires_grad=True)
@@ -81,7 +81,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
 def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, trained):
-    module = Pair(K, N, F32, config_of(recipe))
+    module = TwoLinears(K, N, F32, config_of(recipe))
     parallelize_module(module, world_mesh(), arrangements()["prepared"].styles)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == f"{trained}.weight")
@@ -166,16 +166,16 @@ def test_errors_when_a_style_is_applied():
         parallelize_module(several, mesh, prepare(False))
     parallelize_module(several, mesh, prepare(False, fwd_config_submodule_fqn="1"))
     with raises(ValueError, "float8_e5m2", "float8_e4m3fn"):
-        parallelize_module(Pair(16, 16, F32, None), mesh, prepare(False, float8_dtype=E5M2))
-    parallelize_module(Pair(16, 16, F32, None), mesh, prepare(False, float8_dtype=E4M3))
+        parallelize_module(TwoLinears(16, 16, F32, None), mesh, prepare(False, float8_dtype=E5M2))
+    parallelize_module(TwoLinears(16, 16, F32, None), mesh, prepare(False, float8_dtype=E4M3))
 
 
-class UsesItsInput(Pair):
+class UsesItsInput(TwoLinears):
     def forward(self, input):
         return self.a(input * 2)
 
 
-class ReadsItsInput(Pair):
+class ReadsItsInput(TwoLinears):
     def forward(self, input):
         return self.a(input.to_high_precision()), self.a(input)
 
@@ -205,7 +205,7 @@ def test_errors_when_a_module_is_called():
         with raises(NotImplementedError, "aten.mul.Tensor", "Float8Tensor", "to_high_precision"):
             module(torch.randn(2, 4, 16))
     with raises(ValueError, "expected an input of shape [..., 16]", "got [2, 8, 12]"):
-        parallelize_module(Pair(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
+        parallelize_module(TwoLinears(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
     several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
     styles_of_several = {"": prepare(False, fwd_config_submodule_fqn="1"), "0": Float8ColwiseParallel()}
     parallelize_module(several, mesh, styles_of_several)
@@ -219,6 +219,6 @@ def test_errors_when_a_module_is_called():
 
 @on_ranks(2)
 def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
-    module = parallelize_module(Pair(16, 16, F32, None), world_mesh(), arrangements()["prepared"].styles)
+    module = parallelize_module(TwoLinears(16, 16, F32, None), world_mesh(), arrangements()["prepared"].styles)
     message = refusal(torch.compile(module, backend="aot_eager"), torch.randn(2, 4, 16, requires_grad=True))
     assert "Compile a module around the one that PrepareFloat8ModuleInput" in message

@@ -119,11 +119,11 @@ def test_each_backward_saves_codes_or_high_precision():
     elements = M[0] * M[1] * K
     for backward, codes, hp in (("dequantized", elements, 0), ("high_precision", 0, 2 * elements)):
         model, input, _ = make_step(make_config("rowwise", backward))
-        kept = saved_bytes(functools.partial(model, input))
-        assert kept.pop(torch.float8_e4m3fn, 0) == codes
-        assert kept.pop(torch.bfloat16) == hp + 2 * K * N
-        assert kept.pop(torch.float32, 0) == (4 * M[0] * M[1] if codes else 0)
-        assert not kept
+        saved = saved_bytes(functools.partial(model, input))
+        assert saved.pop(torch.float8_e4m3fn, 0) == codes
+        assert saved.pop(torch.bfloat16) == hp + 2 * K * N
+        assert saved.pop(torch.float32, 0) == (4 * M[0] * M[1] if codes else 0)
+        assert not saved
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])

@@ -100,10 +100,10 @@ def test_qkv_share_one_float8_input_in_compiled_code():
         return [float8_linear(normed, w, config=config) for w in weights]
 
     hidden, outputs = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True), []
-    kept = saved_bytes(lambda: outputs.extend(qkv(hidden)))
-    assert kept.get(E4M3, 0) <= m * k + 3 * 64 * k
-    assert kept.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes  # rms_norm keeps `hidden` in any case
-    assert kept.get(torch.float32, 0) < 4 * m * k
+    saved = saved_bytes(lambda: outputs.extend(qkv(hidden)))
+    assert saved.get(E4M3, 0) <= m * k + 3 * 64 * k
+    assert saved.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes  # rms_norm keeps `hidden` in any case
+    assert saved.get(torch.float32, 0) < 4 * m * k
     sum(o.sum() for o in outputs).backward()
 
 

@@ -33,15 +33,15 @@ def test_a_linear_saves_codes_for_its_backward(recipe):
     module, plain = make_linear(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     input = torch.randn(m, k).bfloat16().requires_grad_()
     weight_bytes = 2 * k * n
-    kept = saved_bytes(lambda: module(input))
+    saved = saved_bytes(lambda: module(input))
     assert saved_bytes(lambda: plain(input)) == {torch.bfloat16: 2 * m * k + weight_bytes}
     if recipe == "rowwise_with_gw_hp":  # grad_weight in high precision needs the input in high precision
-        assert kept.pop(torch.bfloat16) == 2 * m * k + weight_bytes
+        assert saved.pop(torch.bfloat16) == 2 * m * k + weight_bytes
     else:
-        assert kept.pop(torch.bfloat16) == weight_bytes  # the parameter itself
-        assert kept.pop(E4M3) == m * k
-    assert kept.pop(torch.float32, 0) <= 8 * (k + 2)  # scales
-    assert not kept
+        assert saved.pop(torch.bfloat16) == weight_bytes  # the parameter itself
+        assert saved.pop(E4M3) == m * k
+    assert saved.pop(torch.float32, 0) <= 8 * (k + 2)  # scales
+    assert not saved
 
 
 @RECIPE
@@ -52,13 +52,13 @@ def test_qkv_save_their_shared_input_once(recipe, autocast):
     qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=config_of(recipe))
     input = torch.randn(m, k, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        kept = saved_bytes(lambda: qkv(input))
+        saved = saved_bytes(lambda: qkv(input))
     if recipe == "rowwise_with_gw_hp":
         weights = sum(linear.weight.nbytes for linear in qkv.linears)
-        assert kept[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
-        assert E4M3 not in kept
+        assert saved[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
+        assert E4M3 not in saved
     else:
-        assert kept[E4M3] == m * k
+        assert saved[E4M3] == m * k
 
 
 @RECIPE

@@ -9,7 +9,7 @@ import torch
 
 from tests.library.distributed.models import config_of
 from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of, train_by_hand
-from tests.steps import full
+from tests.steps import to_plain
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def make_fsdp2(accelerator, state_dict_type=None):
 
 def find_changed(model, before):
     """Return the names of the parameters that differ from `before`."""
-    after = {name: full(parameter).float() for name, parameter in model.named_parameters()}
+    after = {name: to_plain(parameter).float() for name, parameter in model.named_parameters()}
     return {name for name in before if not torch.equal(before[name].float(), after[name])}
 
 

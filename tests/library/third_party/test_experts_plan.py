@@ -19,7 +19,7 @@ from quaver.integrations.transformers import QuaverConfig, prepare_model_for_flo
 from quaver.runtime import float8_collectives
 from tests.ranks import refusal, run
 from tests.reference import assert_same_bits
-from tests.steps import full
+from tests.steps import to_plain
 from tests.thinned import first
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
@@ -46,7 +46,7 @@ def load(folder, config=None, **layout):
 def assert_same_gradients(split, expected, copies):
     """Of experts, whose gradients of `copies` groups of ranks FSDP2 averages."""
     for name in ("gate_up_proj", "down_proj"):
-        assert_same_bits(full(getattr(split, name).grad), getattr(expected, name).grad / copies)
+        assert_same_bits(to_plain(getattr(split, name).grad), getattr(expected, name).grad / copies)
 
 
 def check_ranks_with_tokens_of_their_own(folder, recipe, ep, gather, out):
