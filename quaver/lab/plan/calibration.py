@@ -21,7 +21,7 @@ class CalibratedGPU(NamedTuple):
     spec: DeviceSpec
     sustained_share: float
     row: str
-    """The published run (benchmarks/published_runs.toml) from which `sustained_share` was derived."""
+    """The published run (benchmarks/plan/published_runs.toml) from which `sustained_share` was derived."""
 
 
 _SPECS = {spec.name: spec for spec in DEVICE_SPECS}
@@ -33,7 +33,7 @@ CALIBRATED_GPUS = {
     "H100": CalibratedGPU(_SPECS["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
     "H200": CalibratedGPU(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
 }
-"""benchmarks/plan_published.py adds the GPUs of other setups."""
+"""benchmarks/plan/published.py adds the GPUs of other setups."""
 
 
 def get_sustained_share(spec: DeviceSpec) -> float:

@@ -31,7 +31,7 @@ from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
 
 MAX_LOCAL_BATCH = 16
-"""The largest of the published runs (benchmarks/published_runs.toml). Twice as much gains 1% in Llama 3 8B with
+"""The largest of the published runs (benchmarks/plan/published_runs.toml). Twice as much gains 1% in Llama 3 8B with
 sequences of 8192 tokens, and 5% with 1024."""
 MAX_EXPERT_RANKS = 64
 """The expert parallel ranks of DeepSeek-V3, 8 nodes of 8 (arXiv 2412.19437, section 3.2)."""

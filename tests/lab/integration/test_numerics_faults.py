@@ -1,11 +1,11 @@
-"""Runs a small part of benchmarks/numerics_faults.py: faults seeded in short runs, and a healthy run."""
+"""Runs a small part of benchmarks/numerics/faults.py: faults seeded in short runs, and a healthy run."""
 
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.numerics_faults import judge, make_tables, run_monitored
-from benchmarks.numerics_scenarios import FAULTS, HEALTHY
+from benchmarks.numerics.faults import judge, make_tables, run_monitored
+from benchmarks.numerics.scenarios import FAULTS, HEALTHY
 from tests.thinned import first
 
 SAMPLES = {

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from benchmarks.plan_memory import predict_peak_bytes
+from benchmarks.plan.memory import predict_peak_bytes
 from quaver.lab.model.llama import Llama
 from quaver.lab.model.parallelize import parallelize, pretend_mesh
 from quaver.lab.model.plain_tensors import list_plain_tensors

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, time_send
+from benchmarks.plan.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, time_send
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.settings import Model

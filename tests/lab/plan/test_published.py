@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.published import load_models, load_published, parse_run
+from benchmarks.plan.published_runs import load_models, load_published, parse_run
 
 
 def test_runs_are_sorted_by_source_and_told_apart():

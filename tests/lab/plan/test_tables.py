@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import plan_memory, plan_published, plan_scaling
-from benchmarks.plan_published import (
+from benchmarks.plan import memory, published, scaling
+from benchmarks.plan.published import (
     CALIBRATED_GPUS,
     MAX_UNEXPLAINED_ERROR,
     REASONS,
@@ -13,15 +13,15 @@ from benchmarks.plan_published import (
     find_note,
     predict_tokens_per_s,
 )
-from benchmarks.plan_scaling import CONFIGS, H100, SHOWN_GPU_COUNTS, Layout, find_best, make_run
-from benchmarks.published import load_published
+from benchmarks.plan.published_runs import load_published
+from benchmarks.plan.scaling import CONFIGS, H100, SHOWN_GPU_COUNTS, Layout, find_best, make_run
 from benchmarks.record import fill_page
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import build_tasks
 
-PARTS = plan_published, plan_scaling, plan_memory
+PARTS = published, scaling, memory
 PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
 ROWS = {row.name: row for row in load_published()}
 QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches <= 2]
@@ -31,7 +31,7 @@ QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
     assert fill_page(page, part.make_tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
-    assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert scaling.PICTURE.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,24 @@ def test_recorded_predictions_of_published_runs_are_the_models(names):
 
 
 def test_recorded_memory_of_published_runs_is_near_the_estimate():
-    rows = {row.name: row for row in plan_memory.list_with_memory() if not plan_memory.list_missing_features(row)}
+    rows = {row.name: row for row in memory.list_with_memory() if not memory.list_missing_features(row)}
     assert [row["name"] for row in MEMORY["rows"]] == list(rows)
     for recorded in MEMORY["rows"]:
         row = rows[recorded["name"]]
-        estimate = estimate_peak(plan_memory.make_run_config(row), row.gpus)
+        estimate = estimate_peak(memory.make_run_config(row), row.gpus)
         assert recorded["trainer"] == pytest.approx(estimate, rel=ESTIMATE_ERROR), row.name
         if recorded["as_published"] is not None:  # live bytes are no more than what was reserved
-            assert recorded["as_published"] + plan_memory.count_added_bytes(row) < row.memory_gib * 2**30, row.name
+            assert recorded["as_published"] + memory.count_added_bytes(row) < row.memory_gib * 2**30, row.name
 
 
 @pytest.mark.nightly
 def test_recorded_memory_of_a_published_run_is_the_trainers():
     name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
     (recorded,) = (row for row in MEMORY["rows"] if row["name"] == name)
-    config, row = plan_memory.make_run_config(ROWS[name]), ROWS[name]
-    assert recorded["trainer"] == plan_memory.predict_peak_bytes(config, row.gpus)
-    with plan_memory.use_published_loss(row):
-        assert recorded["as_published"] == plan_memory.predict_peak_bytes(config, row.gpus)
+    config, row = memory.make_run_config(ROWS[name]), ROWS[name]
+    assert recorded["trainer"] == memory.predict_peak_bytes(config, row.gpus)
+    with memory.use_published_loss(row):
+        assert recorded["as_published"] == memory.predict_peak_bytes(config, row.gpus)
 
 
 def test_rows_far_off_and_no_others_have_a_reason():
@@ -87,8 +87,8 @@ def test_curves_of_scaling_are_the_models():
     for config, layout, gpus in (("llama3_8b", Layout(0, 1), 1024), ("mixture_30b_a3b", Layout(64, 1, 8), 512)):
         run = make_run(config, "float8", layout, gpus, is_weak=True)
         assert run.ranks == gpus
-        points = plan_scaling.find_points(SCALING["curves"], config, "float8", "weak", layout.name)
-        assert points[gpus] == pytest.approx(plan_scaling.predict_tokens_per_s(run, cluster), rel=1e-4)
+        points = scaling.find_points(SCALING["curves"], config, "float8", "weak", layout.name)
+        assert points[gpus] == pytest.approx(scaling.predict_tokens_per_s(run, cluster), rel=1e-4)
     assert make_run("llama3_8b", "float8", Layout(64, 1), 100, is_weak=True) is None
     assert make_run("llama3_8b", "float8", Layout(0, 1), 1024, is_weak=False) is None  # 512 sequences
     assert make_run("llama3_405b", "float8", Layout(0, 1), 8, is_weak=True) is None  # does not fit
@@ -102,7 +102,7 @@ def test_recorded_weak_scaling_keeps_the_tokens_per_gpu():
             points = [find_best(curves, config, precision, "weak", gpus) for gpus in SHOWN_GPU_COUNTS]
             tokens = [point[0] for point in points if point]
             assert min(tokens[1:]) > 0.7 * max(tokens)
-    plain = plan_scaling.find_points(curves, "llama3_8b", "float8", "weak", "FSDP2")
+    plain = scaling.find_points(curves, "llama3_8b", "float8", "weak", "FSDP2")
     assert plain[100_352] < 0.15 * plain[8]
 
 
@@ -111,4 +111,4 @@ def test_further_micro_batches_take_as_long_as_the_third():
     assert run.micro_batches > 3
     cluster = Cluster.from_spec(H100)
     whole = simulate(build_tasks(run, cluster)).seconds
-    assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.predict_tokens_per_s(run, cluster), rel=1e-3)
+    assert run.step_tokens / whole / 64 == pytest.approx(scaling.predict_tokens_per_s(run, cluster), rel=1e-3)

@@ -19,7 +19,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
 
 FILE = Path(__file__).with_name("published_runs.toml")
-TRAIN_CONFIGS = Path(__file__).parents[1] / "train_configs"
+TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
 RECIPES = ("bfloat16", *(recipe.value for recipe in Float8LinearRecipeName))
 
 
@@ -39,7 +39,7 @@ class Published:
     model: str
     """The key of `models`."""
     gpu: Literal["A100", "B200", "B200-limited", "H100", "H100-500W", "H100-DGX", "H200", "H800"]
-    """A GPU of `plan_published.CALIBRATED_GPUS`."""
+    """A GPU of `published.CALIBRATED_GPUS`."""
     gpus: int
     local_batch: int
     """Sequences of one micro-batch of a data-parallel rank."""

@@ -1,6 +1,6 @@
 """The simulated step of a small model against real steps of gloo ranks on this machine: a test of bookkeeping.
 
-    python -m benchmarks.plan_here            # 1, 2 and 4 ranks, one thread each; about a minute
+    python -m benchmarks.plan.here            # 1, 2 and 4 ranks, one thread each; about a minute
 
 Compute and collectives are measured separately, on all ranks at once: steps of an unsharded model, and all-gathers and
 reduce-scatters of the size of a block. The simulation adds their number, order and overlap. gloo runs on the cores that

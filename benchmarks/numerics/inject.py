@@ -1,4 +1,4 @@
-"""Breaks one linear of a float8 model, for numerics_faults.py: its operands, results, gradients or weight."""
+"""Breaks one linear of a float8 model, for faults.py: its operands, results, gradients or weight."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ is fitted.
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.pipeline import PipelinedRun, build_pipeline_tasks
-from benchmarks.published import Published, load_published
+from benchmarks.plan.pipeline import PipelinedRun, build_pipeline_tasks
+from benchmarks.plan.published_runs import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan import calibration
 from quaver.lab.plan.calibration import CalibratedGPU

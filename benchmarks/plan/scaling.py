@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.published import TRAIN_CONFIGS
+from benchmarks.plan.published_runs import TRAIN_CONFIGS
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster

@@ -1,4 +1,4 @@
-"""Small models of transformers in float8 in plain PyTorch loops, for numerics_unseen.py."""
+"""Small models of transformers in float8 in plain PyTorch loops, for unseen.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ All results are deterministic.
 
 from argparse import Namespace
 
-from benchmarks import plan_memory, plan_published, plan_scaling
+from benchmarks.plan import memory, published, scaling
 from benchmarks.record import make_page_parser, record_and_show
 
 
@@ -27,17 +27,15 @@ def main() -> None:
     if options.memory and not options.published:
         parser.error("--memory is for --published")
     if options.calibrate:
-        for name, gpu in plan_published.CALIBRATED_GPUS.items():
-            print(f"{name:14s} {plan_published.calibrate_share(name):.3f}  now {gpu.sustained_share}  {gpu.row}")
-    for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
+        for name, gpu in published.CALIBRATED_GPUS.items():
+            print(f"{name:14s} {published.calibrate_share(name):.3f}  now {gpu.sustained_share}  {gpu.row}")
+    for part in (published,) * options.published + (scaling,) * options.scaling:
         results = record_and_show(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:
             part.draw(results)
     if options.published:
         of_memory = Namespace(**{**vars(options), "recorded": options.recorded or not options.memory})
-        record_and_show(
-            of_memory, plan_memory.predict_all, plan_memory.RECORD, plan_memory.make_tables, plan_memory.PAGE
-        )
+        record_and_show(of_memory, memory.predict_all, memory.RECORD, memory.make_tables, memory.PAGE)
 
 
 if __name__ == "__main__":

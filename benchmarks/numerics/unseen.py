@@ -1,11 +1,11 @@
 """An independent test of the alarm rules, with runs and faults that were fixed before the first of them ran.
 
-    python -m benchmarks.numerics_unseen --update-docs              a quarter of an hour; writes
+    python -m benchmarks.numerics.unseen --update-docs              a quarter of an hour; writes
                                                                     benchmarks/results/numerics{_unseen.json,.md}
-    python -m benchmarks.numerics_unseen --recorded --update-docs   the page again, from the recorded runs
-    python -m benchmarks.numerics_unseen --only "one head"          runs with this in the name, to the terminal
+    python -m benchmarks.numerics.unseen --recorded --update-docs   the page again, from the recorded runs
+    python -m benchmarks.numerics.unseen --only "one head"          runs with this in the name, to the terminal
 
-Models, optimizers and loops differ from those of numerics_faults.py: transformers' architectures train in plain PyTorch
+Models, optimizers and loops differ from those of faults.py: transformers' architectures train in plain PyTorch
 loops on the bytes of Python's library. A fault counts as named if the first alarm after it names one of its `layers`,
 by any rule. `invisible`, also fixed before the runs, says why no number of a matmul would change.
 """
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import numerics_inject as inject
-from benchmarks.numerics_faults import (
+from benchmarks.numerics import inject
+from benchmarks.numerics.faults import (
     PAGE,
     RecordingSink,
     describe_exceptions,
@@ -36,7 +36,7 @@ from benchmarks.numerics_faults import (
     replay,
     shorten,
 )
-from benchmarks.numerics_loops import (
+from benchmarks.numerics.loops import (
     Make,
     Training,
     calibrate,
@@ -448,7 +448,7 @@ def choose_runs(runs: tuple[Run, ...], part: str) -> Iterator[Run]:
 
 
 def run_scenarios(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {**describe_provenance("numerics_unseen"), "healthy": [], "faults": []}
+    results: dict[str, Any] = {**describe_provenance("numerics.unseen"), "healthy": [], "faults": []}
     before = json.loads(RECORD.read_text()) if options.replay else results
     losses = {result["run"]: result["losses"] for result in (*before["healthy"], *before["faults"])}
     for kind, runs in (("healthy", HEALTHY), ("faults", FAULTS)):

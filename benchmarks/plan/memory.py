@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.published import Published, load_published
+from benchmarks.plan.published_runs import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.memory.train_step.predict import predict_memory
 from quaver.lab.model import parallelize

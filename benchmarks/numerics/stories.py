@@ -1,7 +1,7 @@
 """Trains with six faults and their remedies: the alarm, a picture of the run, and the effect of the remedy.
 
-    python -m benchmarks.numerics_stories --runs /tmp/stories --update-docs               # all six
-    python -m benchmarks.numerics_stories --runs /tmp/stories --only "dead expert"        # one
+    python -m benchmarks.numerics.stories --runs /tmp/stories --update-docs               # all six
+    python -m benchmarks.numerics.stories --runs /tmp/stories --only "dead expert"        # one
 
 Each is a run of `quaver train` of 60 steps with a fault from step 31 on. Its remedy comes after step 40; the same run
 without it is the control.
@@ -21,10 +21,10 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.numerics_faults import STORIES_PAGE, make_config
-from benchmarks.numerics_inject import patch
-from benchmarks.numerics_picture import draw_run
-from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, get_expert_bias
+from benchmarks.numerics.faults import STORIES_PAGE, make_config
+from benchmarks.numerics.inject import patch
+from benchmarks.numerics.picture import draw_run
+from benchmarks.numerics.scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, get_expert_bias
 from benchmarks.record import ROOT, show_tables
 from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS

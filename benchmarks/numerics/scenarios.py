@@ -1,4 +1,4 @@
-"""The runs of benchmarks/numerics_faults.py: healthy runs, and faults with the alarms that should name them.
+"""The runs of benchmarks/numerics/faults.py: healthy runs, and faults with the alarms that should name them.
 
 A fault breaks a run in its middle. `rules` are the rules that name it correctly. They are empty for a fault that does
 not change the numerics of matmuls: no statistic can show it, and the table lists it as missed.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import numerics_inject as inject
+from benchmarks.numerics import inject
 from quaver.lab.data import Batch
 from quaver.lab.trainer.trained_model import TrainedModel
 

@@ -1,9 +1,9 @@
 """Tests the alarms of a monitor: which alarms seeded faults raise, after how many samples, and healthy runs.
 
-    python -m benchmarks.numerics_faults --update-docs               half an hour on two cores; writes
+    python -m benchmarks.numerics.faults --update-docs               half an hour on two cores; writes
                                                                      benchmarks/results/numerics{_faults.json,.md}
-    python -m benchmarks.numerics_faults --recorded --update-docs    the pages again, from the recorded runs
-    python -m benchmarks.numerics_faults --only "weights of a layer" runs with this in the name, to the terminal
+    python -m benchmarks.numerics.faults --recorded --update-docs    the pages again, from the recorded runs
+    python -m benchmarks.numerics.faults --only "weights of a layer" runs with this in the name, to the terminal
 
 The runs are those of train_configs/llama3_debug.toml at a quarter of the width, on sequences of 64 tokens.
 """
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
+from benchmarks.numerics.scenarios import FAULTS, HEALTHY, Fault, Healthy
 from benchmarks.record import ROOT, describe_provenance, make_page_parser, record_and_show, show_tables
 from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
@@ -270,7 +270,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
 
 
 def run_scenarios(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {**describe_provenance("numerics_faults"), "faults": [], "healthy": []}
+    results: dict[str, Any] = {**describe_provenance("numerics.faults"), "faults": [], "healthy": []}
     for scenario in iter_scenarios(options.only):
         sink = replay(scenario, options.replay) if options.replay else run_monitored(scenario, options.records)
         if isinstance(scenario, Fault):
