@@ -22,7 +22,7 @@ enum { NONE = -1, BLOCKS = 2 /* dims */, RELEASE_GIL_FROM = 32768 /* elements; s
 enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the L1 cache between two runs over them */ };
 enum { BLOCK_RUN = 2048 /* columns of blocks per run; a wider block is one run */ };
 
-/* ---- a matrix, in blocks of rows, one thread each ----------------------------------------------------------------*/
+/* ---- a matrix, in chunks of rows, one thread each ----------------------------------------------------------------*/
 
 typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; widen writes it */
@@ -38,7 +38,7 @@ typedef struct {
     int is_of_amax;     /* whether this job computes `quant`: see cast_run */
     int divides;        /* whether to divide by `quant`: see divide_run */
     char *amax;         /* [threads, 1 or columns] of hp_kind, while it is computed */
-    int64_t *saturated; /* the count of all blocks of rows */
+    int64_t *saturated; /* the count of all chunks of rows */
 } Job;
 
 static int64_t elements_read; /* of hp matrices, in this process, for tests; approximate without the GIL */
@@ -48,15 +48,15 @@ INLINE char *hp_at(const Job *job, int64_t element) { return job->hp + element *
 
 typedef void (*Work)(const Job *, int, int64_t, int64_t);
 
-/* Calls work(job, block, first, last) for each block of 0..n. Blocks write to different memory. */
-static void in_blocks(Work work, const Job *job, int64_t n) {
+/* Calls work(job, chunk, first, last) for each chunk of 0..n, one per thread. Chunks write to different memory. */
+static void for_each_chunk(Work work, const Job *job, int64_t n) {
     if (job->threads == 1) {
         work(job, 0, 0, n);
         return;
     }
 #pragma omp parallel for num_threads(job->threads) schedule(static, 1)
-    for (int block = 0; block < job->threads; block++)
-        work(job, block, n * block / job->threads, n * (block + 1) / job->threads);
+    for (int chunk = 0; chunk < job->threads; chunk++)
+        work(job, chunk, n * chunk / job->threads, n * (chunk + 1) / job->threads);
 }
 
 /* ---- casts -------------------------------------------------------------------------------------------------------*/
@@ -65,8 +65,8 @@ static void in_blocks(Work work, const Job *job, int64_t n) {
 INLINE int64_t amaxes_of(const Job *job) { return job->dim == NONE ? 1 : job->columns; }
 
 /* Tensorwise amaxes, or amaxes of columns. */
-static void amax_of_rows(const Job *job, int block, int64_t first, int64_t last) {
-    char *amax = job->amax + block * amaxes_of(job) * hp_size(job);
+static void amax_of_rows(const Job *job, int chunk, int64_t first, int64_t last) {
+    char *amax = job->amax + chunk * amaxes_of(job) * hp_size(job);
     const int64_t columns = job->columns;
     if (job->dim == NONE) amax_run(hp_at(job, first * columns), job->hp_kind, (last - first) * columns, amax);
     else for (int64_t row = first; row < last; row++)
@@ -100,8 +100,8 @@ static void cast_elements(const Job *job, int64_t at, RunScale scale, int64_t n)
                   job->codes + at);
 }
 
-static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
+static void cast_rows(const Job *job, int chunk, int64_t first, int64_t last) {
+    (void)chunk;
     const int64_t columns = job->columns, length = run_length(job);
     float repeated[BLOCK_RUN];
     if (job->dim == NONE) {
@@ -117,7 +117,7 @@ static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
 
 static int cast_with_scale_matrix(const Job *job) {
     elements_read += job->rows * job->columns;
-    in_blocks(cast_rows, job, job->rows);
+    for_each_chunk(cast_rows, job, job->rows);
     return 0;
 }
 
@@ -128,21 +128,21 @@ static int cast_by_divisor_matrix(const Job *job) {
 }
 
 /* The amaxes of blocks, one band of blocks [block_rows, columns] at a time. */
-static void amax_of_bands(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
+static void amax_of_bands(const Job *job, int chunk, int64_t first, int64_t last) {
+    (void)chunk;
     const int64_t columns = job->columns, length = job->block_columns, size = hp_size(job);
     const int64_t run = run_length(job);
-    char chunk[BLOCK_RUN * sizeof(float)];
+    char amaxes[BLOCK_RUN * sizeof(float)];
     for (int64_t band = first; band < last; band++)
         for (int64_t start = 0; start < columns; start += run) {
             const int64_t n = least(run, columns - start);
             char *out = job->amax + (band * blocks_in(columns, length) + start / length) * size;
-            char *of_columns = length == 1 ? out : chunk;
+            char *of_columns = length == 1 ? out : amaxes;
             memset(of_columns, 0, n * size);
             for (int64_t row = band * job->block_rows; row < least((band + 1) * job->block_rows, job->rows); row++)
                 amax_each(hp_at(job, row * columns + start), job->hp_kind, n, of_columns);
             if (length > 1) for (int64_t i = 0; i < n; i += length, out += size)
-                amax_run(chunk + i * size, job->hp_kind, least(length, n - i), out);
+                amax_run(amaxes + i * size, job->hp_kind, least(length, n - i), out);
         }
 }
 
@@ -150,18 +150,18 @@ static int block_amax_matrix(const Job *job) {
     Job finding = *job;
     finding.amax = (char *)job->quant;
     elements_read += job->rows * job->columns;
-    in_blocks(amax_of_bands, &finding, blocks_in(job->rows, job->block_rows));
+    for_each_chunk(amax_of_bands, &finding, blocks_in(job->rows, job->block_rows));
     return 0;
 }
 
 /* amax, scale and cast of one row at a time, while it is in the cache; and amaxes of columns if requested. */
-static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t last) {
+static void dynamic_cast_rows(const Job *job, int chunk, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         uint32_t amax;
         amax_run(hp_at(job, row * job->columns), job->hp_kind, job->columns, &amax);
         scales_run(&amax, job->hp_kind, job->float8, job->power_of_2, 1, job->quant + row, job->dequant + row);
-        cast_rows(job, block, row, row + 1);
-        if (job->amax) amax_of_rows(job, block, row, row + 1);
+        cast_rows(job, chunk, row, row + 1);
+        if (job->amax) amax_of_rows(job, chunk, row, row + 1);
     }
 }
 
@@ -172,9 +172,9 @@ static int fill_scales(const Job *job, Work work, float *quant, float *dequant) 
     finding.amax = calloc(job->threads, bytes + 1);
     if (finding.amax == NULL) return -1;
     elements_read += job->rows * job->columns;
-    in_blocks(work, &finding, job->rows);
-    for (int block = 1; block < job->threads; block++)
-        amax_each(finding.amax + block * bytes, job->hp_kind, length, finding.amax);
+    for_each_chunk(work, &finding, job->rows);
+    for (int chunk = 1; chunk < job->threads; chunk++)
+        amax_each(finding.amax + chunk * bytes, job->hp_kind, length, finding.amax);
     scales_run(finding.amax, job->hp_kind, job->float8, job->power_of_2, length, quant, dequant);
     free(finding.amax);
     return 0;
@@ -186,7 +186,7 @@ static int dynamic_cast_matrix(const Job *job) {
         return cast_with_scale_matrix(job);
     }
     elements_read += job->rows * job->columns; /* a second read is from the cache */
-    in_blocks(dynamic_cast_rows, job, job->rows);
+    for_each_chunk(dynamic_cast_rows, job, job->rows);
     return 0;
 }
 
@@ -202,8 +202,8 @@ static int cast_axes_matrix(const Job *job) {
 }
 
 /* Reads memory once: a few elements at a time, which are then cast from the cache. */
-static void cast_and_observe_rows(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
+static void cast_and_observe_rows(const Job *job, int chunk, int64_t first, int64_t last) {
+    (void)chunk;
     uint32_t bits, largest = 0;
     int64_t saturated = 0;
     for (int64_t start = first * job->columns, end = last * job->columns; start < end; start += CACHED) {
@@ -232,15 +232,15 @@ static int cast_and_observe_matrix(const Job *job) {
     *job->dequant = 1.0f / *job->quant;
     if (!(*job->quant > 0) && fill_scales(&observing, amax_of_rows, job->quant, job->dequant)) return -1;
     elements_read += job->rows * job->columns;
-    in_blocks(cast_and_observe_rows, &observing, job->rows);
+    for_each_chunk(cast_and_observe_rows, &observing, job->rows);
     if ((float)saturated > job->amax_buffer[1]) job->amax_buffer[1] = (float)saturated;
     return 0;
 }
 
 /* ---- widening ----------------------------------------------------------------------------------------------------*/
 
-static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
-    (void)block;
+static void widen_rows(const Job *job, int chunk, int64_t first, int64_t last) {
+    (void)chunk;
     const int64_t columns = job->columns, length = run_length(job);
     const float one = 1.0f;
     float repeated[BLOCK_RUN];
@@ -255,7 +255,7 @@ static void widen_rows(const Job *job, int block, int64_t first, int64_t last) {
 }
 
 static int widen_matrix(const Job *job) {
-    in_blocks(widen_rows, job, job->rows);
+    for_each_chunk(widen_rows, job, job->rows);
     return 0;
 }
 
