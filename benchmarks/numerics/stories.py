@@ -120,7 +120,7 @@ def train_story(story: Story, folder: Path, *, remedied: bool) -> Path:
     with ExitStack() as stack:
         run = prepare_run(config)
         stack.callback(run.folder.release)
-        patch(stack, RunAlarms, "take_fallbacks", lambda _: _choose_recipes(story, run) if remedied else {})
+        patch(stack, RunAlarms, "pop_fallbacks", lambda _: _choose_recipes(story, run) if remedied else {})
         run.models[0].train_step = _break_step(run, fault, story if remedied else None, stack)
         train(run)
     return folder

@@ -124,7 +124,7 @@ def list_modules(model: nn.Module, kind: type[ModuleType]) -> list[ModuleType]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def take_expert_load(routers: Sequence[Router], all_reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
+def pop_expert_load(routers: Sequence[Router], all_reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Return each expert's share of the tokens since the last call, [layers, E]; None for a model without experts.
 
     Args:

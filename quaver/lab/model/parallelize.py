@@ -132,19 +132,19 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, expert_mesh: Dev
     if expert_mesh is not None:
         fsdp_part = expert_mesh[tuple(name for name in expert_mesh.mesh_dim_names or () if name != "ep")]
         for experts in list_modules(model, Experts):
-            fully_shard(experts, **make_group_options(config, fsdp_part))
+            fully_shard(experts, **make_fsdp_options(config, fsdp_part))
     groups: list[nn.Module] = list(model.iter_blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)
     for group in groups:
-        fully_shard(group, **make_group_options(config, mesh))
-    fully_shard(model, **make_group_options(config, mesh, dtype=config.training.residual_stream_dtype))
+        fully_shard(group, **make_fsdp_options(config, mesh))
+    fully_shard(model, **make_fsdp_options(config, mesh, dtype=config.training.residual_stream_dtype))
     if config.comm.float8_gradients:
         with blame_input("comm.float8_gradients: "):
             reduce_gradients_in_float8(model)
 
 
-def make_group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
+def make_fsdp_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
     """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
 
     Args:

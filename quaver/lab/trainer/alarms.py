@@ -48,7 +48,7 @@ class RunAlarms:
         files = {"post_mortem": folder.post_mortem_path, "resumed_record": resumed_record}
         return _RunSink(failures, folder, sink, alarms=alarms, on_event=self.handle_event, **files)
 
-    def take_fallbacks(self) -> dict[str, str]:
+    def pop_fallbacks(self) -> dict[str, str]:
         """Return the layers to change now, and forget them."""
         taken, self.fallbacks = self.fallbacks, {}
         return taken
@@ -86,7 +86,7 @@ def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
     if alarms.config.on_alarm != "fallback" or model.monitor is None or not model.monitor.is_sampled(step):
         return
     with run.watch(f"the fallback after step {step}"):
-        layers: dict[str, str] = run.ranks.all_gather_objects(alarms.take_fallbacks())[0]
+        layers: dict[str, str] = run.ranks.all_gather_objects(alarms.pop_fallbacks())[0]
         if not layers:
             return
         model.close_monitor()

@@ -33,7 +33,7 @@ from quaver.lab.model.mixture import (
     average_expert_gradients,
     balance_experts,
     list_modules,
-    take_expert_load,
+    pop_expert_load,
 )
 from quaver.lab.model.parallelize import parallelize
 from quaver.lab.runs.ranks import Ranks
@@ -222,7 +222,7 @@ class TrainedModel:
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
-        self.expert_load = take_expert_load(self._routers, self.ranks.all_reduce)
+        self.expert_load = pop_expert_load(self._routers, self.ranks.all_reduce)
         if self.expert_load is not None:
             balance_experts(self._routers, self.expert_load, config.optimizer.expert_bias_rate)
         self.optimizer.step()
@@ -267,7 +267,7 @@ class TrainedModel:
             )
         where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
         self.scaling.forget_recorded_amaxes()
-        take_expert_load(self._routers, self.ranks.all_reduce)
+        pop_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
             raise NonFiniteError(f"{where}; {NONFINITE_REMEDY}")

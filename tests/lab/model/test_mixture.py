@@ -12,7 +12,7 @@ from quaver.experts.module import Float8Experts
 from quaver.lab.model.flops import count_flops_per_token_by_precision, list_linear_precisions
 from quaver.lab.model.initialize import allocate, initialize
 from quaver.lab.model.llama import count_training_flops_per_token, make_meta_llama
-from quaver.lab.model.mixture import Mixture, Router, balance_experts, list_modules, take_expert_load
+from quaver.lab.model.mixture import Mixture, Router, balance_experts, list_modules, pop_expert_load
 from quaver.lab.settings import Model
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
@@ -33,7 +33,7 @@ def make_tokens():
 
 
 def take_load(model):
-    return take_expert_load(list_modules(model, Router), lambda counts: counts)
+    return pop_expert_load(list_modules(model, Router), lambda counts: counts)
 
 
 def compute_one_by_one(mixture, hidden):
@@ -65,7 +65,7 @@ def test_the_bias_moves_towards_balance_and_weighs_nothing():
     routers = list_modules(model, Router)
     model(make_tokens()).sum().backward()
     assert all(router.tokens_per_expert.sum() == 2 * 60 for router in routers)
-    load = take_expert_load(list_modules(model, Router), lambda counts: 2 * counts)
+    load = pop_expert_load(list_modules(model, Router), lambda counts: 2 * counts)
     assert load.shape == (2, 4)
     torch.testing.assert_close(load.sum(1), torch.ones(2))
     balance_experts(list_modules(model, Router), load, 0.25)

@@ -111,7 +111,7 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set())
     for weight, fallbacks in (("gate_up_proj", {experts: "high_precision"}), ("down_proj", {})):
         alarms.handle_event(Alarm(1, 1, "sqnr", f"{experts}.{weight}", "input", None, 0.0, 1.0, "", ()))
-        assert alarms.take_fallbacks() == fallbacks
+        assert alarms.pop_fallbacks() == fallbacks
 
 
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):

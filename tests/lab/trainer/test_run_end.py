@@ -231,7 +231,7 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
     ("owner", "method", "steps_before", "phase"),
     [
         (Ranks, "holds_on_any", 0, "the agreement before step 1"),
-        (RunAlarms, "take_fallbacks", 1, "the fallback after step 1"),
+        (RunAlarms, "pop_fallbacks", 1, "the fallback after step 1"),
         (TrainedModel, "validate", 1, "the validation after step 1"),
         (Checkpointer, "save", 1, "the checkpoint of step 1"),
         (OutputFailures, "raise_on_all_ranks", 1, "the agreement after the last step"),
