@@ -193,9 +193,12 @@ def measure(
 
 def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
     """Predict a training step of the case on the first of its ranks. Runs and compiles no kernel."""
-    with pretend_mesh(ParallelDims(shard=case.ranks)) as mesh, fake_tensors(device, compiled=case.compiled) as fakes:
+    with (
+        pretend_mesh(ParallelDims(shard=case.ranks)) as mesh,
+        fake_tensors(device, compiled=case.compiled) as fake_mode,
+    ):
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
-        return predict_step(step, subject, optimizer, fakes)
+        return predict_step(step, subject, optimizer, fake_mode)
 
 
 def _find_least(usages: list[Usage]) -> Usage:

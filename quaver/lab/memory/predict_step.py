@@ -31,7 +31,7 @@ from quaver.lab.memory.compiling.compiled import (
 )
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
-from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_tensors, make_fake_copies, make_fake_copy
+from quaver.lab.memory.faking.fakes import FakeMode, check_integers, fake_tensors, make_fake_copies, make_fake_copy
 from quaver.lab.recorder.allocator import pause_garbage_collection
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import CATEGORIES
@@ -161,11 +161,11 @@ def explain(
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"expected an autocast to bfloat16 or float16, or None, got {autocast!r}")
     compiled = has_compiled_code(model)
-    with fake_tensors(device, compiled=compiled, estimate=estimate) as fakes:
-        fake = make_fake_copy(_unwrap(model), fakes)
+    with fake_tensors(device, compiled=compiled, estimate=estimate) as fake_mode:
+        fake = make_fake_copy(_unwrap(model), fake_mode)
         if compiled:
             compile_like(fake, model)
-        arguments = make_fake_copies(inputs, fakes)
+        arguments = make_fake_copies(inputs, fake_mode)
         fake_optimizer = None if optimizer is None else optimizer(fake.parameters())
 
         def step() -> None:
@@ -179,14 +179,14 @@ def explain(
             fake.zero_grad(set_to_none=True)
             _drop_gradients(arguments)
 
-        return predict_step(step, fake, fake_optimizer, fakes)
+        return predict_step(step, fake, fake_optimizer, fake_mode)
 
 
 def predict_step(
     step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer | None,
-    fakes: Fakes,
+    fake_mode: FakeMode,
     *,
     persistent_scales: Sequence[Tensor] = (),
     first_step: Callable[[], None] | None = None,
@@ -200,23 +200,23 @@ def predict_step(
         persistent_scales: float8 scaling state that persists across steps.
         first_step: a shorter step that creates the same states; `step` by default.
     """
-    backend = GlooBuffers() if fakes.device == "cpu" else None
+    backend = GlooBuffers() if fake_mode.device == "cpu" else None
 
     def record() -> Prediction:
-        fakes.reads = 0
-        if fakes.assumptions is not None:
-            fakes.assumptions.notes.clear()
-        tracker = CompiledTracker(model) if fakes.runs_compiled_code else None
+        fake_mode.reads = 0
+        if fake_mode.assumptions is not None:
+            fake_mode.assumptions.notes.clear()
+        tracker = CompiledTracker(model) if fake_mode.runs_compiled_code else None
         prediction = record_step(
             step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, around=backend
         )
-        notes = () if fakes.assumptions is None else tuple(fakes.assumptions.notes)
-        return replace(prediction, reads=fakes.reads, notes=notes)
+        notes = () if fake_mode.assumptions is None else tuple(fake_mode.assumptions.notes)
+        return replace(prediction, reads=fake_mode.reads, notes=notes)
 
     (first_step or step)()
     prediction = repeat_until_nothing_compiles(record)
-    with refuse_to_compile() if fakes.runs_compiled_code else nullcontext():
-        return replace(prediction, notes=(*prediction.notes, *check_integers(step, fakes)))
+    with refuse_to_compile() if fake_mode.runs_compiled_code else nullcontext():
+        return replace(prediction, notes=(*prediction.notes, *check_integers(step, fake_mode)))
 
 
 def record_step(

@@ -15,7 +15,7 @@ from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
 from quaver.lab.memory.devices.gpu import imitate_gpu
-from quaver.lab.memory.faking.fakes import Fakes
+from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.memory.train_step.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import BlockTimes, list_linears, time_linear
@@ -91,5 +91,5 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
         training=replace(config.training, compile=True),
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
-    with imitate_gpu(), fake_run(config, ranks, Fakes()) as run:
+    with imitate_gpu(), fake_run(config, ranks, FakeMode()) as run:
         return record_compiled(run.step, GPUS[spec.name])

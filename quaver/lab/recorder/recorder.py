@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quaver.lab.recorder.callers import find_caller
 from quaver.lab.recorder.modules import OUTSIDE_MODULES, ModuleTracker
-from quaver.lab.recorder.storages import StorageWatch, iter_plain_parts
+from quaver.lab.recorder.storages import StorageTracker, iter_plain_parts
 from quaver.runtime.phases import OpenPhase
 from quaver.torch_private.autograd import current_node
 from quaver.torch_private.memory import storage_key
@@ -98,11 +98,11 @@ class AllocationState(NamedTuple):
     """Microseconds since the recording began."""
     allocation: Allocation
     size_bytes: int
-    saved: int
+    save_count: int
     """How many times autograd has saved it."""
 
 
-class Recorder(StorageWatch):
+class Recorder(StorageTracker):
     """The log of one step."""
 
     def __init__(self, modules: ModuleTracker, open_phases: list[OpenPhase]) -> None:

@@ -92,7 +92,7 @@ def _iter_timeline(recorder: Recorder) -> Iterator[list[Any]]:
 def _replay(recorder: Recorder, event: int) -> State:
     state: State = {allocation: (size_bytes, 0) for allocation, size_bytes in recorder.initial.items()}
     for entry in recorder.log[:event]:
-        state[entry.allocation] = (entry.size_bytes, entry.saved)
+        state[entry.allocation] = (entry.size_bytes, entry.save_count)
     return {allocation: now for allocation, now in state.items() if now[0]}
 
 

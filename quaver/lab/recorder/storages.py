@@ -30,7 +30,7 @@ _DISPATCH_MODULES = (__name__, "torch._compile", "torch._dynamo.eval_frame")
 """The Python modules of frames between an operator's call and its dispatch."""
 
 
-class StorageWatch(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Follows the storages of all tensors that operators take and return while the mode is on.
 
     A storage is new if an operator returns it, and older than the mode if an operator takes it first. A weak reference
@@ -146,7 +146,7 @@ class StorageWatch(TorchDispatchMode):
         """Follow `UntypedStorage.resize_` inside the block; FSDP2 frees and reallocates weights with it.
 
         It is not an operator, so neither a dispatch mode nor any hook of torch sees it. This can go when torch
-        dispatches it. Nested watches call each other's patch.
+        dispatches it. Nested trackers call each other's patch.
         """
         resize = UntypedStorage.resize_
 
@@ -177,7 +177,7 @@ class StorageWatch(TorchDispatchMode):
                 self.on_storage_released(key, size_bytes)
 
 
-class TensorBytes(StorageWatch):
+class TensorBytes(StorageTracker):
     """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
 
     A storage counts from the operator that returns it until its release, also after the mode. A storage older than the

@@ -142,16 +142,16 @@ def test_what_a_graph_saved_is_released_when_its_backward_ends():
     tracker.record_saved(recorder, [held])
     for saved in (1, 0):
         tracker.begin_backward(recorder, [held, torch.zeros(4)])
-        assert recorder.log[-1].saved == saved + 1
+        assert recorder.log[-1].save_count == saved + 1
         tracker.end_backward(recorder)
-        assert recorder.log[-1].saved == saved
+        assert recorder.log[-1].save_count == saved
 
 
 def test_layers_that_are_alike_are_compiled_once():
-    with fake_tensors(compiled=True) as fakes:
+    with fake_tensors(compiled=True) as fake_mode:
         model = nn.Sequential(*(build_compiled() for _ in range(4)))
         rows, before = torch.randn(ROWS, 64), count_graphs()
-        prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fakes)
+        prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fake_mode)
         assert count_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]

@@ -37,7 +37,7 @@ class ScaledLinear(nn.Linear):
 
 
 def predict_network(second, **policy):
-    with pretend_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
+    with pretend_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fake_mode:
         first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
         last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
         feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))
@@ -52,7 +52,7 @@ def predict_network(second, **policy):
             network.zero_grad(set_to_none=True)
             source.grad = None
 
-        return predict_step(step, network, None, fakes)
+        return predict_step(step, network, None, fake_mode)
 
 
 def test_a_policy_that_saves_abs_costs_a_weight():

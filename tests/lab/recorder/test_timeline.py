@@ -17,7 +17,7 @@ import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.lab.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.lab.recorder.allocator import measure_usage, pause_garbage_collection
-from quaver.lab.recorder.storages import StorageWatch
+from quaver.lab.recorder.storages import StorageTracker
 from quaver.recipes.config import ScalingGranularity
 from tests.lab.memory.models import CPU, Block, build_stack
 from tests.ranks import on_ranks
@@ -169,7 +169,7 @@ def test_a_release_on_another_thread_waits_for_a_resize():
     held, order = [], []
     release = Thread(target=held.clear)
 
-    class Watch(StorageWatch):
+    class Tracker(StorageTracker):
         def on_storage_appeared(self, key, size_bytes, tensor, operator):
             if tensor is None:
                 release.start()
@@ -180,7 +180,7 @@ def test_a_release_on_another_thread_waits_for_a_resize():
             order.append("released")
 
     resized = torch.zeros(256)
-    with Watch():
+    with Tracker():
         held.append(torch.zeros(256))
         resized.untyped_storage().resize_(0)
         release.join()
@@ -197,7 +197,7 @@ def test_a_mode_that_fails_leaves_no_patch_of_resize(method, monkeypatch):
         raise RuntimeError("no mode")
 
     monkeypatch.setattr(TorchDispatchMode, method, fail)
-    with pytest.raises(RuntimeError, match="^no mode$"), StorageWatch():
+    with pytest.raises(RuntimeError, match="^no mode$"), StorageTracker():
         pass
     assert torch.UntypedStorage.resize_ is resize
 

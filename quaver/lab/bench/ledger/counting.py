@@ -15,7 +15,7 @@ from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
 from quaver.lab.memory.devices.gpu import imitate_gpu
-from quaver.lab.memory.faking.fakes import Fakes
+from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings import Model
 from quaver.linear.native_mm import ScaleKind
@@ -93,7 +93,7 @@ def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
         check_recipe(recipe, gpu)
     if library == "torchao" and not is_peer_recipe(recipe):
         raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
-    with imitate_gpu(), Fakes():
+    with imitate_gpu(), FakeMode():
         module = _build_module(config)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(config.dtype)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.lab.bench.ledger.launches import Access
 from quaver.lab.memory.devices.gpu import imitate_gpu
-from quaver.lab.memory.faking.fakes import Fakes
+from quaver.lab.memory.faking.fakes import FakeMode
 
 _KERNELS_OF_OPERATOR = {"aten.constant_pad_nd": 2}
 """The number of kernels of an operator that launches several: a fill and a copy (aten/src/ATen/native/PadNd.cpp)."""
@@ -40,7 +40,7 @@ class OperatorCall(NamedTuple):
 
 def record_calls(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[OperatorCall]:
     """Return the operators that `function` calls for tensors like `accesses`, without views and allocations."""
-    with imitate_gpu(), Fakes(), torch.no_grad():
+    with imitate_gpu(), FakeMode(), torch.no_grad():
         tensors = [torch.empty_strided(access.size, access.stride, dtype=access.dtype) for access in accesses]
         with _Recording() as recording:
             function(*tensors, *arguments)

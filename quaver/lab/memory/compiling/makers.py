@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from quaver.lab.memory.compiling.compiled_tracker import find_recording
 from quaver.lab.recorder.callers import NOT_MODEL_CODE
 from quaver.lab.recorder.recorder import CAST_PREFIX
-from quaver.lab.recorder.storages import StorageWatch
+from quaver.lab.recorder.storages import StorageTracker
 from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import HigherOrderOperator, OpOverload, dispatch_modes, without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensorMode
@@ -44,7 +44,7 @@ def run_no_kernel(*args: Any) -> None:
 class Maker:
     """The origin of one buffer."""
 
-    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.on_operator_called`
+    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageTracker.on_operator_called`
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
         """Take `readers`, the first operator that reads each tensor, by the tensor's name."""
@@ -101,9 +101,9 @@ def _enter_module(module: str) -> AbstractContextManager[None]:
 
 
 def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
-    with _keep_only_fakes() as watches:
-        for watch in watches:
-            watch.on_operator_called(maker, _list_tensors(args))
+    with _keep_only_fakes() as trackers:
+        for tracker in trackers:
+            tracker.on_operator_called(maker, _list_tensors(args))
 
 
 def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -112,19 +112,19 @@ def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
 
 
 def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
-    with _keep_only_fakes() as watches:
-        for watch in watches:
-            watch.on_operator_called(maker, _list_tensors(reads))
-            watch.follow(tensor, maker.operator)
+    with _keep_only_fakes() as trackers:
+        for tracker in trackers:
+            tracker.on_operator_called(maker, _list_tensors(reads))
+            tracker.follow(tensor, maker.operator)
 
 
 @contextmanager
-def _keep_only_fakes() -> Iterator[list[StorageWatch]]:
-    """Turn off all dispatch modes except FakeTensorMode inside the block. Yields the StorageWatch modes among them."""
+def _keep_only_fakes() -> Iterator[list[StorageTracker]]:
+    """Turn off all dispatch modes except FakeTensorMode inside the block. Yields the StorageTrackers among them."""
     modes = dispatch_modes()
-    fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
-    with without_dispatch_modes(), fakes or nullcontext():
-        yield [mode for mode in modes if isinstance(mode, StorageWatch)]
+    fake_mode = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+    with without_dispatch_modes(), fake_mode or nullcontext():
+        yield [mode for mode in modes if isinstance(mode, StorageTracker)]
 
 
 def _list_tensors(values: Sequence[Any]) -> list[Tensor]:

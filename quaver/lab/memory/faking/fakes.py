@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.devices.gpu import DEVICES, imitate_gpu
 from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
-from quaver.lab.recorder.storages import StorageWatch
+from quaver.lab.recorder.storages import StorageTracker
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.torch_private.dtensor import cache_fake_shapes
 from quaver.torch_private.replacing import replace_attribute
@@ -40,7 +40,7 @@ _READ_OPERATOR = torch.ops.aten._local_scalar_dense.default
 _DEVICE_OPERATOR = torch.ops.prim.device.default
 
 
-class Fakes(FakeTensorMode):
+class FakeMode(FakeTensorMode):
     """Makes every tensor fake while it is on.
 
     Args:
@@ -96,7 +96,7 @@ class Fakes(FakeTensorMode):
 
 
 @contextmanager
-def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool = False) -> Iterator[Fakes]:
+def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool = False) -> Iterator[FakeMode]:
     """Make every tensor fake inside the block.
 
     Args:
@@ -109,23 +109,23 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
             implementation, or the block fails after it has read an integer.
         ValueError: the device is unknown.
     """
-    fakes = Fakes(device, runs_compiled_code=compiled)
+    fake_mode = FakeMode(device, runs_compiled_code=compiled)
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(imitate_gpu())
         stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
-        stack.enter_context(fakes)
+        stack.enter_context(fake_mode)
         stack.enter_context(_disable_tracing_in_transformers())
         stack.enter_context(cache_fake_shapes())
-        fakes.assumptions = Assumptions() if estimate else None
+        fake_mode.assumptions = Assumptions() if estimate else None
         try:
-            yield fakes
+            yield fake_mode
         except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
             raise make_refusal(error) from error
         except (RuntimeError, IndexError) as error:
-            if isinstance(error, NotImplementedError) or not fakes.integer_reads:
+            if isinstance(error, NotImplementedError) or not fake_mode.integer_reads:
                 raise
-            raise make_dependence_error(fakes.integer_reads, error) from error
+            raise make_dependence_error(fake_mode.integer_reads, error) from error
 
 
 def _disable_tracing_in_transformers() -> AbstractContextManager[Any]:
@@ -141,31 +141,31 @@ def _disable_tracing_in_transformers() -> AbstractContextManager[Any]:
     return replace_attribute(module, "is_fake_tensor", lambda tensor: False)
 
 
-def make_fake_copy(model: Module, fakes: Fakes) -> Module:
+def make_fake_copy(model: Module, fake_mode: FakeMode) -> Module:
     """Return a copy of `model` with fake parameters and buffers on the CPU (gpu.py), whatever their device.
 
     Nothing of the model's size is allocated, and the model does not change.
     """
     plain = [tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in PLAIN_TYPES]
-    memo: dict[int, Any] = {id(tensor): _make_fake(tensor, fakes) for tensor in plain}
-    with FakeCopyMode(fakes):  # copies subclasses, and tensors that are neither parameters nor buffers
+    memo: dict[int, Any] = {id(tensor): _make_fake(tensor, fake_mode) for tensor in plain}
+    with FakeCopyMode(fake_mode):  # copies subclasses, and tensors that are neither parameters nor buffers
         return copy.deepcopy(model, memo)
 
 
-def make_fake_copies(values: Any, fakes: Fakes) -> Any:
+def make_fake_copies(values: Any, fake_mode: FakeMode) -> Any:
     """Replace the tensors in nested lists, tuples and dicts by fake ones on the CPU."""
-    return tree_map_only(Tensor, lambda tensor: _make_fake(tensor, fakes), values)
+    return tree_map_only(Tensor, lambda tensor: _make_fake(tensor, fake_mode), values)
 
 
-def _make_fake(tensor: Tensor, fakes: Fakes) -> Tensor:
-    with fakes, torch.no_grad():
+def _make_fake(tensor: Tensor, fake_mode: FakeMode) -> Tensor:
+    with fake_mode, torch.no_grad():
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
-class _Sizes(StorageWatch):
+class _Sizes(StorageTracker):
     def __init__(self) -> None:
         super().__init__()
         self.sizes_bytes: list[int] = []
@@ -179,7 +179,7 @@ class _Sizes(StorageWatch):
             self.sizes_bytes.append(size_bytes)
 
 
-def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
+def check_integers(step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
     """Run two more steps if integers were read, and compare their allocations ([Note: values that are read]).
 
     Returns:
@@ -187,17 +187,17 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
     Raises:
         NotImplementedError: sizes depend on an integer, and this is not an estimate.
     """
-    if not fakes.integer_reads:
+    if not fake_mode.integer_reads:
         return []
     sizes = []
     for integer in (2, 1):
-        fakes.integer = integer
-        with _Sizes() as watch:
+        fake_mode.integer = integer
+        with _Sizes() as tracker:
             step()
-        sizes.append(watch.sizes_bytes)
+        sizes.append(tracker.sizes_bytes)
     if sizes[0] == sizes[1]:
         return []
-    if fakes.assumptions is None:
-        raise make_dependence_error(fakes.integer_reads)
+    if fake_mode.assumptions is None:
+        raise make_dependence_error(fake_mode.integer_reads)
     note = "estimate: sizes depend on an integer that was assumed to be 1, read in"
-    return [f"{note} {place}" for place in fakes.integer_reads]
+    return [f"{note} {place}" for place in fake_mode.integer_reads]

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
-from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
+from quaver.lab.memory.faking.fakes import FakeMode, fake_tensors
 from quaver.lab.memory.predict_step import Prediction, predict_step
 from quaver.lab.model.initialize import allocate
 from quaver.lab.model.parallelize import ignore_view_warning, parallelize, pretend_mesh
@@ -90,7 +90,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
             run.step,
             model,
             run.trained.optimizer,
-            run.fakes,
+            run.fake_mode,
             persistent_scales=list_persistent_scales(model),
             first_step=partial(run.step, micro_batches=1),
         )
@@ -104,7 +104,7 @@ class FakeRun:
     config: TrainConfig
     """The config with its global batch size filled in."""
     dims: ParallelDims
-    fakes: Fakes
+    fake_mode: FakeMode
     trained: TrainedModel
     step: Callable[..., None]
     """Trains one step. Its argument `micro_batches` makes it shorter."""
@@ -113,8 +113,8 @@ class FakeRun:
 
 
 @contextmanager
-def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fakes]) -> Iterator[FakeRun]:
-    """Make the model that the trainer makes on the first of `ranks` processes. `fakes` is on inside the block.
+def fake_run(config: TrainConfig, ranks: int, fake_mode: AbstractContextManager[FakeMode]) -> Iterator[FakeRun]:
+    """Make the model that the trainer makes on the first of `ranks` processes. `fake_mode` is on inside the block.
 
     Raises:
         InputError, OSError: the run itself would refuse its model or its ranks.
@@ -126,7 +126,7 @@ def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fake
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
         dispatch_tokens_evenly(model)
-        with fakes as mode:
+        with fake_mode as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
             step, micro_batches = make_train_step(trained, config, dims)
