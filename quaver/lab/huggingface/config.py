@@ -17,7 +17,7 @@ from quaver.runtime.module_names import join_names
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
 """model_type and architecture."""
 
-_SIZES = {
+_SIZE_NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",
@@ -26,15 +26,19 @@ _SIZES = {
 }
 """Positive integers that a config.json must have, and their names in [model]."""
 
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+_FIXED_FIELDS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 """Keys for which quaver's Llama supports one value only."""
 
-_EXPERT_SIZES = {"moe_intermediate_size": "hidden_dim", "n_routed_experts": "n_experts", "num_experts_per_tok": "top_k"}
+_EXPERT_SIZE_NAMES = {
+    "moe_intermediate_size": "hidden_dim",
+    "n_routed_experts": "n_experts",
+    "num_experts_per_tok": "top_k",
+}
 """Additional sizes of a mixture's config.json, and their names in [model]. Its `intermediate_size` is the hidden dim of
 dense blocks, which such a model does not have."""
 
-_FIXED_OF_MIXTURE = {
-    **{name: _FIXED[name] for name in ("hidden_act", "attention_bias", "attention_dropout")},
+_MIXTURE_FIXED_FIELDS = {
+    **{name: _FIXED_FIELDS[name] for name in ("hidden_act", "attention_bias", "attention_dropout")},
     "first_k_dense_replace": 0,
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
@@ -42,22 +46,22 @@ _FIXED_OF_MIXTURE = {
     "topk_group": 1,
     "use_qk_norm": False,
 }
-_DEFAULTS_OF_MIXTURE = {"first_k_dense_replace": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
+_MIXTURE_DEFAULTS = {"first_k_dense_replace": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
 """Defaults of `Glm4MoeConfig` that differ from `LlamaConfig`'s."""
 
-_SCALING = {
+_ROPE_SCALING_NAMES = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
 }
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
-_PARTIAL = "partial_rotary_factor"
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL_CONTEXT, *_SCALING}
+_PARTIAL_ROTARY = "partial_rotary_factor"
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", _PARTIAL_ROTARY, _ORIGINAL_CONTEXT, *_ROPE_SCALING_NAMES}
 
 USAGE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys that do not change the model, but its use by other software."""
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_VALUE_CHECKS: dict[str, Callable[[Any], bool]] = {
     "an integer of 0 or more": lambda value: type(value) is int and value >= 0,
     "a positive integer": lambda value: type(value) is int and value >= 1,
     "a number": lambda value: type(value) in (int, float),
@@ -73,10 +77,10 @@ def read_hf_config(config: dict[str, Any]) -> Model:
         InputError: a value is missing, has a wrong type, or does not fit the others.
     """
     kind = _check_architecture(config)
-    names, fixed, experts = _SIZES, _FIXED, {}
+    names, fixed, experts = _SIZE_NAMES, _FIXED_FIELDS, {}
     if kind is MIXTURE:
-        config = _DEFAULTS_OF_MIXTURE | config
-        names, fixed = _SIZES | _EXPERT_SIZES, _FIXED_OF_MIXTURE
+        config = _MIXTURE_DEFAULTS | config
+        names, fixed = _SIZE_NAMES | _EXPERT_SIZE_NAMES, _MIXTURE_FIXED_FIELDS
         experts = {"n_shared_experts": _get(config, "n_shared_experts", "an integer of 0 or more", 1)}
     for name, only in fixed.items():
         _check_fixed(config, name, only)
@@ -108,17 +112,23 @@ def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[s
     """
     scaling = None
     if model.rope_scaling:
-        scaling = {"rope_type": "llama3", **{theirs: getattr(model, ours) for theirs, ours in _SCALING.items()}}
+        scaling = {
+            "rope_type": "llama3",
+            **{theirs: getattr(model, ours) for theirs, ours in _ROPE_SCALING_NAMES.items()},
+        }
         scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
     model_type, architecture = MIXTURE if model.n_experts else DENSE
-    kind_fields: dict[str, Any] = {**_FIXED}
+    kind_fields: dict[str, Any] = {**_FIXED_FIELDS}
     if model.n_experts:
-        kind_fields = {**_FIXED_OF_MIXTURE, **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZES.items()}}
-        kind_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL: 1.0}
+        kind_fields = {
+            **_MIXTURE_FIXED_FIELDS,
+            **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZE_NAMES.items()},
+        }
+        kind_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL_ROTARY: 1.0}
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
+        **{theirs: getattr(model, ours) for theirs, ours in _SIZE_NAMES.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.norm_eps,
@@ -129,7 +139,7 @@ def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[s
         "rope_parameters": {
             **(scaling or {"rope_type": "default"}),
             "rope_theta": model.rope_theta,
-            **({_PARTIAL: 1.0} if model.n_experts else {}),
+            **({_PARTIAL_ROTARY: 1.0} if model.n_experts else {}),
         },
         "torch_dtype": dtype,
         **{name: usage.get(name) for name in USAGE_KEYS},
@@ -172,7 +182,7 @@ def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[st
     unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
         raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {join_names(unknown)}")
-    _check_fixed(config | rope, _PARTIAL, 1.0, absent_factor)
+    _check_fixed(config | rope, _PARTIAL_ROTARY, 1.0, absent_factor)
     theta = _get(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
     settings = {"rope_theta": float(theta)}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -180,17 +190,17 @@ def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[st
         raise NotImplementedError(f"the rope_type in config.json must be 'default' or 'llama3', got {kind!r}")
     if kind == "default" or _get(rope, "factor", "a number") == 1:
         return settings
-    settings |= {ours: float(_get(rope, theirs, "a number")) for theirs, ours in _SCALING.items()}
+    settings |= {ours: float(_get(rope, theirs, "a number")) for theirs, ours in _ROPE_SCALING_NAMES.items()}
     context = _get(rope, _ORIGINAL_CONTEXT, "a positive integer", config.get("max_position_embeddings"))
     return {**settings, "rope_original_max_position": context}
 
 
 def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
-    """Return the value of `name`, whose type is one of `_KINDS`; null means absent. Raises InputError otherwise."""
+    """Return the value of `name`, which passes `_VALUE_CHECKS[kind]`; null means absent. Raises InputError if not."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
         raise InputError(f"{name} is missing")
-    if not _KINDS[kind](value):
+    if not _VALUE_CHECKS[kind](value):
         raise InputError(f"{name} must be {kind}, got {value!r}")
     return value

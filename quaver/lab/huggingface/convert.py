@@ -26,8 +26,8 @@ from quaver.export.checkpoint_names import FLOAT32_LEAF
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.lab.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
 from quaver.lab.huggingface.weights import (
-    EMBEDDING,
-    HEAD,
+    EMBEDDING_NAME,
+    HEAD_NAME,
     CheckpointWeights,
     make_empty_shared_experts,
     make_file_state,
@@ -150,20 +150,21 @@ def export_hf(
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     expected = make_file_state(model)
-    known = expected | {HEAD: make_meta_state(model)[HEAD]} | make_empty_shared_experts(model)
+    known = expected | {HEAD_NAME: make_meta_state(model)[HEAD_NAME]} | make_empty_shared_experts(model)
     unexpected = sorted(name for name in stored if name not in known and not _DERIVED_BUFFER_NAME.fullmatch(name))
     if unexpected:
         raise InputError(f"{str(folder)!r} has tensors that a Llama does not have: {join_names(unexpected)}")
-    if HEAD in stored:
-        expected[HEAD] = known[HEAD]
+    if HEAD_NAME in stored:
+        expected[HEAD_NAME] = known[HEAD_NAME]
     _check_shapes({name: stored.get_shape(name) for name in stored}, expected, folder)
     for name in expected:
         if stored.get_dtype(name) not in _IMPORTED_DTYPES:
             dtypes = "float32, bfloat16 or float16"
             raise NotImplementedError(f"{name} must be {dtypes}, got {stored.get_dtype(name)}; dequantize the model")
-    if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
+    if model.tie_word_embeddings and HEAD_NAME in stored and not torch.equal(stored[HEAD_NAME], stored[EMBEDDING_NAME]):
         raise InputError(
-            f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
+            f"config.json says tie_word_embeddings, but {HEAD_NAME} and {EMBEDDING_NAME} differ; say false there to "
+            "keep both"
         )
 
 

@@ -23,7 +23,7 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.runtime.errors import NotWrittenError
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 """The two weights that may be tied."""
 
 
@@ -36,7 +36,7 @@ def make_stored_state(model: Model) -> dict[str, Tensor]:
     """Return `make_meta_state` as a checkpoint stores it: a tied weight once, as the embedding."""
     state = make_meta_state(model)
     if model.tie_word_embeddings:
-        del state[HEAD]
+        del state[HEAD_NAME]
     return state
 
 
@@ -130,7 +130,7 @@ class _LazyPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         target = self.lookup_object(write_item.index)
         name = write_item.index.fqn.removeprefix("model.")
-        stored = EMBEDDING if self._tied and name == HEAD else name
+        stored = EMBEDDING_NAME if self._tied and name == HEAD_NAME else name
         if stored in self._names.stacks:
             return self._names.read_stack(stored, target.shape, target.dtype, self._weights.__getitem__)
         return self._weights[stored].to(target.dtype)
