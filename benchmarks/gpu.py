@@ -35,7 +35,7 @@ DRY_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """One command of Python modules and arguments, and the seconds it is given."""
 
     name: str
@@ -45,19 +45,19 @@ class Part:
     """The file to which it writes its result as JSON; None for a part that prints it."""
 
 
-def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
+def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
     """Return all parts by group, in the order in which they run. Their files are in `folder`."""
 
-    def make_part(name: str, seconds: int) -> Part:
+    def make_part(name: str, seconds: int) -> GpuPart:
         output = folder / f"{name}.json"
         words = ["-m", "benchmarks.gpu_parts", name, "--output", str(output)]
         if dry:
-            return Part(name, [*words, "--dry"], DRY_SECONDS, output)
-        return Part(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
+            return GpuPart(name, [*words, "--dry"], DRY_SECONDS, output)
+        return GpuPart(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
 
-    def make_verb_part(name: str, seconds: int, *words: str) -> Part:
+    def make_verb_part(name: str, seconds: int, *words: str) -> GpuPart:
         output = folder / f"{name}.json"
-        return Part(
+        return GpuPart(
             name, ["-m", "quaver.lab.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output
         )
 
@@ -66,7 +66,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_make_xdist_options(), "tests/gpu"]
     groups = {
         "quiet": [
-            Part("doctor", ["-m", "quaver.lab.cli", "doctor", "--json"], 30),
+            GpuPart("doctor", ["-m", "quaver.lab.cli", "doctor", "--json"], 30),
             make_part("rates", 25),
             make_part("gradients", 130),
             make_part("kernels", 60),
@@ -75,18 +75,18 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
             make_part("eager", 60),
             make_part("matmuls", 50),
         ],
-        "tests": [Part("tests", tests, 330)],
+        "tests": [GpuPart("tests", tests, 330)],
         "second": [
             make_part("experts", 60),
             make_part("optimizers", 40),
             make_part("stored", 120),
             make_part("graphs", 150),
             make_part("fsdp", 90),
-            Part("train_1b", ["-m", "quaver.lab.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
+            GpuPart("train_1b", ["-m", "quaver.lab.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
             make_verb_part("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
             make_verb_part("host", 25, "bench", "host", *recipes, "--rounds", "10"),
             make_verb_part("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
-            Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
+            GpuPart("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
         ],
     }
     if dry:
@@ -153,7 +153,7 @@ def main(words: list[str]) -> int:
     return bool(failed)
 
 
-def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
+def run_all(todo: list[GpuPart], results: Path) -> dict[str, dict[str, Any]]:
     """Run the parts one after another. The deadline of each is the sum of the seconds up to it.
 
     Returns the seconds, the failure ("" for none) and the result of each part by name, as in gpu.json.
@@ -199,7 +199,7 @@ def _read_log_from(path: Path, position: int) -> str:
         return log.read()
 
 
-def _read_result(part: Part, printed: str) -> Any:
+def _read_result(part: GpuPart, printed: str) -> Any:
     """Return the JSON that the part wrote to its file, or printed; None for neither."""
     try:
         return json.loads(printed if part.output is None else part.output.read_text())

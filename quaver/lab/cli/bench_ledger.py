@@ -13,7 +13,7 @@ from rich.table import Table
 
 from quaver.lab.bench.ledger.counting import (
     DEFAULT_RECIPES,
-    PARTS,
+    MODULE_PARTS,
     ModuleConfig,
     check_recipe,
     check_triton,
@@ -68,7 +68,7 @@ class LedgerOptions(Settings):
     peer: Annotated[str, OneOf(("none", "torchao"))] = setting(
         "none", "Also count another library, for the recipes that it supports."
     )
-    part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
+    part: Annotated[str, OneOf(MODULE_PARTS)] = setting("block", "The whole block, or its up_proj alone.")
     sequences: Annotated[int, Ge(1), Le(10**6)] | None = setting(
         None, "Sequences; by default 2, or the local_batch_size of a TOML file."
     )

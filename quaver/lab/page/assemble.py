@@ -24,7 +24,7 @@ _SHARED = files("quaver.lab.page") / "parts"
 
 
 @dataclass(frozen=True)
-class Parts:
+class PageFiles:
     """The files of one kind of page, in a folder that also has header.html, main.html and style.css."""
 
     folder: Traversable
@@ -37,7 +37,7 @@ class Parts:
     """The HTML of the footer."""
 
 
-def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) -> None:
+def write_page(path: Path, page_files: PageFiles, *, title: str, data: dict[str, Any]) -> None:
     """Write a page to `path`, and make its folder.
 
     Args:
@@ -47,21 +47,21 @@ def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) ->
         ValueError: a number of `data` is not finite.
         OSError: `path` cannot be written.
     """
-    text = _fill_page(parts, title, data)
+    text = _fill_page(page_files, title, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")  # file names need not be Unicode
 
 
-def _fill_page(parts: Parts, title: str, data: dict[str, Any]) -> str:
-    style = _read(_SHARED, "base.css") + _read(parts.folder, "style.css")
+def _fill_page(page_files: PageFiles, title: str, data: dict[str, Any]) -> str:
+    style = _read(_SHARED, "base.css") + _read(page_files.folder, "style.css")
     shared = (_read(_SHARED, name) for name in ("elements.js", "table.js"))
-    script = "".join([*shared, *(_read(parts.folder, name) for name in parts.scripts)])
+    script = "".join([*shared, *(_read(page_files.folder, name) for name in page_files.scripts)])
     values = {
         "title": html.escape(title),
-        "kind": html.escape(parts.kind),
-        "header": _read(parts.folder, "header.html"),
-        "main": _read(parts.folder, "main.html"),
-        "footer": parts.footer,
+        "kind": html.escape(page_files.kind),
+        "header": _read(page_files.folder, "header.html"),
+        "main": _read(page_files.folder, "main.html"),
+        "footer": page_files.footer,
         "style": style,
         "script": script,
         "style_hash": _hash(style),

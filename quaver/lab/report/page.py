@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.page import Parts, write_page
+from quaver.lab.page import PageFiles, write_page
 from quaver.lab.report.facts import describe_health, is_healthy, list_facts, select_memory_curves
 from quaver.lab.report.maps import Limits, find_limits, make_maps
 from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
@@ -17,7 +17,7 @@ from quaver.lab.report.series import Curve, collect_curves, thin_curve
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import RecordKind
 
-_PARTS = Parts(
+_PAGE_FILES = PageFiles(
     files("quaver.lab.report") / "page",
     scripts=("chart.js", "cells.js", "heatmap.js", "heatmaps.js", "distribution.js", "tables.js", "main.js"),
     kind="Report of a training run",
@@ -38,7 +38,7 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
         "special": SPECIAL_COLORS,
         "runs": [_make_run(run, limits, 1 / len(runs)) for run in runs],
     }
-    write_page(path, _PARTS, title=" and ".join(run.label for run in runs), data=data)
+    write_page(path, _PAGE_FILES, title=" and ".join(run.label for run in runs), data=data)
 
 
 def _make_statistic(name: str, limits: Limits) -> dict[str, Any]:

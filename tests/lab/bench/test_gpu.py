@@ -221,10 +221,10 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
     monkeypatch.setattr(gpu, "GRACE_S", 6)  # a busy machine takes seconds to start and to interrupt Python
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
     parts = [
-        gpu.Part("good", ["-c", "print('{\"value\": 1}')"], 9),
-        gpu.Part("bad", ["-c", "raise SystemExit(3)"], 0),
-        gpu.Part("slow", ["-c", saves_at_interrupt], 0),
-        gpu.Part("last", ["-c", "print('still here')"], 10),
+        gpu.GpuPart("good", ["-c", "print('{\"value\": 1}')"], 9),
+        gpu.GpuPart("bad", ["-c", "raise SystemExit(3)"], 0),
+        gpu.GpuPart("slow", ["-c", saves_at_interrupt], 0),
+        gpu.GpuPart("last", ["-c", "print('still here')"], 10),
     ]
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell that runs make gpu with &
     try:
@@ -243,6 +243,6 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
 def test_a_part_that_ignores_the_interrupt_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_S", 1)
     stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)\nprint('ended')"
-    outcome = gpu.run_all([gpu.Part("stubborn", ["-c", stubborn], 2)], tmp_path)
+    outcome = gpu.run_all([gpu.GpuPart("stubborn", ["-c", stubborn], 2)], tmp_path)
     assert outcome["stubborn"]["failure"] == "stopped after 2 s"
     assert "ended" not in (tmp_path / "gpu.log").read_text().splitlines()

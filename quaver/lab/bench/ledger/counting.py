@@ -24,7 +24,7 @@ from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.errors import InputError
 
-PARTS = ("block", "linear")
+MODULE_PARTS = ("block", "linear")
 DEFAULT_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 """The recipes that are counted by default."""
 
@@ -40,7 +40,7 @@ class ModuleConfig:
     autocast: bool = False
     """Keep parameters and the residual stream in float32, and multiply in bfloat16; else all is bfloat16."""
     part: str = "block"
-    """One of `PARTS`: "block", or "linear" for its first feed-forward linear only."""
+    """One of `MODULE_PARTS`: "block", or "linear" for its first feed-forward linear only."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,10 +6,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.page import Parts, write_page
+from quaver.lab.page import PageFiles, write_page
 from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, reduce_rows
 
-_PAGE_PARTS = Parts(
+_PAGE_FILES = PageFiles(
     files("quaver.lab.memory.reports") / "page",
     scripts=("words.js", "rows.js", "timeline.js", "icicle.js", "compare.js", "main.js"),
     kind="Memory of a training step",
@@ -54,7 +54,7 @@ def write_html(
         "advice": advice,
         "measured": None if measured is None else _describe(measured),
     }
-    write_page(path, _PAGE_PARTS, title=title, data=data)
+    write_page(path, _PAGE_FILES, title=title, data=data)
 
 
 def _describe_run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
