@@ -13,6 +13,8 @@ from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Numerics
 from quaver.lab.trainer.display import Display
+from quaver.lab.trainer.numerics import close_monitor, open_monitor
+from quaver.lab.trainer.recipe_change import change_recipes
 from quaver.lab.trainer.training_run import TrainingRun
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
@@ -89,9 +91,9 @@ def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
         layers: dict[str, str] = run.ranks.all_gather_objects(alarms.pop_fallbacks())[0]
         if not layers:
             return
-        model.close_monitor()
-        run.checkpoints.update_description(model.change_recipes(layers))
+        close_monitor(model)
+        run.checkpoints.update_description(change_recipes(model, layers))
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
         alarms.display.print_line(f"step {step}: fallback: {name} computes in {recipe} from now on")
-    model.open_monitor(alarms.sink, completed_steps=step)
+    open_monitor(model, alarms.sink, completed_steps=step)

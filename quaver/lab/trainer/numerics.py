@@ -1,4 +1,4 @@
-"""Writes the numerics of a run to numerics.jsonl, TensorBoard and Weights & Biases."""
+"""The monitor of a run's model, and its record in numerics.jsonl, TensorBoard and Weights & Biases."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,10 +6,33 @@ from typing import Any
 from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.loggers import Loggers
-from quaver.numerics.record import RecordWriter
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.numerics.monitoring import Monitor
+from quaver.numerics.record import RecordWriter, Sink
 
 LOGGED_STATISTICS = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 """The statistics that loggers show; numerics.jsonl has all of them."""
+
+
+def open_monitor(trained: TrainedModel, sink: Sink | None, *, completed_steps: int) -> None:
+    """Sample the numerics of `trained` from the next step on, as `config.numerics` says. A collective."""
+    numerics = trained.config.numerics
+    trained.monitor = Monitor(
+        trained.model,
+        every=numerics.every,
+        extras_every=numerics.extras_every,
+        hardware=None if numerics.hardware == "none" else numerics.hardware,
+        sink=sink,
+        completed_steps=completed_steps,
+        steps_by_hand=True,
+    )
+
+
+def close_monitor(trained: TrainedModel) -> None:
+    """Close the monitor of `trained` if one is open."""
+    if trained.monitor is not None:
+        trained.monitor.close()
+        trained.monitor = None
 
 
 class NumericsLog:

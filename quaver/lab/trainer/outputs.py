@@ -16,7 +16,7 @@ from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.float8_scales import make_scales_record, summarize_saturation
 from quaver.lab.trainer.loggers import Loggers, list_scalars
 from quaver.lab.trainer.memory import read_device_memory
-from quaver.lab.trainer.numerics import NumericsLog
+from quaver.lab.trainer.numerics import NumericsLog, close_monitor, open_monitor
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel, ValidationResult
 from quaver.lab.trainer.training_run import TrainingRun
@@ -114,8 +114,8 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
             if is_first:
                 with failures.catch():
                     alarms.sink = alarms.make_sink(NumericsLog(folder, loggers), folder, failures)
-            stack.callback(run.models[0].close_monitor)
-            run.models[0].open_monitor(alarms.sink, completed_steps=run.progress.step)
+            stack.callback(close_monitor, run.models[0])
+            open_monitor(run.models[0], alarms.sink, completed_steps=run.progress.step)
         failures.raise_on_all_ranks()
         profiler = Profiler(run.config, folder.path, run.ranks.rank, run.device, failures)
         yield Outputs(run, metrics, loggers, scales, display, stack.enter_context(profiler), alarms, failures)

@@ -4,9 +4,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from quaver import (
     Float8Linear,
     Float8ScalingState,
     cast_weights_once,
-    conversion_report,
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.lab.data import Batch
-from quaver.lab.model.float8 import convert_layer, find_layer_name, fuse_producers, in_high_precision
+from quaver.lab.model.float8 import in_high_precision
 from quaver.lab.model.flops import count_flops_per_token_by_precision
 from quaver.lab.model.initialize import allocate, initialize
 from quaver.lab.model.llama import Llama
@@ -51,9 +50,7 @@ from quaver.lab.trainer.optimizer import (
 from quaver.lab.trainer.precision_schedule import PrecisionSchedule
 from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 from quaver.numerics.monitoring import Monitor
-from quaver.numerics.record import Sink
 from quaver.runtime.devices import synchronize
-from quaver.runtime.errors import blame_input
 
 NONFINITE_REMEDY = (
     "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
@@ -303,54 +300,6 @@ class TrainedModel:
                 f"{self.name}: the validation loss is {loss}; the weights may not be finite, and are not saved"
             )
         return loss
-
-    def change_recipes(self, layers: dict[str, str]) -> dict[str, Any]:
-        """Change the recipes of layers during training. `config` is replaced by one that names them.
-
-        Parameters, their gradients and the optimizer's state stay. All weights of a layer of experts change together.
-        Discards all code that this process has compiled, so that the next step compiles the blocks with their new
-        recipes.
-
-        Args:
-            layers: recipes or "high_precision", by the names of linears, experts or weights of experts.
-        Returns:
-            What later checkpoints must record: the new config and conversion report.
-        Raises:
-            InputError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
-        """
-        float8 = self.config.float8
-        with blame_input():
-            changes = {find_layer_name(self.model, name): recipe for name, recipe in layers.items()}
-        recipes = {**dict(float8.parse_layer_recipes().layers), **changes}
-        entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
-        self.config = replace(self.config, float8=replace(float8, layer_recipes=entries))
-        for name, recipe in changes.items():
-            convert_layer(self.model.get_submodule(name), float8, recipe)
-        if float8.fused_producers:
-            fuse_producers(self.model)
-        torch.compiler.reset()
-        self.scaling = float8_scaling_state(self.model)
-        self.flops_per_token = self.count_flops_per_token()
-        return {"config": asdict(self.config), "conversion_report": conversion_report(self.model).to_dict()}
-
-    def open_monitor(self, sink: Sink | None, *, completed_steps: int) -> None:
-        """Sample the numerics from the next step on, as `config.numerics` says. A collective."""
-        numerics = self.config.numerics
-        self.monitor = Monitor(
-            self.model,
-            every=numerics.every,
-            extras_every=numerics.extras_every,
-            hardware=None if numerics.hardware == "none" else numerics.hardware,
-            sink=sink,
-            completed_steps=completed_steps,
-            steps_by_hand=True,
-        )
-
-    def close_monitor(self) -> None:
-        """Close the monitor if one is open."""
-        if self.monitor is not None:
-            self.monitor.close()
-            self.monitor = None
 
     def count_flops_per_token(self) -> dict[str, int]:
         """Return the FLOPs of forward and backward per token, by the precision that computes them now."""

@@ -17,6 +17,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.trainer.process import Watchdog
+from quaver.lab.trainer.recipe_change import change_recipes
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import get_peak_flops
@@ -148,6 +149,6 @@ def _restore_fallbacks(models: list[TrainedModel], checkpoints: Checkpointer, pr
     if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
         return
     try:
-        checkpoints.update_description(models[0].change_recipes(progress.fallbacks))
+        checkpoints.update_description(change_recipes(models[0], progress.fallbacks))
     except InputError as error:
         raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error

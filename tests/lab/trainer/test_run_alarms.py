@@ -20,6 +20,7 @@ from quaver.lab.terminal.console import make_stdout_console
 from quaver.lab.trainer.alarms import RunAlarms
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.recipe_change import change_recipes
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build_run, prepare_run
 from quaver.numerics.alarms import Alarm
@@ -173,7 +174,7 @@ def test_tensor_parallel_linears_cannot_fall_back(watched_config):
     (trained,) = run.models
     trained.config = changed(trained.config, parallelism={"tensor_parallel_degree": 2})
     with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree"):
-        trained.change_recipes({LAYER: "high_precision"})
+        change_recipes(trained, {LAYER: "high_precision"})
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
