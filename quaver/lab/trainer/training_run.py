@@ -1,13 +1,14 @@
 """A run that is ready to train: its parallelized models with their weights, its data, folder and checkpoints."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quaver.lab.data import TokenData
 from quaver.lab.model.parallelize import make_mesh
 from quaver.lab.runs.checkpoint import Checkpointer, load_weights
 from quaver.lab.runs.checkpoint_folder import RunProgress
@@ -16,6 +17,7 @@ from quaver.lab.runs.file_names import CONVERSION_FILE, DATA_FILE
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.process import Watchdog
 from quaver.lab.trainer.recipe_change import change_recipes
 from quaver.lab.trainer.run_setup import RunSetup, set_up_run
@@ -28,28 +30,26 @@ SLOW_PHASE_FACTOR = 10
 """The watchdog's factor for the first step and the first validation, which may compile, and for checkpoints."""
 
 
+@dataclass
 class TrainingRun:
-    """The state of a run: its models (the float8 model, then its bfloat16 baseline), data, folder and position."""
+    """The state of a run: its models, data, folder and position. Only the first rank writes the folder."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        models: list[TrainedModel],
-        folder: RunFolder,
-        checkpoints: Checkpointer,
-        progress: RunProgress,
-        notes: Iterable[str] = (),
-    ) -> None:
-        """Take `models` with the weights and recipes of `progress`. Only the first rank writes `folder`.
+    config: TrainConfig
+    ranks: Ranks
+    dims: ParallelDims
+    device: torch.device
+    data: TokenData
+    models: list[TrainedModel]
+    """The float8 model, then its bfloat16 baseline, with the weights and recipes of `progress`."""
+    folder: RunFolder
+    checkpoints: Checkpointer
+    progress: RunProgress
+    notes: list[str]
+    """Facts for the user: what a resumed run does not continue as it was saved."""
 
-        Args:
-            notes: facts for the user: what a resumed run does not continue as it was saved.
-        """
-        self.config, self.ranks, self.dims, self.device = setup.config, setup.ranks, setup.dims, setup.device
-        self.data, self.models, self.folder = setup.data, models, folder
-        self.checkpoints, self.progress, self.notes = checkpoints, progress, [*notes]
-        self.began_at_step = progress.step
-        self.peak = get_peak_flops(setup.device)
+    def __post_init__(self) -> None:
+        self.began_at_step = self.progress.step
+        self.peak = get_peak_flops(self.device)
 
     @property
     def has_ended(self) -> bool:
@@ -117,7 +117,7 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
             )
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
-    run = TrainingRun(setup, models, folder, checkpoints, progress, notes)
+    run = TrainingRun(config, ranks, setup.dims, setup.device, setup.data, models, folder, checkpoints, progress, notes)
     if not run.has_ended:
         run.notes.extend(run_on_every_rank(partial(begin_folder, locked_folder, config, description))[0])
     return run
