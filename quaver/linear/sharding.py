@@ -11,9 +11,12 @@ all-gathered outside (parallel/gathered_input.py).
 
 from __future__ import annotations
 
+import itertools
 import typing
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -249,11 +252,17 @@ class ReplicatedSharding(LinearSharding):
         return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
 
 
+_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""By name of the group: counts the linears that it compared."""
+_numbers: WeakKeyDictionary[ShardedLinear, int] = WeakKeyDictionary()
+"""The number of each linear in the order of the first comparisons, which all ranks of a group run alike."""
+
+
 def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
     """Check, the first time and after a change, that the ranks of `group` run the collectives of `linear` alike.
 
     A change is another config, a load of persistent scales, or a weight that is frozen or trained. Compiled code does
-    not check.
+    not check, so the ranks of a group must all be compiled, or none.
 
     Raises:
         RuntimeError: on every rank, if they differ; on this rank, if only this one changed.
@@ -265,7 +274,10 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
     def describe() -> list[str]:
         slots = [] if scale_slots is None else scale_slots.list_named_slots()
         loaded = [f"{name} loaded quant_scale {state.loaded_scales[slot]}" for name, state, slot in slots]
-        return [f"{linear.in_features} -> {linear.out_features}, trains: {trains}, {config}", *loaded]
+        if linear not in _numbers:
+            _numbers[linear] = next(_counters[group.group_name])
+        features = f"{linear.in_features} -> {linear.out_features}"
+        return [f"linear {_numbers[linear]}: {features}, trains: {trains}, {config}", *loaded]
 
     subjects = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]
     check_ranks_agree_once(linear, subjects, describe, lambda: [group], what="tensor-parallel linears")

@@ -143,7 +143,10 @@ def check_ranks_agree_after_change(
     check_ranks_agree(lines, *groups, what=what)
 
 
-_ADVICE = "change modules, weights, configs and loaded scales on all ranks between the same two steps"
+_ADVICE = (
+    "change modules, weights, configs and loaded scales on all ranks between the same two steps, and compile all ranks "
+    "or none"
+)
 
 
 def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> None:

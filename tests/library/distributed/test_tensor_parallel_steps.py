@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from quaver import (
+    Float8Linear,
     convert_to_float8_training,
     float8_scaling_state,
     set_high_precision_matmuls,
@@ -290,6 +291,18 @@ def test_a_rank_that_changes_alone_raises(change, spread):
     alone, _ = run(2, _change, change, spread, [0], collective_timeout=4)
     assert "tensor-parallel linears changed on rank 0, but not on every rank: change modules" in alone
     assert run(2, _change, change, spread, [0, 1]) == ["no error"] * 2
+
+
+@on_ranks(2)
+def test_ranks_that_change_different_linears_of_one_shape_raise():
+    """Nothing is exchanged between the forwards, so each rank checks its change while the other one does."""
+    gate, up = (
+        parallelize_module(Float8Linear(64, 64, config="rowwise"), world_mesh(), Float8ColwiseParallel())
+        for _ in range(2)
+    )
+    (gate, up)[dist.get_rank()].requires_grad_(False)
+    message = refusal(lambda: [linear(torch.ones(16, 64)) for linear in (gate, up)])
+    assert "ranks disagree about tensor-parallel linears: rank 0 has 'linear" in message, message
 
 
 @on_ranks(4)
