@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
 from quaver.conversion.idle_modules import explain_missing_weight, explain_replaced_forward, find_idle_modules
-from quaver.experts.base import Float8GroupedModule
+from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp.gathered import is_all_gather_weight

@@ -27,13 +27,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.base import Float8GroupedModule
 from quaver.experts.grouped_mm import (
     explain_config_obstacle,
     get_frozen_operands,
     get_quantized_operands,
     multiply_by_weight,
 )
+from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.token_exchange import Dispatch, Dispatcher, send_back
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import record_run

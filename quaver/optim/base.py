@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quaver.optim.blocks import explain_block_obstacle
-from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
+from quaver.optim.param_groups import fill_options
 from quaver.optim.rounding import make_step_key
 from quaver.optim.state import (
     check_finite,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quaver.optim.base import Float8Optimizer
-from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
+from quaver.optim.param_groups import fill_options
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 

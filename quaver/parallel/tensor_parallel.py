@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from quaver.experts.base import Float8GroupedModule
+from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
 from quaver.linear.sharding import (

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
-from quaver.experts.base import Float8GroupedModule
+from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
 from tests.library.distributed.models import config_of, world_mesh
