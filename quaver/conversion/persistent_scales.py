@@ -336,5 +336,5 @@ def _check_states_agree(model: nn.Module, states: list[ConversionScaleSlots], gr
             for state in states
         ]
 
-    subjects = [(state, state.loads) for state in states]
-    check_ranks_agree_once(model, subjects, describe, lambda: [group], what="the tensors with persistent scales")
+    fingerprint = [(state, state.loads) for state in states]
+    check_ranks_agree_once(model, fingerprint, describe, lambda: [group], what="the tensors with persistent scales")

@@ -58,7 +58,7 @@ from quaver.fsdp.weight_group import (
     check_ranks_gather_alike,
     get_all_gather_state,
     get_current_shard,
-    get_whole_scales,
+    get_or_compute_whole_scales,
 )
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, compute_matrix_amax
 from quaver.kernels.operands import Operand, require
@@ -158,7 +158,7 @@ class Float8AllGatherWeight(ScaledShard):
                 )
             ]
         else:
-            scales = get_whole_scales(weight)
+            scales = get_or_compute_whole_scales(weight)
             codes = [
                 quantize_shard(shard, cast_scales.quant, float8_dtype, layout)
                 for cast_scales, layout in zip(scales, layouts, strict=True)

@@ -160,7 +160,7 @@ def _get_gather_settings(weight: ModuleWeight) -> GatherSettings:
     return GatherSettings(weight.config, 0 if slots is None else slots.conversion_slots.loads)
 
 
-def get_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
+def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
     If they are unknown, one collective computes the scales of every weight of the group that lacks them. A rank that
@@ -267,9 +267,9 @@ def precompute_scales(module: nn.Module) -> None:
 
 def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
-    weights = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
+    fingerprint = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
     check_ranks_agree_once(
-        module, weights, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
+        module, fingerprint, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
     )
 
 

@@ -279,8 +279,8 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
         features = f"{linear.in_features} -> {linear.out_features}"
         return [f"linear {_numbers[linear]}: {features}, trains: {trains}, {config}", *loaded]
 
-    subjects = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]
-    check_ranks_agree_once(linear, subjects, describe, lambda: [group], what="tensor-parallel linears")
+    fingerprint = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]
+    check_ranks_agree_once(linear, fingerprint, describe, lambda: [group], what="tensor-parallel linears")
 
 
 def check_can_be_sharded(

@@ -179,7 +179,7 @@ def _count_tokens_per_scale(cast: CastConfig, direction: int) -> int:
 
 
 def _is_traced(scale: PersistentScale) -> bool:
-    # In functions that Dynamo calls opaquely (AllGatherInput), AOTAutograd traces with tensors that have no values.
+    # In functions that Dynamo calls opaquely (InputAllGather), AOTAutograd traces with tensors that have no values.
     return torch.compiler.is_dynamo_compiling() or type(scale.is_known) not in PLAIN_TYPES
 
 

@@ -89,7 +89,7 @@ def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
     return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.depends_on_direction)
 
 
-class AllGatherInput:
+class InputAllGather:
     """All-gathers the sequence-sharded inputs of one module in float8. Constructed when the module is parallelized."""
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:

@@ -41,7 +41,7 @@ from quaver.linear.sharding import (
     to_local,
 )
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import AllGatherInput
+from quaver.parallel.gathered_input import InputAllGather
 
 
 def _require_linear(style: object, module: nn.Module) -> Float8Linear:
@@ -78,7 +78,7 @@ def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
 class _GatheringColwiseSharding(ColwiseSharding):
     """A `ColwiseSharding` whose style all-gathers the input."""
 
-    def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None) -> None:
+    def __init__(self, mesh: DeviceMesh, all_gather_input: InputAllGather | None) -> None:
         super().__init__(mesh)
         self.all_gather_input = all_gather_input
 
@@ -106,7 +106,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         super()._apply(linear, mesh)
         all_gather_input = None
         if self.input_layouts[0] != Replicate():
-            all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
+            all_gather_input = InputAllGather(self.input_layouts[0], mesh, linear, as_dtensor=False)
         _set_sharding(linear, _GatheringColwiseSharding(mesh, all_gather_input))
         return linear
 
@@ -177,7 +177,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         super().__init__(**layouts)
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
-        self._gathers: dict[Placement | None, AllGatherInput] = {}
+        self._gathers: dict[Placement | None, InputAllGather] = {}
         self._module = nn.Module()
         """The module that the style was applied to."""
 
@@ -187,7 +187,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         applied._module = module
         layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
         applied._gathers = {
-            layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
+            layout: InputAllGather(layout, mesh, linear, as_dtensor=not self.use_local_output)
             for layout in layouts
             if isinstance(layout, Shard)
         }

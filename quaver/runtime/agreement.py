@@ -92,37 +92,37 @@ def find_collective_device(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if "cpu" in types else types[0])
 
 
-_agreed_subjects: WeakKeyDictionary[object, dict[str, list[Any]]] = WeakKeyDictionary()
-"""By owner and `what`: the subjects that `check_ranks_agree_once` has checked."""
+_agreed_fingerprints: WeakKeyDictionary[object, dict[str, list[Any]]] = WeakKeyDictionary()
+"""By owner and `what`: the fingerprint that `check_ranks_agree_once` has checked."""
 
 
 def check_ranks_agree_once(
     owner: object,
-    subjects: list[Any],
+    fingerprint: list[Any],
     describe: Callable[[], Sequence[str]],
     find_groups: Callable[[], Sequence[ProcessGroup]],
     *,
     what: str,
 ) -> None:
-    """Call `check_ranks_agree` the first time, and `check_ranks_agree_after_change` whenever `subjects` change.
+    """Call `check_ranks_agree` the first time, and `check_ranks_agree_after_change` when `fingerprint` changes.
 
-    Each rank decides by its own `subjects` whether to enter the collective.
+    Each rank decides by its own `fingerprint` whether to enter the collective.
 
     Args:
-        owner: the object that the subjects belong to, such as a module; it is not kept alive.
-        subjects: what the lines describe; must not refer to `owner`, which would then stay alive.
+        owner: the object that is compared, such as a module; it is not kept alive.
+        fingerprint: values that change whenever the lines do; must not refer to `owner`, which would then stay alive.
         describe: returns the lines.
         find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
     Raises:
-        RuntimeError: the errors of `check_ranks_agree`; `subjects` changed on some ranks only.
+        RuntimeError: the errors of `check_ranks_agree`; `fingerprint` changed on some ranks only.
     """
-    agreed = _agreed_subjects.get(owner, {})
-    if agreed.get(what) == subjects:
+    agreed = _agreed_fingerprints.get(owner, {})
+    if agreed.get(what) == fingerprint:
         return
     if groups := find_groups():
         check = check_ranks_agree_after_change if what in agreed else check_ranks_agree
         check(describe(), *groups, what=what)
-        _agreed_subjects.setdefault(owner, {})[what] = subjects
+        _agreed_fingerprints.setdefault(owner, {})[what] = fingerprint
 
 
 def check_ranks_agree_after_change(

@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 _logged_messages: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
-def log_once(logger: logging.Logger, subject: object, key: str, message: str, *arguments: object) -> None:
-    """Log `message` % `arguments` at WARNING, unless a message with this key was logged about `subject`.
+def log_once(logger: logging.Logger, owner: object, key: str, message: str, *arguments: object) -> None:
+    """Log `message` % `arguments` at WARNING, unless a message with this key was logged about `owner`.
 
     Args:
-        subject: the object that the message is about; it is not kept alive.
+        owner: the object that the message is about; it is not kept alive.
     """
-    keys = _logged_messages.setdefault(subject, set())
+    keys = _logged_messages.setdefault(owner, set())
     if key not in keys:
         keys.add(key)
         logger.warning(message, *arguments)

@@ -16,7 +16,7 @@ from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import AllGatherInput, is_all_gathered_in_float8
+from quaver.parallel.gathered_input import InputAllGather, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.library.distributed import parallel_models
 from tests.library.distributed.models import config_of, quantize, world_mesh
@@ -151,7 +151,7 @@ def _check_observed(parts, whole, quant_scale):
 def _check_all_gathered_input(config, input, expected):
     for as_dtensor in (False, True):
         linear = Float8Linear(input.shape[-1], 16, config=config)
-        all_gather = AllGatherInput(Shard(1), world_mesh(), linear, as_dtensor=as_dtensor)
+        all_gather = InputAllGather(Shard(1), world_mesh(), linear, as_dtensor=as_dtensor)
         whole = all_gather(part(input, 1).requires_grad_())
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
