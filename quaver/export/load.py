@@ -29,7 +29,7 @@ from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import check_new, new_folder
+from quaver.runtime.files import check_is_new, write_new_folder
 from quaver.runtime.module_names import find_parameter_names, join_names, strip_wrappers
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision to the new file `path`. Keeps metadata that is not about float8."""
-        with new_folder(path, file=SINGLE_FILE) as partial:
+        with write_new_folder(path, file=SINGLE_FILE) as partial:
             writer, format_keys = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_KEY)
             for metadata in self._stored.metadata:
                 writer.metadata |= {key: text for key, text in metadata.items() if key not in format_keys}
@@ -361,7 +361,7 @@ def import_float8(
         NotWrittenError: the weights cannot be written.
     """
     folder, target = Path(folder), Path(target)
-    check_new(target)
+    check_is_new(target)
     check_positive_integer("max_shard_bytes", max_shard_bytes)
     if folder.is_file() and target.suffix != SAFETENSORS:
         raise InputError(
@@ -375,6 +375,6 @@ def import_float8(
     config = remove_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
-    with new_folder(target) as partial:
+    with write_new_folder(target) as partial:
         write_model(partial, weights.items(), config, list_copied_files(folder), max_shard_bytes)
     return len(weights.float8_names)

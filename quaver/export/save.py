@@ -34,7 +34,7 @@ from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
-from quaver.runtime.files import check_new, new_folder
+from quaver.runtime.files import check_is_new, write_new_folder
 from quaver.runtime.module_names import join_names
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def save_float8(
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
         path, plan, copied = Path(folder), tensors.plan, _parse_files(files)
-        check_new(path)  # before the logits are measured
+        check_is_new(path)  # before the logits are measured
         options = {"config": config, "files": copied, "make_hp_model": make_hp_model}
         _check_types(config, origin, make_hp_model)
         check_positive_integer("max_shard_bytes", max_shard_bytes)
@@ -188,7 +188,7 @@ def _create_file(
     path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
     _log_warnings(tensors.plan)
-    with new_folder(path, file=SINGLE_FILE) as partial:
+    with write_new_folder(path, file=SINGLE_FILE) as partial:
         writer = SafetensorsWriter(partial, None)
         yield writer
         writer.metadata[HEADER_KEY] = json.dumps(
@@ -211,7 +211,7 @@ def _create_folder(
     """Yield the writer of a folder, which also gets config.json, other files, the record and the model card."""
     plan = tensors.plan
     _log_warnings(plan)
-    with new_folder(path) as partial:
+    with write_new_folder(path) as partial:
         writer = SafetensorsWriter(partial, max_shard_bytes)
         yield writer
         writer.close()

@@ -59,8 +59,8 @@ def replace_file(path: Path) -> Iterator[Path]:
                 partial.unlink()
 
 
-def check_new(path: Path) -> None:
-    """Raise FileExistsError if `path` exists, and InputError if its name is too long for `new_folder`."""
+def check_is_new(path: Path) -> None:
+    """Raise FileExistsError if `path` exists, and InputError if its name is too long for `write_new_folder`."""
     if (length := len(os.fsencode(path.name))) > _MAX_FOLDER_NAME_BYTES:
         raise InputError(f"{path.name!r}: expected a name of at most {_MAX_FOLDER_NAME_BYTES} bytes, got {length}")
     if path.exists() or path.is_symlink():
@@ -68,7 +68,7 @@ def check_new(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
+def write_new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
     """Yield an empty folder next to `path`; the end of the block syncs it to disk and renames it to `path`.
 
     With `file`, `path` becomes the file of this name that the block made in the folder. An error in the block leaves
@@ -81,7 +81,7 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
         NotWrittenError: the disk or the quota is full.
         OSError: the folder cannot be made or written.
     """
-    check_new(path)
+    check_is_new(path)
     partial = path.with_name(_PARTIAL_NAME.format(path.name))
     try:
         make_folder(path.parent)
@@ -92,8 +92,8 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
             try:
                 yield partial
                 flush_folder(partial)
-                check_new(path)  # rename() would replace an empty folder made in the meantime
-                rename(partial / file, path)
+                check_is_new(path)  # rename() would replace an empty folder made in the meantime
+                rename_and_flush(partial / file, path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # must not hide an error of the block
     except OSError as error:
@@ -110,7 +110,7 @@ def make_folder(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
 
 
-def rename(partial: Path, path: Path) -> None:
+def rename_and_flush(partial: Path, path: Path) -> None:
     """Rename a folder or a file to `path` on the same disk, and flush the new name to disk."""
     partial.rename(path)
     flush_to_disk(path.parent)

@@ -27,7 +27,7 @@ from quaver.lab.settings.float8 import RECIPES
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import check_new
+from quaver.runtime.files import check_is_new
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
         target = Path(options.target)
-        check_new(target)
+        check_is_new(target)
         kv_scales = _read_kv_scales(options)
         with show_progress("reading the model") as set_activity:
             source = _open_source(options)

@@ -51,7 +51,7 @@ from quaver.lab.settings import Model
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
 from quaver.runtime.errors import InputError, blame_input
-from quaver.runtime.files import check_new, new_folder
+from quaver.runtime.files import check_is_new, write_new_folder
 from quaver.runtime.module_names import join_names
 
 Section = TypeVar("Section", bound=Settings)
@@ -89,7 +89,7 @@ def import_hf(folder: Path, target: Path, dtype: str = "float32") -> Model:
         NotImplementedError: quaver's Llama does not support the model.
         NotWrittenError: the weights cannot be written.
     """
-    check_new(target)
+    check_is_new(target)
     config = read_config(folder)
     model = read_hf_config(config)
     weights = StoredTensors(folder)
@@ -104,7 +104,7 @@ def import_hf(folder: Path, target: Path, dtype: str = "float32") -> Model:
         "provenance": collect_provenance(torch.device("cpu")),
         "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_select_usage_settings(config)},
     }
-    with new_folder(target) as partial:
+    with write_new_folder(target) as partial:
         write_weights(weights, partial / "model", model, getattr(torch, dtype))
         toml = "# Written by quaver convert hf-to-quaver.\n" + tomli_w.dumps({"model": asdict(model)})
         (partial / "model.toml").write_text(toml, encoding="utf-8")
@@ -135,11 +135,11 @@ def export_hf(
         CheckpointError: its files are damaged.
         NotWrittenError: the weights cannot be written.
     """
-    check_new(target)
+    check_is_new(target)
     copied = list_tokenizer_files(tokenizer) if tokenizer else []
     checked = open_checkpoint(find_checkpoint(checkpoint) or checkpoint, name)
     config = make_hf_config(checked.model, dtype=dtype, usage=find_usage_settings(checked))
-    with new_folder(target) as partial:
+    with write_new_folder(target) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
             for key, tensor in chain(checked.open_weights().items(), make_empty_shared_experts(checked.model).items())

@@ -106,7 +106,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
 
     Raises NotWrittenError.
     """
-    # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
+    # A file for each tensor: torch holds all tensors of a file until it is written. write_new_folder syncs.
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     try:
         with ignore_single_process_warning():

@@ -9,7 +9,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import new_folder
+from quaver.runtime.files import write_new_folder
 
 
 def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
@@ -55,7 +55,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     contents = {file: text.encode() for file, text in texts.items()}
     missing = [file for file, content in contents.items() if not _has_content(file, content)]
     for file in missing:
-        with new_folder(file, file=file.name) as folder:
+        with write_new_folder(file, file=file.name) as folder:
             partial = folder / file.name
             partial.write_bytes(contents[file])
             if contents[file].startswith(b"#!"):

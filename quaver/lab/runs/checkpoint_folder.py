@@ -34,7 +34,7 @@ from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.lab.settings.training import OPTIMIZERS
 from quaver.optim.base import STATE_VERSION
 from quaver.runtime.errors import InputError
-from quaver.runtime.files import flush_folder, rename
+from quaver.runtime.files import flush_folder, rename_and_flush
 
 RECORD_FORMAT = 1
 RECORD_FILE = "checkpoint.json"
@@ -135,7 +135,7 @@ class CheckpointFolder:
             if aside.exists():  # of a still earlier history
                 aside.rename(self._get_removed_path(later))
                 self.remove_partials()
-            rename(self.get_path(later), aside)
+            rename_and_flush(self.get_path(later), aside)
         return later_steps
 
     def begin(self, step: int) -> None:
@@ -152,7 +152,7 @@ class CheckpointFolder:
         """
         write_record(self.get_partial_path(step), record, digests)
         flush_folder(self.get_partial_path(step))
-        rename(self.get_partial_path(step), self.get_path(step))
+        rename_and_flush(self.get_partial_path(step), self.get_path(step))
 
     def prune(self, keep_latest_k: int) -> None:
         """Remove partial checkpoints, those set aside, and all but the newest `keep_latest_k` complete ones.

@@ -1,4 +1,4 @@
-"""Tests replace_file, and the lock that it shares with new_folder."""
+"""Tests replace_file, and the lock that it shares with write_new_folder."""
 
 import errno
 import signal
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from quaver.runtime.files import new_folder, replace_file
+from quaver.runtime.files import replace_file, write_new_folder
 
-WRITERS = (replace_file, new_folder)
+WRITERS = (replace_file, write_new_folder)
 KILLED = """
 import os, sys
 from pathlib import Path
-from quaver.runtime.files import new_folder, replace_file
+from quaver.runtime.files import replace_file, write_new_folder
 with {0}(Path(sys.argv[1])) as partial:
     (partial / "left" if partial.is_dir() else partial).write_text("left")
     os.kill(os.getpid(), 9)
