@@ -56,8 +56,8 @@ class GatherSettings(NamedTuple):
 class WeightGroup:
     """The weights of one model whose scales are computed together. Their modules share this object."""
 
-    def __init__(self, named: NamedWeights) -> None:
-        self.named = named
+    def __init__(self, named_weights: NamedWeights) -> None:
+        self.named_weights = named_weights
         self.usual_writes: dict[CollectiveKey, set[tuple[str, ...]]] = {}
         """Names of weights that lacked scales together at an all-gather, as after each step of an optimizer."""
 
@@ -143,7 +143,7 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     if state.agreed_settings.get(weight.name) == _get_gather_settings(weight):
         return
     shard = get_current_shard(weight)
-    sharded = [(name, member) for name, member in state.weight_group.named if _is_sharded(member)]
+    sharded = [(name, member) for name, member in state.weight_group.named_weights if _is_sharded(member)]
     named = [(name, member) for name, member in sharded if get_current_shard(member).group_ranks == shard.group_ranks]
     check = check_ranks_agree_after_change if weight.name in state.agreed_settings else check_ranks_agree
     check(_describe_weights(named), *_list_groups(shard), what=_GATHERED_WEIGHTS)
@@ -178,7 +178,7 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     weight_group = get_all_gather_state(weight.module).weight_group
     unknown = [
         (name, member)
-        for name, member in weight_group.named
+        for name, member in weight_group.named_weights
         if _needs_scales(member) and _get_scaled_shard(member).get_scales(member.parameter) is None
     ]
     shard = get_current_shard(weight)

@@ -18,14 +18,14 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, set_local_tensor
 
 
-def make_all_gather_weights(named: NamedWeights) -> None:
+def make_all_gather_weights(named_weights: NamedWeights) -> None:
     """Have FSDP2 all-gather all weights of these modules in float8.
 
     Each weight becomes a `Float8AllGatherWeight` over the same storage. It is a new parameter, so construct optimizers
     after this call.
     """
-    weight_group = WeightGroup(named)
-    for module in dict.fromkeys(weight.module for _, weight in named):
+    weight_group = WeightGroup(named_weights)
+    for module in dict.fromkeys(weight.module for _, weight in named_weights):
         for weight in iter_module_weights(module):
             _wrap(weight)
             if weight.scale_slots is not None:
