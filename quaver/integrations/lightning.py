@@ -35,7 +35,7 @@ from quaver.conversion.persistent_scales import (
 )
 from quaver.fsdp.weight_group import precompute_scales
 from quaver.numerics.monitoring import Monitor
-from quaver.numerics.record import FILE_NAME
+from quaver.numerics.record import RECORD_FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 
 
@@ -172,7 +172,7 @@ class Float8Monitor(_Callback):
         if trainer.is_global_zero:
             with suppress(OSError):  # the monitor raises it on all ranks
                 folder.mkdir(parents=True, exist_ok=True)
-        options = {"sink": folder / FILE_NAME, **self._options}
+        options = {"sink": folder / RECORD_FILE_NAME, **self._options}
         self.monitor = Monitor(pl_module, completed_steps=trainer.global_step, **options)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -38,7 +38,7 @@ from quaver.fsdp.weight_group import precompute_scales
 from quaver.integrations.transformers_convert import prepare_model_for_float8
 from quaver.integrations.transformers_reference import convert_reference, find_calling_trainer
 from quaver.numerics.monitoring import Monitor
-from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
+from quaver.numerics.record import RECORD_FILE_NAME as NUMERICS_FILE
 from quaver.weights.cast_once import open_scope
 
 __all__ = ["Float8Callback", "prepare_model_for_float8"]

@@ -93,7 +93,7 @@ RuleKey = tuple[str, str, str]
 
 
 @dataclass
-class _State:
+class _AlarmState:
     """The history of one rule on one tensor."""
 
     bad: int = 0
@@ -134,7 +134,7 @@ class Alarms:
     rules: Sequence[AlarmRule] = RULES
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
-    _states: dict[RuleKey, _State] = field(default_factory=dict, repr=False)
+    _states: dict[RuleKey, _AlarmState] = field(default_factory=dict, repr=False)
     _changed: set[RuleKey] = field(default_factory=set, repr=False)
     """Alarms whose tensor has had another recipe since."""
     _count: int = field(default=0, repr=False)
@@ -159,9 +159,9 @@ class Alarms:
         self._forget_changed(header)
         findings = self._measure(read)
         turned = [finding for key, finding in findings.items() if self._turns_bad(key, finding, read.step)]
-        raised = [*self._raise(sorted(turned, key=lambda finding: finding.order), read)]
+        raised = [*self._raise_alarms(sorted(turned, key=lambda finding: finding.order), read)]
         followers_first = sorted(findings, key=lambda key: key in self.active)
-        cleared = [event for key in followers_first if (event := self._clear(key, findings, read.step))]
+        cleared = [event for key in followers_first if (event := self._clear_if_recovered(key, findings, read.step))]
         return [*cleared, *raised]
 
     @property
@@ -197,7 +197,7 @@ class Alarms:
                     findings[key] = _Finding(key, rule, rule_number, tensor, measure)
         return findings
 
-    def _clear(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> AlarmCleared | None:
+    def _clear_if_recovered(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> AlarmCleared | None:
         """End a bad state after as many good samples in a row as the rule needs bad samples to alarm.
 
         A cause ends after its followers: all on its tensor, and the ones of its rule that are in this sample.
@@ -211,7 +211,7 @@ class Alarms:
         lasting = [name for name in followers if name[1:] == key[1:] or (name[0] == key[0] and name in findings)]
         if state.good < finding.rule.samples or (is_cause and lasting):
             return None
-        self._states[key] = _State()
+        self._states[key] = _AlarmState()
         level, usual = finding.measure.level, state.usual
         stays = level is not None and usual is not None and abs(level - usual) > finding.measure.clear_at
         return AlarmCleared(step, *key, stays) if is_cause else None
@@ -221,14 +221,14 @@ class Alarms:
             if key in self._states:
                 self._states[key].bad = 0
             return False
-        state = self._states.setdefault(key, _State())
+        state = self._states.setdefault(key, _AlarmState())
         if not state.bad:
             state.since = finding.measure.since or step
             state.usual = finding.measure.usual if state.cause is None else state.usual
         state.bad += 1
         return state.cause is None and state.bad >= finding.rule.samples
 
-    def _raise(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
+    def _raise_alarms(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
         """Raise an alarm for the first finding, then for the first that does not follow it, and so on."""
         while turned:
             first, *rest = turned

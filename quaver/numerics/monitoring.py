@@ -39,7 +39,7 @@ from quaver.numerics.extra_statistics import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
-from quaver.numerics.record import SCHEMA, AnySink, make_sink
+from quaver.numerics.record import SCHEMA_VERSION, AnySink, make_sink
 from quaver.numerics.sample_writer import Outcome, SampleWriter
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
@@ -127,7 +127,7 @@ class Monitor:
                 )
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._attached.tensors]
                 check_ranks_agree([options, *tensors], group, what="what they monitor")
-            self._plan_next()
+            self._plan_next_step()
             self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:
                 self._in_hook.append(self)
@@ -169,7 +169,7 @@ class Monitor:
         recipes = {"custom" if name is None else name.value for name in names}
         return {
             "kind": "header",
-            "schema": SCHEMA,
+            "schema": SCHEMA_VERSION,
             "quaver": version("quaver"),
             "torch": torch.__version__,
             "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
@@ -191,7 +191,7 @@ class Monitor:
             self._attached.attach_lost()
             if self._hook is None or self._any_over_ranks(self._sampling.ran):
                 self._step_end_detector.record_end()
-                self._end(1)
+                self._end_steps(1)
 
     def is_sampled(self, step: int) -> bool:
         """Return whether step `step`, from 1, is sampled."""
@@ -206,12 +206,12 @@ class Monitor:
         if self._mismatch is None or measured.token_mult_prob_error > self._mismatch.token_mult_prob_error:
             self._mismatch = measured
 
-    def _end(self, steps: int) -> None:
+    def _end_steps(self, steps: int) -> None:
         self.completed_steps += steps
         if self._sampling.is_on:
-            self._sample()
+            self._write_sample()
         if self._is_open:
-            self._plan_next()
+            self._plan_next_step()
 
     def _any_over_ranks(self, condition: bool) -> bool:
         """Return whether `condition` holds on any rank. A collective."""
@@ -238,13 +238,13 @@ class Monitor:
         try:
             yield
             if self._sampling.is_on:
-                self._sample()
+                self._write_sample()
         finally:
             self._attached.clear()
             if self._is_open:
-                self._plan_next()
+                self._plan_next_step()
 
-    def _plan_next(self) -> None:
+    def _plan_next_step(self) -> None:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
         is_sampled = self.is_sampled(step)
@@ -261,18 +261,18 @@ class Monitor:
             with_sums = frozenset(number for name, number in numbers.items() if not configs[name].emulate)
         self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
+    def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         if not self._is_open or runs_in_backward():
             return
         self._attached.attach_lost()
         if steps := self._step_end_detector.count_ends(optimizer, self._sampling):
             self._is_in_hook = True
             try:
-                self._end(steps)
+                self._end_steps(steps)
             finally:
                 self._is_in_hook = False
 
-    def _sample(self) -> None:
+    def _write_sample(self) -> None:
         self._sampled_step = self.completed_steps
         if self._attached.has_new_configs():  # after set_high_precision_matmuls
             self._attached.update_tensors()
@@ -342,7 +342,7 @@ class Monitor:
 
 def _call_monitors(monitors: list[Monitor], optimizer: Optimizer, *_: Any) -> None:
     for monitor in monitors:
-        monitor._after_optimizer(optimizer)
+        monitor._after_optimizer_step(optimizer)
 
 
 def _check_number(option: str, number: object, expected: str, *, minimum: int = 0) -> int:

@@ -33,14 +33,14 @@ from quaver.runtime.files import replace_file
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 LINE_KINDS = ("header", "sample", "alarm", "cleared")
-FILE_NAME = "numerics.jsonl"
+RECORD_FILE_NAME = "numerics.jsonl"
 
 HISTOGRAM_STEPS_PER_DOUBLING = 8
 """A histogram stores round(8 log2(1 + count)) in a byte: counts to 4.5%, up to 2^31."""
 
-MAX_BINS = 256
+MAX_HISTOGRAM_BINS = 256
 """The exponents of float32."""
 
 _NONFINITE_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -207,7 +207,7 @@ class Record:
             ValueError: there is no record, it has another schema or no samples, or a line is damaged.
         """
         path = Path(path)
-        path = path / FILE_NAME if path.is_dir() else path
+        path = path / RECORD_FILE_NAME if path.is_dir() else path
         lines, is_torn = _read_lines(path)
         return _assemble(path, lines, is_torn, keeps_lines)
 
@@ -258,10 +258,11 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
         is_line = False
     if not is_line or not 0 <= line["step"] < 2**63:
         raise _make_error(path, number, "it is not a JSON object with a kind and a step")
-    if line["kind"] == "header" and line.get("schema") != SCHEMA:
+    if line["kind"] == "header" and line.get("schema") != SCHEMA_VERSION:
         writer = line.get("quaver", "another version")
         raise InputError(
-            f"expected schema {SCHEMA} in {str(path)!r}, got {line.get('schema')!r}; read it with quaver {writer}"
+            f"expected schema {SCHEMA_VERSION} in {str(path)!r}, got {line.get('schema')!r}; read it with quaver "
+            f"{writer}"
         )
     return dict(line)
 
@@ -359,8 +360,8 @@ class _RecordBuilder:
         self._index += 1
 
     def _parse_histogram(self, histogram: dict[str, Any], columns: list[int]) -> Histogram:
-        if not 0 <= histogram["bins"] <= MAX_BINS:
-            raise ValueError(f"expected at most {MAX_BINS} bins, got {histogram['bins']}")
+        if not 0 <= histogram["bins"] <= MAX_HISTOGRAM_BINS:
+            raise ValueError(f"expected at most {MAX_HISTOGRAM_BINS} bins, got {histogram['bins']}")
         counts = {}
         for name in ("before", "after"):
             counts[name] = np.full((self.shape[1], histogram["bins"]), np.nan)

@@ -68,11 +68,11 @@ class SlotIndex(enum.IntEnum):
 _COUNTS_AND_EXTREMES = slice(6, 12)
 """The entries that `kernels.cpu.observe` returns before the sum of fourth powers, in its order."""
 _SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
-_NAMED = len(SlotIndex)
+_NAMED_WIDTH = len(SlotIndex)
 """The entries of a slot before its counts of exponents."""
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
-EXPONENTS = slice(_NAMED, _NAMED + _EXPONENTS)
-SLOT_WIDTH = _NAMED + _EXPONENTS
+EXPONENTS = slice(_NAMED_WIDTH, _NAMED_WIDTH + _EXPONENTS)
+SLOT_WIDTH = _NAMED_WIDTH + _EXPONENTS
 
 STATISTICS: tuple[str, ...] = ("numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db", "scale_min")
 STATISTICS += ("scale_median", "scale_max", "scale_worst", "scale_worst_sqnr_db", "nonfinite", "zeros", "kurtosis")
@@ -83,7 +83,7 @@ SIGNIFICANT_DIGITS = {"rms": 7} | dict.fromkeys(
 )
 """The significant digits of the statistics that are quotients. The other statistics are exact."""
 
-_ONE = torch.ones((), dtype=torch.float64, device="cpu")
+_UNIT_SCALE = torch.ones((), dtype=torch.float64, device="cpu")
 
 INTEGER_STATISTICS = ("numel", "nonfinite", "scale_worst")
 """The statistics that a record writes as integers."""
@@ -130,7 +130,7 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     if hp.numel() == 0:
         return slot
     slot[SlotIndex.NUMEL] = hp.numel()
-    codes, layout, quant, dequant = None, TENSORWISE, _ONE, _ONE
+    codes, layout, quant, dequant = None, TENSORWISE, _UNIT_SCALE, _UNIT_SCALE
     if cast is not None:
         codes, layout, dequant = (
             cast.data,
@@ -272,7 +272,7 @@ def normalize_slot(slot: Tensor) -> Values | None:
 
     Returns None for a slot without scales.
     """
-    values = slot[:_NAMED].cpu().numpy()
+    values = slot[:_NAMED_WIDTH].cpu().numpy()
     scales = values[SlotIndex.SCALES]
     return np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if scales else None
 

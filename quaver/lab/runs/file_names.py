@@ -1,11 +1,11 @@
 """The names of the files in a run folder, apart from what writes them."""
 
 from quaver.lab.settings import config_file
-from quaver.numerics.record import FILE_NAME
+from quaver.numerics.record import RECORD_FILE_NAME
 
 CONFIG_FILE = config_file.CONFIG_FILE
 METRICS_FILE = "metrics.jsonl"
-NUMERICS_FILE = FILE_NAME
+NUMERICS_FILE = RECORD_FILE_NAME
 POST_MORTEM_FILE = "numerics_post_mortem.jsonl"
 SUMMARY_FILE = "summary.json"
 FLOAT8_SCALES_FILE = "float8_scales.jsonl"
