@@ -19,7 +19,7 @@ from quaver.conversion.report import (
     is_in_high_precision,
 )
 from quaver.linear.float8_module import Float8Module
-from quaver.linear.last_run import describe_last_backends, find_traces, get_last_device
+from quaver.linear.last_run import describe_last_backends, find_traces, get_last_device, may_have_run
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.torchao_forms import explain_inference_only
@@ -36,7 +36,8 @@ def assert_float8_training(
     """Raise RuntimeError unless `model` trains in float8 as it was converted.
 
     Call it when model and optimizer are complete, after all wrappers (DDP, `fully_shard`, PEFT) were applied. Call it
-    again after a step: only then does it find float8 linears that nothing calls, and `require_native` what ran.
+    again after a step, before `zero_grad`: only then does it find float8 linears that nothing calls, and
+    `require_native` what ran.
 
     Args:
         model: the model that trains, or a wrapper around it.
@@ -53,14 +54,15 @@ def assert_float8_training(
             - The conversion of a float8 linear or experts is unfinished.
             - The config of a layer computes all its matmuls in high precision.
             - The weight of a layer was deleted, requires no gradient or is not in the optimizer.
-            - A layer did not run while others trained, or has not run since its forward was replaced.
+            - A layer did not run while others trained or its parameters got gradients, or has not run since its
+              forward was replaced.
             - The optimizer holds a parameter twice, or parameters of another model.
             - Weights changed between forwards without a sync of the delayed scales. This is not checked for weights
               that FSDP2 gathers.
             - With `require_native`, a layer multiplied exactly in its last forward, or has not run.
 
-    A replaced forward may call the original. Before a step this is unknown, so it is only logged, at WARNING. Of
-    compiled code only the backends are checked.
+    A replaced forward may call the original, and an optimizer's state may have been loaded. Before a step this is
+    unknown, so it is only logged, at WARNING. Of compiled code only the backends are checked.
     """
     check_is_module(model, argument="model")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
@@ -89,7 +91,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         return
     report = conversion_report(model)
     off = [name for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
-    if not report.converted and not off:
+    if not any(iter_float8_modules(model)):
         if any(layer.reason == NOT_CONVERTED_REASON for layer in report.layers):
             yield (
                 "no linear is in float8: call convert_to_float8_training (prepare_model_for_float8 for transformers) "
@@ -176,6 +178,13 @@ def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator
     twice = [names.get(key, "a parameter of another model") for key, count in uses.items() if count > 1]
     if twice:
         yield f"parameters that the optimizer holds more than once: {join_names(twice)}"
+    stepped = [name for name, weight in weights if getattr(optimizer, "state", {}).get(weight)]
+    if stepped and not any(may_have_run(module) for _, module in iter_float8_modules(model)):
+        logger.warning(
+            "the optimizer has a state for %s, and no float8 layer has run since the conversion: if the state was not "
+            "loaded, nothing calls these layers. Check again after a backward, before zero_grad",
+            join_names(stepped),
+        )
     # Parameters of a loss are foreign, too: report foreign ones only if the optimizer lacks parameters of the model.
     lacks = any(parameter.requires_grad and id(parameter) not in uses for parameter in model.parameters())
     foreign = len([key for key in uses if key not in names])

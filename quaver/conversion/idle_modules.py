@@ -6,27 +6,37 @@ from torch import nn
 
 from quaver.conversion.active_experts import ActiveExperts
 from quaver.linear.float8_module import Float8Module
-from quaver.linear.last_run import has_run, is_idle
+from quaver.linear.last_run import has_run, may_have_run
 from quaver.linear.module import Float8Linear
 
 
 def find_idle_modules(model: nn.Module) -> dict[str, str]:
-    """Return why float8 linears and experts of `model` did not run while others trained, by name.
+    """Return why float8 linears and experts of `model` did not run while others or their parameters trained.
 
-    Experts in a list are left out, because they may still wait for their first token.
+    Parameters trained if one has a gradient that is newer than the module. Experts in a list are left out, because they
+    may still wait for their first token.
     """
     modules = model.named_modules()
     float8 = {name: module for name, module in modules if isinstance(module, Float8Module)}
     trained_at = max((module._last_run.trained_at for module in float8.values()), default=0)
-    idle = {name: module for name, module in float8.items() if is_idle(module, trained_at)}
-    if not idle:
+    events = {
+        name: "while others trained" if module._last_run.created_at < trained_at else "while its parameters trained"
+        for name, module in float8.items()
+        if not may_have_run(module) and (module._last_run.created_at < trained_at or _has_new_grad(module))
+    }
+    if not events:
         return {}
     experts = ActiveExperts(model)
     return {
-        name: f"converted, but it did not run while others trained: {_explain_idle(module)}"
-        for name, module in idle.items()
+        name: f"converted, but it did not run {event}: {_explain_idle(float8[name])}"
+        for name, event in events.items()
         if experts.count_linear(name) == 1
     }
+
+
+def _has_new_grad(module: Float8Module) -> bool:
+    has_grad = any(weight.grad is not None for weight in module.parameters(recurse=False))
+    return has_grad and not module._last_run.had_grad
 
 
 def _explain_idle(module: Float8Module) -> str:

@@ -155,9 +155,9 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     matmul reads them, such as `gate_bias`, `pos_embed` or `mask_token`.
 
     A converted layer counts as skipped while its config computes all three matmuls in high precision. After a step, so
-    does a layer that did not run while others trained: its parent reads its weight without calling it, or it takes no
-    part in training. In compiled code a layer counts as run once another one of its shape was compiled, and has the
-    backend of the last one that was compiled in this model.
+    does a layer that did not run while others trained, or while it has a gradient: its parent reads its weight without
+    calling it, or it takes no part in training. In compiled code a layer counts as run once another one of its shape
+    was compiled, and has the backend of the last one that was compiled in this model.
     """
     check_is_module(module, argument="module")
     layers: list[LayerReport] = []

@@ -49,7 +49,7 @@ class Float8Module(nn.Module):
         self._float8_config = config
         self.all_gather_state = None
         self.cast_once_weights = {}
-        self._last_run = LastRun(self._name_kind())
+        self._last_run = self._make_last_run()
 
     @property
     def float8_config(self) -> Float8LinearConfig:
@@ -67,6 +67,9 @@ class Float8Module(nn.Module):
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise ValueError if the module cannot run with `config` as it is scaled and sharded now."""
         raise NotImplementedError
+
+    def _make_last_run(self) -> LastRun:
+        return LastRun(self._name_kind(), any(weight.grad is not None for weight in self.parameters(recurse=False)))
 
     def _name_kind(self) -> str:
         """Return `LastRun.kind` of this module."""
@@ -95,7 +98,7 @@ class Float8Module(nn.Module):
             **self.__dict__,
             "cast_once_weights": {},
             "all_gather_state": None,
-            "_last_run": LastRun(self._last_run.kind),
+            "_last_run": self._make_last_run(),
         }
         state.pop("probes", None)
         return state

@@ -40,9 +40,11 @@ _traced_at: dict[str, int] = {}
 class LastRun:
     """The last eager forward and the last trace of a float8 module. Copies and pickles start again as "not run yet"."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, had_grad: bool = False) -> None:
         self.kind = kind
         """A name of the modules that may share compiled code."""
+        self.had_grad = had_grad
+        """Whether a parameter had a gradient when the module was created, converted or copied."""
         self.created_at = next(_clock)
         """The time on `_clock` at which the module was created, converted or copied."""
         self.recorded_at = 0
@@ -60,8 +62,8 @@ class LastRun:
         """The time on `_clock` at which it last ran in training mode with gradients; 0 if never."""
         self.trace: Trace | None = None
 
-    def __reduce__(self) -> tuple[type[LastRun], tuple[str]]:
-        return LastRun, (self.kind,)
+    def __reduce__(self) -> tuple[type[LastRun], tuple[str, bool]]:
+        return LastRun, (self.kind, self.had_grad)
 
     @assume_constant_result
     def record_trace(self, device: torch.device, has_row_codes_only: bool) -> None:
@@ -133,10 +135,7 @@ def has_run(module: Any) -> bool:
     return run.device is not None and run.forward is vars(module).get("forward")
 
 
-def is_idle(module: Any, trained_at: int) -> bool:
-    """Return whether `module` did not run although its model trained at that time.
-
-    False if compiled code may have run it: a module of its kind was traced in this process since it was made.
-    """
+def may_have_run(module: Any) -> bool:
+    """Return whether `module` ran, or compiled code may have run it: one of its kind was traced since it was made."""
     run: LastRun = module._last_run
-    return run.device is None and run.created_at < trained_at and _traced_at.get(run.kind, 0) < run.created_at
+    return run.device is not None or _traced_at.get(run.kind, 0) > run.created_at

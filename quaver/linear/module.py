@@ -77,6 +77,7 @@ class Float8Linear(Float8Module, nn.Linear):
             )
         float8 = cls(linear.in_features, linear.out_features, bias=False, device="meta", config=config)
         float8.weight, float8.bias = linear.weight, linear.bias
+        float8._last_run = float8._make_last_run()
         return float8.train(linear.training)
 
     def _init_float8(self, config: Float8LinearConfig) -> None:

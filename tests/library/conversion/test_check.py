@@ -138,6 +138,24 @@ def test_a_linear_whose_weight_its_parent_reads_is_no_float8():
     assert_float8_training(model)
 
 
+def test_a_model_that_reads_all_its_weights_without_calls_is_no_float8(caplog):
+    trained = nn.Sequential(nn.Linear(16, 16))
+    step(trained)
+    assert_float8_training(convert_to_float8_training(trained))  # its gradient is older than the conversion
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        F.linear(torch.ones(4, 16), model[0].weight).sum().backward()
+        optimizer.step()
+    reason = "converted, but it did not run while its parameters trained: nothing called it"
+    assert conversion_report(model).skipped[0].reason.startswith(reason)
+    assert_refused(model, f"0: {reason}", optimizer=optimizer)
+    assert_float8_training(copy.deepcopy(model))
+    optimizer.zero_grad()
+    assert_float8_training(model, optimizer)  # after a load it has not run either
+    assert "the optimizer has a state for 0, and no float8 layer has run" in caplog.text
+
+
 def test_a_linear_is_idle_once_others_train_without_it():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     step(model)
