@@ -15,6 +15,7 @@ from quaver.conversion.report import (
     HIGH_PRECISION_REASON,
     NOT_CONVERTED_REASON,
     conversion_report,
+    explain_dtype,
     explain_unfinished,
     is_in_high_precision,
 )
@@ -108,7 +109,7 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         )
     for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))
-        for obstacle in filter(None, [quantized, *explain_unfinished(module)]):
+        for obstacle in filter(None, [quantized, explain_dtype(module), *explain_unfinished(module)]):
             yield f"{format_module_name(name)}: {obstacle}"
     linear_slots = [getattr(module, "scale_slots", None) for _, module in iter_float8_modules(model)]
     if any(isinstance(slots, LinearScaleSlots) and slots.conversion_slots.is_sync_forgotten for slots in linear_slots):

@@ -19,6 +19,7 @@ from quaver.conversion.report import (
     ConversionReport,
     conversion_report,
     explain_conversion_obstacle,
+    explain_dtype,
 )
 from quaver.conversion.roles import HEAD_NAMES, is_router
 from quaver.experts.module import (
@@ -210,6 +211,8 @@ def _choose_layers(
             obstacle = explain_conversion_obstacle(child, include_subclasses=include_subclasses)
         elif decision:
             obstacle = explain_experts_obstacle(child, config_of(name))
+        if decision:
+            obstacle = obstacle or explain_dtype(child)
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from quaver.conversion.active_experts import ActiveExperts
 from quaver.conversion.idle_modules import explain_missing_weight, explain_replaced_forward, find_idle_modules
 from quaver.experts.grouped_module import Float8GroupedModule
-from quaver.experts.module import Float8Experts, is_experts, is_transposed
+from quaver.experts.module import Float8Experts, get_expert_weights, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.backends import list_matmul_casts
@@ -24,7 +24,7 @@ from quaver.linear.last_run import describe_last_backends, find_traces
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.formats import FLOAT8_FORMATS
+from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
@@ -208,6 +208,8 @@ def _report_linear(
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
     weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON_ATTRIBUTE, "")
     obstacle = explain_inference_only(weight) or explain_missing_weight(linear) or idle
+    if isinstance(linear, Float8Linear):
+        obstacle = obstacle or explain_dtype(linear)
     converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
     if obstacle:
         reason, backend = obstacle, ""
@@ -220,7 +222,7 @@ def _report_linear(
         reasons += [] if converted else [HIGH_PRECISION_REASON]
         reason = "; ".join(filter(None, reasons))
     else:
-        reason = filtered or explain_conversion_obstacle(linear) or NOT_CONVERTED_REASON
+        reason = filtered or explain_conversion_obstacle(linear) or explain_dtype(linear) or NOT_CONVERTED_REASON
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
@@ -264,6 +266,18 @@ def explain_conversion_obstacle(linear: nn.Linear, *, include_subclasses: bool =
         return "shape: a feature dimension is 0"
     taken = list_taken_attributes(linear, Float8Linear)
     return f"it has attributes with names that Float8Linear uses: {', '.join(taken)}" if taken else ""
+
+
+def explain_dtype(module: nn.Module) -> str:
+    """Return why float8 matmuls cannot read the parameters of a linear, or of experts, or "".
+
+    Parameters of one byte per element are left out: layerwise casting converts them before each forward.
+    """
+    names = ("weight", "bias") if isinstance(module, nn.Linear) else get_expert_weights(module)
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in names and parameter.dtype.itemsize > 1 and parameter.dtype not in HP_DTYPES:
+            return f"its {name} is {parameter.dtype}, and float8 matmuls read {', '.join(map(str, HP_DTYPES))}"
+    return ""
 
 
 def _name_class(cls: type[nn.Module]) -> str:
@@ -327,6 +341,8 @@ def _report_other_weights(
 
     `idle`: why converted experts did not run, or "".
     """
+    if isinstance(module, Float8Grouped):
+        idle = idle or explain_dtype(module)
     if isinstance(module, _CLASSES_WITHOUT_MATMULS) or hasattr(module, "num_embeddings"):
         return
     for leaf, parameter in module.named_parameters(recurse=False):

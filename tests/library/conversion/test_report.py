@@ -14,6 +14,7 @@ from torch import nn
 from quaver import (
     FilterDecision,
     Float8Linear,
+    assert_float8_training,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
@@ -22,6 +23,7 @@ from quaver.linear.last_run import record_run
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import report_slow_path
 from tests.library.conversion.models import Model
+from tests.mixture import make_mixture
 
 
 def get_layers(report):
@@ -122,6 +124,20 @@ def test_the_report_has_every_linear_and_why():
     assert "3 of 8 matmul weights in float8" in str(report)
     for name in reasons:
         assert name in str(report)
+
+
+def test_a_dtype_that_float8_matmuls_do_not_read_is_named():
+    model = nn.ModuleDict({"wide": nn.Linear(16, 16).double(), "late": nn.Linear(16, 16)})
+    model["experts"] = make_mixture(1)[0].experts.double()
+    convert_to_float8_training(model)
+    model["late"].double()
+    layers = get_layers(conversion_report(model))
+    assert {name for name, layer in layers.items() if layer.converted} == set()
+    reasons = [layers[name].reason for name in ("wide", "experts.down_proj", "late")]
+    expected = "torch.float64, and float8 matmuls read torch.float32, torch.bfloat16, torch.float16"
+    assert reasons == [f"its weight is {expected}", f"its gate_up_proj is {expected}", f"its weight is {expected}"]
+    with pytest.raises(RuntimeError, match="late: its weight is torch.float64"):
+        assert_float8_training(model)
 
 
 def test_matmuls_in_high_precision_are_not_counted_and_each_layer_names_its_config():
