@@ -35,7 +35,12 @@ from quaver.recipes.formats import E4M3, HP_DTYPES
 from quaver.recipes.scale_layout import make_block_layout
 from quaver.runtime.agreement import wait_at_store_barrier
 from quaver.runtime.errors import check_is_module
-from quaver.torch_private.fsdp import find_fsdp_module_class, has_comm_hook, list_reductions
+from quaver.torch_private.fsdp import (
+    find_fsdp_module_class,
+    has_comm_hook,
+    has_custom_reduce_scatter,
+    list_reductions,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -59,8 +64,8 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
     Raises:
         ValueError: the model uses neither, a rank has fewer than `MIN_GRADIENTS` of a group's gradients, or gradients
             are reduced in another dtype than float32, bfloat16 or float16.
-        RuntimeError: DDP has a communication hook already, for example of an earlier call; or other ranks that share
-            gradients did not call it within half the time limit of their store.
+        RuntimeError: DDP has a communication hook already, or FSDP2 a custom reduce-scatter, for example of an earlier
+            call; or other ranks that share gradients did not call it within half the time limit of their store.
     """
     check_is_module(model, argument="model")
     fsdp_class = find_fsdp_module_class()
@@ -98,8 +103,13 @@ def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -
     names = {module: name for name, module in model.named_modules()}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for module in sharded:
+        owner = f"the FSDP2 group of {names[module] or type(module).__name__}"
+        if has_custom_reduce_scatter(module):
+            raise RuntimeError(
+                f"{owner} has a custom reduce-scatter already: call reduce_gradients_in_float8 once, on the whole "
+                "model, and without set_custom_reduce_scatter"
+            )
         for elements, group, dtype in list_reductions(module):
-            owner = f"the FSDP2 group of {names[module] or type(module).__name__}"
             _check_reduction(elements, 1 if group is None else group.size(), dtype, owner)
             if group is not None:
                 groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)

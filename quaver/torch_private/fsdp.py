@@ -9,6 +9,8 @@
 - `find_fsdp_module_class()`: public API, without the import of torch.distributed.fsdp; see [Note: import time] in
   dtensor.py.
 - `list_reductions`: the sizes and dtypes of parameter groups. No replacement.
+- `_list_param_groups(module)`: FSDPState._fsdp_param_groups. No replacement.
+- `has_custom_reduce_scatter(module)`: FSDPParamGroup._reduce_scatter_comm. No replacement.
 - `has_comm_hook(model)`: DistributedDataParallel._comm_hooks. No replacement.
 """
 
@@ -54,15 +56,26 @@ def get_param_dtype(module: FSDPModule) -> torch.dtype | None:
 
 def list_reductions(module: FSDPModule) -> Iterator[tuple[int, ProcessGroup | None, torch.dtype]]:
     """Yield the trained elements per rank, with padding, the ranks that have shards and the dtype of each reduction."""
-    state: Any = module._get_fsdp_state()
-    dtype = state._mp_policy.reduce_dtype or state._mp_policy.param_dtype
-    groups = getattr(state, "_fsdp_param_groups", None)
-    for group in [state._fsdp_param_group] if groups is None else groups:
+    policy = module._get_fsdp_state()._mp_policy
+    dtype = policy.reduce_dtype or policy.param_dtype
+    for group in _list_param_groups(module):
         trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad] if group else []
         if trained:
             shard_group = getattr(group.mesh_info, "shard_process_group", None)
             elements = sum(param.padded_sharded_param_size.numel() for param in trained)
             yield elements, shard_group, dtype or trained[0].sharded_param.dtype
+
+
+def has_custom_reduce_scatter(module: FSDPModule) -> bool:
+    """Return whether `set_custom_reduce_scatter`, or an allocator of communication buffers, was set."""
+    groups = filter(None, _list_param_groups(module))
+    return any(type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter" for group in groups)
+
+
+def _list_param_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups  # torch before 2.13 has one
 
 
 def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
@@ -73,9 +86,8 @@ def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
     for submodule in model.modules():
         if not isinstance(submodule, fsdp_class):
             continue
-        state: Any = submodule._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
-        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
+        groups = filter(None, _list_param_groups(submodule))
+        for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
             if parameter._module_info.module in modules and hasattr(parameter, "_unsharded_param"):
                 submodule.reshard()
                 parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []

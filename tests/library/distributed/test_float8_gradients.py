@@ -132,6 +132,8 @@ def test_models_that_cannot_reduce_in_float8_are_refused():
     reduce_gradients_in_float8(fully_shard(make_model().double(), mp_policy=FLOAT32))
     again = refusal(reduce_gradients_in_float8, replicate())
     assert "RuntimeError: this DistributedDataParallel has a communication hook already" in again
+    again = refusal(reduce_gradients_in_float8, shard())
+    assert "RuntimeError: the FSDP2 group of FSDPSequential has a custom reduce-scatter already" in again
     rows = torch.ones(4)
     maximum = refusal(Float8ReduceScatter(), rows[:2], rows, dist.group.WORLD, dist.ReduceOp.MAX)
     assert "NotImplementedError: float8 gradients: expected a synchronous SUM or AVG" in maximum
