@@ -341,7 +341,7 @@ def _report_other_weights(
 
     `idle`: why converted experts did not run, or "".
     """
-    if isinstance(module, Float8Grouped):
+    if isinstance(module, Float8GroupedModule):
         idle = idle or explain_dtype(module)
     if isinstance(module, _CLASSES_WITHOUT_MATMULS) or hasattr(module, "num_embeddings"):
         return

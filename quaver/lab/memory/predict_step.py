@@ -168,7 +168,7 @@ def explain(
         arguments = make_fake_copies(inputs, fake_mode)
         fake_optimizer = None if optimizer is None else optimizer(fake.parameters())
 
-        def step() -> None:
+        def run_step() -> None:
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 output = (loss or _sum)(fake(*arguments))
             _check_loss(output)
@@ -179,17 +179,17 @@ def explain(
             fake.zero_grad(set_to_none=True)
             _drop_gradients(arguments)
 
-        return predict_step(step, fake, fake_optimizer, fake_mode)
+        return predict_step(run_step, fake, fake_optimizer, fake_mode)
 
 
 def predict_step(
-    step: Callable[[], None],
+    run_step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer | None,
     fake_mode: FakeMode,
     *,
     persistent_scales: Sequence[Tensor] = (),
-    first_step: Callable[[], None] | None = None,
+    run_first_step: Callable[[], None] | None = None,
 ) -> Prediction:
     """Record the second step, inside the `fake_tensors` block in which `model` and `optimizer` were constructed.
 
@@ -198,7 +198,7 @@ def predict_step(
 
     Args:
         persistent_scales: float8 scaling state that persists across steps.
-        first_step: a shorter step that creates the same states; `step` by default.
+        run_first_step: runs a shorter step that creates the same states; `run_step` by default.
     """
     backend = GlooBuffers() if fake_mode.device == "cpu" else None
 
@@ -208,38 +208,38 @@ def predict_step(
             fake_mode.assumptions.notes.clear()
         tracker = CompiledTracker(model) if fake_mode.runs_compiled_code else None
         prediction = record_step(
-            step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, around=backend
+            run_step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, context=backend
         )
         notes = () if fake_mode.assumptions is None else tuple(fake_mode.assumptions.notes)
         return replace(prediction, reads=fake_mode.reads, notes=notes)
 
-    (first_step or step)()
+    (run_first_step or run_step)()
     prediction = repeat_until_nothing_compiles(record)
     with refuse_to_compile() if fake_mode.runs_compiled_code else nullcontext():
-        return replace(prediction, notes=(*prediction.notes, *check_integers(step, fake_mode)))
+        return replace(prediction, notes=(*prediction.notes, *check_integers(run_step, fake_mode)))
 
 
 def record_step(
-    step: Callable[[], None],
+    run_step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer | None,
     *,
     persistent_scales: Sequence[Tensor] = (),
     tracker: ModuleTracker | None = None,
-    around: AbstractContextManager[Any] | None = None,
+    context: AbstractContextManager[Any] | None = None,
 ) -> Prediction:
-    """Record one call of `step` with fake or real tensors. With real compiled code the report has no peak.
+    """Record one call of `run_step` with fake or real tensors. With real compiled code the report has no peak.
 
     Args:
         tracker: as for `record_timeline`.
-        around: a context whose allocations are recorded too.
+        context: a context manager whose allocations are recorded too.
     """
     with (
         pause_garbage_collection(),
         record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,
-        around or nullcontext(),
+        context or nullcontext(),
     ):
-        step()
+        run_step()
     report = timeline.report()
     backward = next((start for phase, start, _ in report["spans"] if phase == "backward"), None)
     saved_bytes = 0 if backward is None else timeline.count_added_bytes(backward)

@@ -261,7 +261,7 @@ def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Ch
 
 
 def _count_changes(change: Change) -> int:
-    return sum(edit != AS_CONFIGURED for edit in change.edits)
+    return sum(label != AS_CONFIGURED for label in change.labels)
 
 
 def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:

@@ -29,17 +29,17 @@ Edit = Callable[[TrainConfig], TrainConfig]
 
 @dataclass(frozen=True)
 class Change:
-    """A variant of a run's config, and the names of the settings that make it."""
+    """A variant of a run's config."""
 
-    edits: tuple[str, ...]
+    labels: tuple[str, ...]
     config: TrainConfig | None
     """None if the config refuses the change; `refusal` has the error."""
     refusal: str = ""
 
     @property
     def name(self) -> str:
-        """The edits as text."""
-        return "; ".join(self.edits)
+        """The labels as one text."""
+        return "; ".join(self.labels)
 
 
 def list_single_changes(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> list[Change]:
@@ -50,7 +50,7 @@ def list_single_changes(config: TrainConfig, dims: ParallelDims, step_sequences:
     """
     edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, dims, step_sequences)]
     edits += [*_iter_less_precise(config), *list(_iter_batches(config, step_sequences))[1:2]]
-    changes = [_apply_edits(config, (name,), [edit]) for name, edit in edits]
+    changes = [_apply_edits(config, (label,), [edit]) for label, edit in edits]
     return [change for change in changes if change.config != config]
 
 
@@ -62,8 +62,8 @@ def list_combinations(config: TrainConfig, step_sequences: int) -> list[Change]:
     checkpointings, precisions = _prepend_unchanged(_iter_checkpointing()), _prepend_unchanged(_iter_precisions(config))
     changes = []
     for chosen in product(checkpointings, precisions, _iter_batches(config, step_sequences)):
-        names = tuple(name for name, _ in chosen if name)
-        changes.append(_apply_edits(config, names, [edit for _, edit in chosen]))
+        labels = tuple(label for label, _ in chosen if label)
+        changes.append(_apply_edits(config, labels, [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
     return list(by_config.values())[::-1]
 
@@ -73,13 +73,13 @@ def iter_less_precise(change: Change) -> Iterator[Change]:
     config, edits = change.config, list[tuple[str, Edit]]()
     if config is None:
         return
-    for name, edit in _iter_less_precise(config):
-        added = _apply_edits(config, (name,), [edit])
+    for label, edit in _iter_less_precise(config):
+        added = _apply_edits(config, (label,), [edit])
         if added.config in (None, config):
             continue
-        edits.append((name, edit))
-        names = *change.edits, *(added_name for added_name, _ in edits)
-        yield _apply_edits(config, names, [edit for _, edit in edits])
+        edits.append((label, edit))
+        labels = *change.labels, *(added_label for added_label, _ in edits)
+        yield _apply_edits(config, labels, [edit for _, edit in edits])
 
 
 def gather_least(change: Change, dims: ParallelDims) -> Change | None:
@@ -90,7 +90,7 @@ def gather_least(change: Change, dims: ParallelDims) -> Change | None:
     edits = [_edit_section("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
         edits.append(_edit_section("float8", enable_fsdp_float8_all_gather=True))
-    fewer = _apply_edits(config, (*change.edits, "least gathered weights"), edits)
+    fewer = _apply_edits(config, (*change.labels, "least gathered weights"), edits)
     return None if fewer.config in (None, config) else fewer
 
 
@@ -139,13 +139,13 @@ def _with_precision(float8: Float8, precision: str, float8_all_gather: bool | No
     return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
 
 
-def _apply_edits(config: TrainConfig, names: tuple[str, ...], edits: list[Edit]) -> Change:
+def _apply_edits(config: TrainConfig, labels: tuple[str, ...], edits: list[Edit]) -> Change:
     try:
         for edit in edits:
             config = edit(config)
     except InputError as error:
-        return Change(names, None, str(error))
-    return Change(names, config)
+        return Change(labels, None, str(error))
+    return Change(labels, config)
 
 
 def _edit_section(section: str, **values: Any) -> Edit:
@@ -163,8 +163,8 @@ def _prepend_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edi
 
 
 def _iter_checkpointing() -> Iterator[tuple[str, Edit]]:
-    for name, checkpoint in CHECKPOINTING.items():
-        yield name, _edit_section("activation_checkpoint", **asdict(checkpoint))
+    for label, checkpoint in CHECKPOINTING.items():
+        yield label, _edit_section("activation_checkpoint", **asdict(checkpoint))
 
 
 def _iter_precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:

@@ -92,4 +92,4 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
     with imitate_gpu(), fake_run(config, ranks, FakeMode()) as run:
-        return record_compiled(run.step, GPUS[spec.name])
+        return record_compiled(run.train_step, GPUS[spec.name])

@@ -78,8 +78,8 @@ class TimedLayout:
     run: PlannedRun
     costs: Costs
     peak_bytes: int
-    least_seconds_per_token: float
-    """The compute time alone, without communication."""
+    compute_seconds_per_token: float
+    """A lower bound of the simulated time, which adds communication and the optimizer."""
     _simulated: float | None = None
 
     def simulate_seconds_per_token(self, cluster: Cluster) -> float:
@@ -116,8 +116,8 @@ def search(
     bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision == BFLOAT16]
     chosen = [
         *(timed for timed in fitting if timed.candidate.is_configured),
-        *islice(sort_by_speed(bfloat16_layouts, cluster), 1),
-        *islice(_skip_similar(sort_by_speed(fitting, cluster)), top),
+        *islice(iter_by_speed(bfloat16_layouts, cluster), 1),
+        *islice(_skip_similar(iter_by_speed(fitting, cluster)), top),
     ]
     rows = []
     for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
@@ -148,9 +148,9 @@ def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster
     return TimedLayout(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
 
 
-def sort_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
+def iter_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
-    waiting = [(timed.least_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
+    waiting = [(timed.compute_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
     heapify(waiting)
     while waiting:
         _, number, is_simulated, fastest = heappop(waiting)
@@ -167,9 +167,9 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
         dims, config = timed.candidate.dims, timed.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
         precision = timed.candidate.precision
-        group = dims.tensor, dims.expert, config.training.local_batch_size, precision, *storage
-        if group not in seen:
-            seen.add(group)
+        similarity_key = dims.tensor, dims.expert, config.training.local_batch_size, precision, *storage
+        if similarity_key not in seen:
+            seen.add(similarity_key)
             yield timed
 
 

@@ -179,7 +179,7 @@ class _Sizes(StorageTracker):
             self.sizes_bytes.append(size_bytes)
 
 
-def check_integers(step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
+def check_integers(run_step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
     """Run two more steps if integers were read, and compare their allocations ([Note: values that are read]).
 
     Returns:
@@ -193,7 +193,7 @@ def check_integers(step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
     for integer in (2, 1):
         fake_mode.integer = integer
         with _Sizes() as tracker:
-            step()
+            run_step()
         sizes.append(tracker.sizes_bytes)
     if sizes[0] == sizes[1]:
         return []

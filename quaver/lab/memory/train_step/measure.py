@@ -135,13 +135,13 @@ def measure_rank(config: TrainConfig, dims: ParallelDims, ranks: Ranks, device: 
     name, model = make_models(config, device).first
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = _MarkedModel.build(name, model, config, device, ranks, make_mesh(dims, device.type))
-    step, micro_batches = make_train_step(trained, config, dims)
+    train_step, micro_batches = make_train_step(trained, config, dims)
     for _ in range(STEPS_BEFORE_MEASURING):
-        step()
-    recorded = record_step(step, model, trained.optimizer, persistent_scales=list_persistent_scales(model))
+        train_step()
+    recorded = record_step(train_step, model, trained.optimizer, persistent_scales=list_persistent_scales(model))
     with measure_usage(device, allow_leftover=True) as measured:
         trained.mark = measured.mark
-        step()
+        train_step()
     usage = measured.usage
     if not recorded.report["exact"]:
         recorded = _replace_peak(recorded, usage)

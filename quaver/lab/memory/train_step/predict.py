@@ -87,26 +87,26 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
     with fake_run(config, ranks, fake_tensors(device, compiled=config.training.compile)) as run:
         model = run.trained.model
         prediction = predict_step(
-            run.step,
+            run.train_step,
             model,
             run.trained.optimizer,
             run.fake_mode,
             persistent_scales=list_persistent_scales(model),
-            first_step=partial(run.step, micro_batches=1),
+            run_first_step=partial(run.train_step, micro_batches=1),
         )
     return RunMemory(run.config, run.dims, run.trained.name, run.parameters, run.micro_batches, prediction)
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """The first rank of a run with fake tensors: its model, and `step`, which trains one step."""
+    """The first rank of a run with fake tensors: its model, and a function that trains one step."""
 
     config: TrainConfig
     """The config with its global batch size filled in."""
     dims: ParallelDims
     fake_mode: FakeMode
     trained: TrainedModel
-    step: Callable[..., None]
+    train_step: Callable[..., None]
     """Trains one step. Its argument `micro_batches` makes it shorter."""
     parameters: int
     micro_batches: int
@@ -129,8 +129,8 @@ def fake_run(config: TrainConfig, ranks: int, fake_mode: AbstractContextManager[
         with fake_mode as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
-            step, micro_batches = make_train_step(trained, config, dims)
-            yield FakeRun(config, dims, mode, trained, step, parameters, micro_batches)
+            train_step, micro_batches = make_train_step(trained, config, dims)
+            yield FakeRun(config, dims, mode, trained, train_step, parameters, micro_batches)
 
 
 def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
@@ -154,7 +154,7 @@ def make_train_step(trained: TrainedModel, config: TrainConfig, dims: ParallelDi
     micro_batches = dims.count_micro_batches(training)
     batches = [make_batch() for _ in range(micro_batches)]
 
-    def step(*, micro_batches: int = micro_batches) -> None:
+    def train_step(*, micro_batches: int = micro_batches) -> None:
         trained.train_step(next(numbers), batches[:micro_batches])
 
-    return step, micro_batches
+    return train_step, micro_batches

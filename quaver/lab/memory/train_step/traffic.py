@@ -94,9 +94,9 @@ def predict_traffic(config: TrainConfig, ranks: int, device: str = "cpu") -> Ste
     """
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors(device)) as run:
-        run.step()  # FSDP2 and the optimizer create their state
+        run.train_step()  # FSDP2 and the optimizer create their state
         with TrafficCounter() as counter:
-            run.step()
+            run.train_step()
         collectives = counter.list_collectives(run.dims)
         state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
         checkpoint_bytes = sum(map(_count_whole_bytes, (*run.trained.model.parameters(), *state)))
