@@ -363,11 +363,11 @@ def import_float8(
     folder, target = Path(folder), Path(target)
     check_is_new(target)
     check_positive_integer("max_shard_bytes", max_shard_bytes)
+    weights = Float8Checkpoint(folder, dtype)
     if folder.is_file() and target.suffix != SAFETENSORS:
         raise InputError(
             f"{str(target)!r}: expected a name that ends in {SAFETENSORS}, because {str(folder)!r} is a file"
         )
-    weights = Float8Checkpoint(folder, dtype)
     _log_unloaded_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():
         weights.write_file(target)

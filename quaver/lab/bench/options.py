@@ -20,10 +20,9 @@ from quaver.lab.bench.shapes import MAX_SIZE, Shape, parse_shapes
 from quaver.lab.output_file import Output, check_outputs
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, UserPath, setting
-from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.float8 import RECIPES, RecipeName
 from quaver.lab.settings.training import DEVICES
 from quaver.lab.terminal.progress import show_progress
-from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.devices import resolve_device
@@ -174,13 +173,7 @@ class ShapeOptions(Settings):
 class RecipeOptions(Settings):
     """Which recipes are timed."""
 
-    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting((), "Recipes; all by default.")
-
-    def check(self) -> None:
-        """Raise InputError for an unknown recipe."""
-        super().check()
-        for name in self.recipes:
-            Float8LinearConfig.from_recipe_name(name)
+    recipes: tuple[RecipeName, ...] = setting((), "Recipes; all by default.")
 
     @property
     def recipe_names(self) -> list[str]:

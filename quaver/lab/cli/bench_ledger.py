@@ -46,7 +46,7 @@ from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
-from quaver.lab.settings.float8 import BFLOAT16, RECIPES
+from quaver.lab.settings.float8 import BFLOAT16, RecipeName
 from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
@@ -59,7 +59,7 @@ class LedgerOptions(Settings):
     """Count what one compiled block launches, reads and writes on a GPU, forward and backward. Needs no GPU."""
 
     model: UserPath = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
-    recipe: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
+    recipe: tuple[RecipeName, ...] = setting(
         (), f"Recipes, beside bfloat16; by default those of {', '.join(DEFAULT_RECIPES)} that the GPU multiplies."
     )
     gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(

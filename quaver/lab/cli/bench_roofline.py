@@ -23,7 +23,7 @@ from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.output_file import check_output_folder, replace_output
 from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, UserPath, setting
 from quaver.lab.settings.flags import parse_options
-from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.float8 import RecipeName
 from quaver.lab.terminal.console import print_views
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
@@ -38,9 +38,7 @@ class RooflineOptions(Settings):
     """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
 
     device: tuple[_Device, ...] = setting(("h200",), "GPUs to predict for.")
-    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
-        ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
-    )
+    recipes: tuple[RecipeName, ...] = setting(("tensorwise", "rowwise", "delayed"), "Recipes to predict.")
     tokens: AtLeast1 = setting(16384, "M of the models' layers: tokens on one GPU.")
     model: tuple[Annotated[str, OneOf(tuple(LLAMA3_MODELS), has_aliases=True)], ...] = setting(
         (), "Models; all by default, or none with --config."

@@ -9,15 +9,18 @@ from pathlib import Path
 from rich.table import Table
 
 from quaver.lab.cli.doctor_options import DoctorOptions
-from quaver.lab.doctor.gpu import GpuFindings, LayersOnGpu, MatmulOnGpu, describe_gpu
+from quaver.lab.doctor.gpu import NVIDIA_GPUS, GpuFindings, LayersOnGpu, MatmulOnGpu, describe_gpu
 from quaver.lab.doctor.gpu_model import describe_model_on_gpu
 from quaver.lab.terminal.tables import make_table
-from quaver.roofline.device_specs import require_device_spec
+from quaver.roofline.device_specs import find_device_spec
+from quaver.runtime.errors import InputError
 
 
 def describe(options: DoctorOptions, gpu: str) -> GpuFindings:
     """Return what `gpu` runs natively. Raises OSError, InputError and NotImplementedError for bad input."""
-    spec = require_device_spec(gpu, "--gpu")
+    spec = find_device_spec(gpu)
+    if spec is None or spec.compute_capability is None:
+        raise InputError(f"--gpu must be the full name of one of {', '.join(NVIDIA_GPUS)}, got {gpu!r}")
     if options.model is None:
         return describe_gpu(spec)
     return describe_model_on_gpu(spec, Path(options.model), options.recipe)

@@ -7,7 +7,7 @@ from annotated_types import Ge, Le
 
 from quaver.lab.doctor.gpu import NVIDIA_GPUS
 from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, UserPath, setting
-from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.float8 import RecipeName
 from quaver.numerics.accumulation import ACCUMULATION_BY_GPU
 
 
@@ -22,7 +22,7 @@ class DoctorOptions(Settings):
         "A GPU that this machine need not have. What it multiplies natively, and by which kernel, is listed, not "
         "tried.",
     )
-    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+    recipe: RecipeName | None = setting(
         None, "With --gpu and --model: the recipe of the model's linears. Default: the run's, or tensorwise."
     )
     model: UserPath | None = setting(

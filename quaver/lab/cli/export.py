@@ -23,7 +23,7 @@ from quaver.lab.huggingface.float8 import make_run_source
 from quaver.lab.runs.checkpoint_folder import find_checkpoint
 from quaver.lab.settings.fields import OneOf, Settings, UserPath, argument, setting
 from quaver.lab.settings.flags import parse_options
-from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.float8 import RECIPES, RecipeName
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.lab.terminal.progress import show_progress
 from quaver.runtime.errors import InputError
@@ -38,7 +38,7 @@ class ExportOptions(Settings):
 
     source: UserPath = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
     target: UserPath = argument("the new folder; in the format comfyui the new .safetensors file")
-    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+    recipe: RecipeName | None = setting(
         None, "Recipe whose codes are written; by default the run's. A Hugging Face folder needs one."
     )
     format: Annotated[str, OneOf(tuple(CHECKPOINT_FORMATS))] = setting(

@@ -21,7 +21,6 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, disable_cast
 from quaver.roofline.cost import explain_native_obstacle
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
-from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import mask_layer_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
@@ -85,16 +84,11 @@ def describe_gpu(
     """Return what the GPU runs natively.
 
     Args:
-        spec: the GPU's specification.
+        spec: the specification of one of NVIDIA_GPUS.
         model: a converted model, which may be on the meta device.
         recipe: the name of its recipe.
         config: the recipe's config, if `recipe` is not a name of one.
-
-    Raises:
-        InputError: the GPU is not one of NVIDIA_GPUS.
     """
-    if spec.compute_capability is None:
-        raise InputError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
     config = config or Float8LinearConfig.from_recipe_name(recipe)
     configs = {name.value: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
     recipes = [

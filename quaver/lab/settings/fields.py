@@ -101,6 +101,8 @@ class Settings:
                 checked = _make_adapters(cls)[name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
+                if first["type"] == "value_error":  # of an AfterValidator
+                    raise InputError(f"{self.name_field(name)}: {first['ctx']['error']}") from None
                 is_type = first["type"].endswith("_type")
                 bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(annotation))}")
                 expected = describe_type(annotation) if is_type else bound.format(**first.get("ctx", {}))

@@ -4,6 +4,8 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Annotated
 
+from pydantic import AfterValidator
+
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.schedule import ScheduleEntry
@@ -15,6 +17,15 @@ from quaver.runtime.errors import InputError, blame_input
 BFLOAT16 = "bfloat16"
 """The precision of a run or a contestant without a recipe."""
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
+
+
+def _check_recipe(name: str) -> str:
+    canonicalize_recipe(name)
+    return name
+
+
+RecipeName = Annotated[str, OneOf(RECIPES, has_aliases=True), AfterValidator(_check_recipe)]
+"""A recipe, by its name or an alias, with or without its `backward`."""
 
 
 @functools.cache
@@ -36,9 +47,7 @@ class Float8(Settings, section="float8"):
     """Which linears compute in float8, and how. delayed_*: for the delayed recipes."""
 
     enable_float8_linear: bool = setting(True, "Convert linears to float8; false trains in bfloat16.")
-    recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = setting(
-        "tensorwise", "How operands are scaled; docs/which-recipe.md chooses."
-    )
+    recipe_name: RecipeName = setting("tensorwise", "How operands are scaled; docs/which-recipe.md chooses.")
     backward: Annotated[str, OneOf(BACKWARD_MODES)] = setting(
         BACKWARD_MODES[0],
         "Operands of grad_input and grad_weight: float8 (cast again), dequantized (the forward's codes), or "
@@ -91,7 +100,6 @@ class Float8(Settings, section="float8"):
 
     def check(self) -> None:
         """Raise InputError for settings that the recipe does not have, and for most settings that nothing reads."""
-        _has_persistent_scales(self.recipe_name)  # raises InputError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()
         self.parse_layer_recipes()

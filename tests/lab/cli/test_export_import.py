@@ -70,6 +70,7 @@ def test_bad_input_is_one_line(tmp_path, refused):
     assert "--max-shard-size must be a size" in refused("export", *words)
     words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
     assert "--max-shard-size must be its default" in refused("import", *words)
+    assert "config.json': expected a folder or a .safetensors file" in refused("import", folder / "config.json", "out")
     (folder / "config.json").unlink()
     assert "has no config.json" in refused("import", folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["float8"]

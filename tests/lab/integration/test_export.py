@@ -163,7 +163,7 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
         (*export, "x", "--format=gguf"): f"--format must be one of {formats}",
         (*comfyui,): "x': expected a name that ends in .safetensors; the format comfyui is one file",
         (*comfyui, "--tokenizer=."): "--tokenizer must not be given unless --format is that of a folder",
-        (*export, "x", "--recipe=int8"): "unknown recipe 'int8'",
+        (*export, "x", "--recipe=int8"): "--recipe: unknown recipe 'int8'",
         (*export, "x", "--tokenizer=."): "expected files of a tokenizer",
         ("export", str(tmp_path / "blocks"), "x"): "--recipe must be one of tensorwise, rowwise",
         ("export", ".", "x"): "'.', which has neither config.toml nor config.json",

@@ -163,7 +163,7 @@ BAD_SETTINGS = {
     "--parallelism.tensor_parallel_degree=2 --model.tie_word_embeddings": "model.tie_word_embeddings must be false",
     "--parallelism.data_parallel_shard_degree=0": "data_parallel_shard_degree must be -1 or at least 1, got 0",
     "--comm.train_timeout_seconds=0": "comm.train_timeout_seconds must be at least 1",
-    "--float8.recipe_name=rowwize": "unknown recipe 'rowwize': expected one of tensorwise, rowwise",
+    "--float8.recipe_name=rowwize": "float8.recipe_name: unknown recipe 'rowwize': expected one of tensorwise, rowwise",
     "--compare --float8.no_enable_float8_linear": "enable_float8_linear must be true with job.compare, got False",
     "--float8.no-enable_float8_linear --float8.enable_fsdp_float8_all_gather": "enable_float8_linear must be true",
     "--float8.precompute_float8_dynamic_scale_for_fsdp": "float8.enable_fsdp_float8_all_gather must be true with",
