@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from quaver.lab.report.maps import find_worst_cells
 from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves
 from quaver.lab.report.statistics import STATISTICS
+from quaver.lab.runs.json_lines import RecordKind
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.counts import format_count
 from quaver.lab.trainer.step_statistics import compute_median_after_warmup
@@ -89,6 +91,12 @@ def list_facts(run: RunData) -> list[tuple[str, str]]:
     if run.records and run.path.is_dir():
         facts.append(("end", describe_end(run) or "none written: the run goes on, was killed, or could not write it"))
     models = run.models
+
+    def label_model(label: str, model: str) -> str:
+        return label if model in ("", *models[:1]) else f"{label}, {model}"
+
+    skipped = (record.get("model", "") for record in run.records if record.get("kind") == RecordKind.SKIPPED_STEP)
+    facts += [(label_model("skipped steps", model), f"{count:,}") for model, count in Counter(skipped).items()]
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),
         ("validation_loss", "validation loss", lambda values: f"{values[-1]:.4f}"),
@@ -96,8 +104,7 @@ def list_facts(run: RunData) -> list[tuple[str, str]]:
     ):
         records = [record for record in run.records if key != "tokens_per_s" or not record.get("measures_memory")]
         for curve in collect_curves(records, key):
-            is_first = curve.model in ("", *models[:1])
-            facts.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
+            facts.append((label_model(label, curve.model), shown(curve.values)))
     label, memory = select_memory_curves(run)
     if memory:
         facts.append((label, format_bytes(max(max(curve.values) for curve in memory))))

@@ -86,6 +86,8 @@ def print_results(summary: dict[str, Any]) -> None:
         rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}".format, "", str))
         rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}".format, "", str))
     rows.append(("peak memory", "peak_memory_bytes", format_bytes, "peak_memory_ratio", "{:.2f}x".format))
+    if any(model["skipped_steps"] for model in models.values()):
+        rows.insert(0, ("skipped steps", "skipped_steps", "{:,}".format, "", str))
     columns = [*models, *(["compared"] if comparison else [])]
     cells = []
     for label, key, format_value, ratio, format_ratio in rows:

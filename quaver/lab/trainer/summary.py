@@ -45,6 +45,7 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
         used = compute_utilization(model.flops_per_token, tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
+        "skipped_steps": run.progress.skipped_steps.get(model.name, 0),
         "validation_loss": model.validation.loss,
         **({"validation_loss_hp": model.validation.loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,

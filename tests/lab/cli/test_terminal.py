@@ -313,7 +313,14 @@ def test_a_table_of_more_numbers_than_80_columns_is_wider_and_cuts_none(monkeypa
 
 def test_results_of_a_run_cut_no_number(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    sizes = {"validation_loss": 2.5, "tokens_per_s": 123456789.0, "tflops": 1.0, "mfu": 0.5, "mfu_by_precision": 0.5}
+    sizes = {
+        "skipped_steps": 0,
+        "validation_loss": 2.5,
+        "tokens_per_s": 123456789.0,
+        "tflops": 1.0,
+        "mfu": 0.5,
+        "mfu_by_precision": 0.5,
+    }
     run = sizes | {"peak_memory_bytes": 150_123_456_789, "peak_memory_source": "CUDA's allocator"}
     compared = {"loss_gap": -0.0123, "tokens_per_s_ratio": 1.25, "peak_memory_ratio": 0.75}
     about = {"status": "finished", "steps": 1, "bfloat16_peak": {"source": "a data sheet"}, "comparison": compared}

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,8 @@ import pytest
 import torch
 
 from quaver.lab.cli import main
+from quaver.lab.report.facts import list_facts
+from quaver.lab.report.run import read_runs
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.errors import OutputFailures
@@ -85,7 +88,9 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     before_each_step(
         lambda model, step: states.append(copy.deepcopy({**model.model.state_dict(), **model.scaling.state_dict()}))
     )
-    assert train(run)["status"] == "finished"
+    summary = train(run)
+    assert (summary["status"], summary["models"]["delayed"]["skipped_steps"]) == ("finished", 1)
+    assert dict(list_facts(read_runs([run.folder.path])[0]))["skipped steps"] == "1"
     assert_same(states[2], states[3])  # at the begin of steps 3 and 4
     assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
     records = [record for record in read_json_lines(run.folder.metrics_path) if record["kind"] != "validation"]
@@ -94,7 +99,9 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
     assert "output of model.embed_tokens" in records[2]["reason"]
     assert run.progress.skipped_steps == {"delayed": 1}
     assert run.progress.consumed_sequences == 4 * config.training.step_batch_size
-    assert "skipped: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "skipped: " in printed
+    assert re.search("skipped steps +1 ", printed)
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
