@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -62,8 +63,7 @@ def get_class_parts(module: nn.Module) -> ClassParts:
 
 def change_class(module: nn.Module, **parts: Any) -> None:
     """Replace parts of the module's class, by the names of `ClassParts`."""
-    changed: tuple[Any, ...] = get_class_parts(module)._replace(**parts)
-    cls: Any = _make_class(*changed)
+    cls: Any = _get_class(get_class_parts(module)._replace(**parts))
     before = type(module)
     if _is_fsdp_class(before):
         namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
@@ -93,18 +93,29 @@ def _is_fsdp_class(cls: type) -> bool:
     return fsdp is not None and len(bases) == 2 and issubclass(bases[0], fsdp)
 
 
-@functools.cache
+_made_classes: weakref.WeakValueDictionary[ClassParts, type[nn.Module]] = weakref.WeakValueDictionary()
+"""The classes of `_make_class` that some module has. It keeps no class alive, so a user's class can be collected."""
+
+
+def _get_class(parts: ClassParts) -> type[nn.Module]:
+    """Return the class with these parts, the same one for all modules."""
+    original, float8, wrappers = parts
+    if not wrappers and (float8 is None or vars(float8).get("original_class") is original):
+        return float8 or original
+    cls = _made_classes.get(parts)
+    if cls is None:
+        cls = _made_classes[parts] = _make_class(original, float8, wrappers)
+    return cls
+
+
 def _make_class(original: Any, float8: Any, wrappers: tuple[ForwardWrapper, ...]) -> type[nn.Module]:
     """Make a class with the name and signature by which libraries find modules and their arguments."""
     namespace: dict[str, Any] = {"_class_parts": ClassParts(original, float8, wrappers), "__reduce_ex__": _reduce_ex}
     if wrappers:
-        cls = _make_class(original, float8, wrappers[:-1])
+        cls = _get_class(ClassParts(original, float8, wrappers[:-1]))
         forward = functools.wraps(cls.forward)(wrappers[-1].make_forward(cls))
         namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
         return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(namespace))
-    if float8 is None or vars(float8).get("original_class") is original:
-        made: type[nn.Module] = float8 or original
-        return made
     name = f"{float8.__name__.removesuffix('Linear').removesuffix('Experts')}{original.__name__}"
     namespace |= {"__module__": original.__module__}
     # `float8` provides the forward, and everything else that `original` defines stays.
@@ -117,4 +128,4 @@ def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
 
 
 def _make_module(*parts: Any) -> nn.Module:
-    return object.__new__(_make_class(*parts))
+    return object.__new__(_get_class(ClassParts(*parts)))

@@ -1,8 +1,10 @@
 """Tests that conversion, checkpointing and stored activations change the class of one module, in any order."""
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -99,6 +101,20 @@ def test_a_class_keeps_its_name_and_pickle_finds_it():
     assert type(model[0]) is not Experts
     assert type(model[0]).__name__ == "Experts"
     assert get_class_parts(pickle.loads(pickle.dumps(model))[0]) == get_class_parts(model[0])
+
+
+def test_a_class_of_the_user_lives_no_longer_than_its_modules():
+    class Local(nn.Linear):
+        pass
+
+    model = convert_to_float8_training(nn.Sequential(Local(32, 32)))
+    apply_activation_checkpointing([model[0]])
+    assert type(copy.deepcopy(model)[0]) is type(model[0]) is not Local
+    local = weakref.ref(Local)
+    del model, Local
+    for _ in range(3):  # the wrapped class, the float8 class, the user's
+        gc.collect()
+    assert local() is None
 
 
 class UserLinear(Float8Linear):
