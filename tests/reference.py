@@ -8,11 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight")
-"""Recipes with dynamic scales per tensor or row: the operands alone determine their results."""
-PERSISTENT_RECIPES = ("delayed", "delayed_with_dynamic_weight")
-BLOCK_RECIPES = ("blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
-"""Recipes with dynamic scales of blocks. Under tensor parallelism each rank needs features in whole blocks."""
 BACKEND = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 """Backends of torch.compile for tests of what is traced. aot_eager skips code generation, which takes over 10 s."""
 ML_DTYPE = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}

@@ -1,7 +1,7 @@
 """Thins a product of test parameters to all pairs. The other parameter sets run in `make nightly`."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -39,6 +39,11 @@ def first(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
 def at_night(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Return parameter sets that are marked `nightly`."""
     return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
+
+
+def by_day(names: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of one parameter, marked `nightly` unless `names` has them."""
+    return [pytest.param(value, marks=() if value in names else pytest.mark.nightly) for value in values]
 
 
 def _parts(combination: tuple[int, ...], together: int) -> set[tuple[tuple[int, int], ...]]:

@@ -18,10 +18,10 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
 from tests.gpu.device import BACKEND, DEVICE, host, waiting_refused
-from tests.reference import PERSISTENT_RECIPES, assert_same_bits
+from tests.recipes import E4M3, E5M2, PERSISTENT_RECIPES
+from tests.reference import assert_same_bits
 
 pytestmark = pytest.mark.gpu
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -23,7 +23,7 @@ from quaver.fsdp.gradients import BLOCK_ELEMENTS, dequantize_gradients, quantize
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.library.distributed.models import config_of
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def train(model, *, precompute=False):
     return losses
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 @pytest.mark.parametrize("way", ["plain", "precompute", "offload", "compile"])
 def test_fsdp_with_float8_all_gather(recipe, way, mesh):
     reference = make(recipe)
@@ -87,7 +87,7 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
     assert train(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensor_and_sequence_parallel_steps_equal_one_device(recipe, compiled, mesh):
     reference = make(recipe)

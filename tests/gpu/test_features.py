@@ -15,14 +15,14 @@ from quaver.optim import Float8AdamW, Float8Muon
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
 from tests.library.activations.nets import build_net
 from tests.library.experts.operands import ENDS, make_operands, step
-from tests.reference import BLOCK_RECIPES, RECIPES, lowest_sqnr_db, sqnr_db
+from tests.recipes import DYNAMIC_RECIPES
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import draw, results_of, train
 
 pytestmark = pytest.mark.gpu
-ALL = (*RECIPES, *BLOCK_RECIPES)
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", DYNAMIC_RECIPES)
 @pytest.mark.parametrize("k_n", [(96, 160), (70, 33)], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
@@ -157,7 +157,7 @@ def test_frozen_weights_multiply_as_on_a_cpu(recipe):
     assert min(sqnr_db(expected, actual) for expected, actual in zip(*results, strict=True)) > lowest_sqnr_db(7, 7, 7)
 
 
-@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("recipe", DYNAMIC_RECIPES)
 def test_a_sample_is_that_of_a_cpu(recipe):
     samples = []
     for device in host_and_gpu():

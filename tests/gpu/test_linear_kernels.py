@@ -6,11 +6,12 @@ import torch
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.linear.gemm import needs_contracted_dim_contiguous
 from tests.gpu.device import DEVICE, Graph, needs_silicon, side_stream, smaller
-from tests.reference import RECIPES, lowest_sqnr_db, sqnr_db
+from tests.recipes import NON_BLOCK_RECIPES
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 
 pytestmark = pytest.mark.gpu
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 MAX_KERNELS = 16
 SIZE, TOKENS = smaller(256, 64), smaller(512, 48)
 

@@ -12,13 +12,13 @@ from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import get_compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
-from tests.reference import RECIPES, assert_matmul_exact, lowest_sqnr_db, sqnr_db
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
+from tests.reference import assert_matmul_exact, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 
 pytestmark = pytest.mark.gpu
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SUM = 7
 """Mantissa bits of a rounding that loses what a sum may on Hopper: 57 dB for 4096 products (docs/numerics.md)."""
 

@@ -35,11 +35,12 @@ from quaver.kernels import cpu
 from quaver.linear.class_change import get_class_parts
 from tests.library.activations.nets import Net, build_net
 from tests.models import Block
+from tests.recipes import TORCHAO_RECIPES
 from tests.steps import assert_same, draw
-from tests.thinned import at_night, thinned
+from tests.thinned import at_night, by_day, thinned
 
 CASTS = ["extension", "pytorch"]
-FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
+COMMON_RECIPES = (*TORCHAO_RECIPES, "delayed")
 MODES = [("full", None), ("selective", "op"), ("selective", "2")]
 AMAXES = 1.001
 """A block's amaxes are a few numbers a row of its largest tensors: under a thousandth of what bfloat16 keeps."""
@@ -127,7 +128,7 @@ MODULES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
 """How to make a module, and the ways to train it."""
 
 
-RECIPES = [None, *FLOAT8, "blockwise", "mxfp8_with_gw_hp"]
+PRECISIONS = (None, *COMMON_RECIPES, "blockwise", "mxfp8_with_gw_hp")
 IN_C = [*((module, "rowwise") for module in MODULES), ("blocks", "delayed"), ("blocks", "mxfp8_with_gw_hp")]
 """The modules and recipes that each run trains with casts in C, too: inside those a policy sees no operation."""
 
@@ -135,9 +136,9 @@ IN_C = [*((module, "rowwise") for module in MODULES), ("blocks", "delayed"), ("b
 @pytest.mark.parametrize(
     ("module", "recipe", "casts"),
     [
-        *thinned(MODULES, RECIPES, ["pytorch"], together=1),
+        *thinned(MODULES, PRECISIONS, ["pytorch"], together=1),
         *((*case, "extension") for case in IN_C),
-        *at_night((*case, "extension") for case in itertools.product(MODULES, RECIPES) if case not in IN_C),
+        *at_night((*case, "extension") for case in itertools.product(MODULES, PRECISIONS) if case not in IN_C),
     ],
     indirect=["casts"],
 )
@@ -158,7 +159,7 @@ def test_checkpointing_changes_no_bit(module, recipe, casts):
 
 @pytest.mark.parametrize(
     ("recipe", "mode", "without_gradients"),
-    thinned(FLOAT8, ("full", "selective"), (torch.no_grad, torch.inference_mode)),
+    thinned(COMMON_RECIPES, ("full", "selective"), (torch.no_grad, torch.inference_mode)),
 )
 def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_gradients):
     net = convert_to_float8_training(Readers(), config=Float8LinearConfig.from_recipe_name(recipe))
@@ -232,7 +233,7 @@ def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
     return {mode: fake_step(None, mode) for mode in RECOMPUTED_MATMULS}
 
 
-@pytest.mark.parametrize("recipe", [None, "rowwise", *at_night((name,) for name in FLOAT8 if name != "rowwise")])
+@pytest.mark.parametrize("recipe", by_day((None, "rowwise"), (None, *COMMON_RECIPES)))
 def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
@@ -339,7 +340,7 @@ def count_bytes(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.parametrize(
     ("recipe", "modes"),
-    [("tensorwise", ("none", "selective")), *at_night((name, tuple(COMPILED_MATMULS)) for name in (None, *FLOAT8))],
+    [("tensorwise", ("none", "selective")), *at_night((name, (*COMPILED_MATMULS,)) for name in PRECISIONS[:5])],
 )
 def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
     runs = {mode: compiled_step(recipe, mode) for mode in modes}

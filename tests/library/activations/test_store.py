@@ -35,7 +35,7 @@ from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, draw, results_of
 from tests.thinned import at_night, thinned
 
-RECIPES = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+PRECISIONS = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
 SAVED = {None: 0.95, "rowwise": 0.35, "rowwise_with_gw_hp": 0.4, "blockwise": 0.35, "mxfp8": 0.35}
 """Of bfloat16's saved bytes, at most. A block that stores nothing saves 1, 0.39 to 0.49, 0.44 to 0.52, 0.39 and 0.4."""
@@ -155,9 +155,9 @@ def test_decoding_is_one_operator_of_a_graph():
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
     [
-        *((recipe, False) for recipe in RECIPES),
+        *((recipe, False) for recipe in PRECISIONS),
         ("rowwise_with_gw_hp", True),
-        *at_night((recipe, True) for recipe in RECIPES if recipe != "rowwise_with_gw_hp"),
+        *at_night((recipe, True) for recipe in PRECISIONS if recipe != "rowwise_with_gw_hp"),
     ],
 )
 def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloat16_bytes):
@@ -177,7 +177,7 @@ def test_a_block_saves_little_and_its_gradients_are_near(recipe, compiled, bfloa
     [
         ("rowwise", "selective"),
         ("mxfp8", "full"),
-        *at_night((recipe, mode) for recipe in (None, *RECIPES[2:4]) for mode in ("full", "selective")),
+        *at_night((recipe, mode) for recipe in (None, *PRECISIONS[2:4]) for mode in ("full", "selective")),
     ],
 )
 def test_a_checkpoint_recomputes_in_high_precision_and_stores_nothing(recipe, mode):

@@ -41,11 +41,11 @@ from tests.library.conversion.delayed import (
     read_scale,
     step,
 )
-from tests.reference import MAX, PERSISTENT_RECIPES
+from tests.recipes import E4M3, PERSISTENT_RECIPES
+from tests.reference import MAX
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
-E4M3 = torch.float8_e4m3fn
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 
 

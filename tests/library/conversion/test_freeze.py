@@ -31,12 +31,12 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.mixture import make_mixture
+from tests.recipes import E4M3
 from tests.reference import BACKEND, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, by_torch_save, draw, results_of
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
-E4M3 = torch.float8_e4m3fn
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
 STORED = {"blockwise": "blockwise 128 x 128", "mxfp8": "blockwise 32 x 32"}
 CONFIG = pytest.mark.parametrize("config", CONFIGS)

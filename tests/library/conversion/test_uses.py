@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from quaver import convert_to_float8_training, freeze_to_float8, sync_float8_amax_and_scale_history
+from tests.recipes import TORCHAO_RECIPES
 from tests.steps import by_torch_save
 
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed"]
+RECIPE = pytest.mark.parametrize("recipe", [*TORCHAO_RECIPES, "blockwise", "mxfp8", "delayed", "frozen"])
 
 
 def make(recipe):
@@ -29,7 +30,7 @@ def export(model, example, *, smallest):
     return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch", min=smallest)},))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
+@RECIPE
 def test_evaluation_and_copies_have_the_bits_of_training(recipe):
     model, input = make(recipe), torch.randn(48, 64)
     expected = model(input)
@@ -48,7 +49,7 @@ def test_evaluation_and_copies_have_the_bits_of_training(recipe):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:No complete tensor found")
-@pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
+@RECIPE
 def test_exported_and_traced_programs_have_the_outputs_of_the_model(recipe):
     model, example, few = make(recipe).eval(), torch.randn(300, 64), torch.randn(7, 64)
     expected = model(example)

@@ -14,7 +14,7 @@ from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.linear.module import Float8Linear
 from tests.library.distributed.models import config_of, world_mesh
-from tests.reference import BLOCK_RECIPES
+from tests.recipes import BLOCK_RECIPES
 from tests.steps import draw, to_plain
 
 

@@ -26,14 +26,14 @@ from tests import steps
 from tests.library.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
 from tests.library.distributed.parallel_models import model_of, spread
 from tests.ranks import mesh_of, on_ranks, run
-from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
 from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BEFORE, AFTER = 2, 2
 SHAPES = {"fsdp": (6, 18), "fsdp and tp": (2, 4, 32)}
-OTHERS = [(recipe,) for recipe in RECIPES if recipe != "rowwise"]
+OTHERS = [(recipe,) for recipe in NON_BLOCK_RECIPES if recipe != "rowwise"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -141,7 +141,7 @@ def _save(recipe, path, layout="fsdp"):
 
 def _load_and_go_on(recipe, path, make, gather, saved, losses=None, then=None, layout="fsdp"):
     model, optimizer = make(recipe, gather=gather, other_weights=True, layout=layout)
-    if recipe in RECIPES or not gather:  # over scales and moments of other weights; once into a state that has none
+    if recipe in NON_BLOCK_RECIPES or not gather:  # over scales and moments of other weights; once into an empty state
         train(model, optimizer, 1, precompute=gather, shape=SHAPES[layout])
     load(model, optimizer, path)
     assert_same(copy_state(model), saved)

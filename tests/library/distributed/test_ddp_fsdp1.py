@@ -12,7 +12,7 @@ from quaver import cast_weights_once, convert_to_float8_training
 from tests.library.distributed.delayed_training import STEPS, check_against_one_process, check_exchanges, train
 from tests.library.distributed.models import Block, config_of, make_model, single_process
 from tests.ranks import on_ranks, refusal
-from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
 from tests.thinned import at_night, first
 
 WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
@@ -40,7 +40,7 @@ def wrap(recipe, how, layers=2):
         ("rowwise", WRAPPERS),
         ("delayed", WRAPPERS),
         ("mxfp8", WRAPPERS[:1]),
-        *at_night((recipe, WRAPPERS) for recipe in (*RECIPES, *PERSISTENT_RECIPES, "blockwise", "mxfp8")),
+        *at_night((recipe, WRAPPERS) for recipe in (*NON_BLOCK_RECIPES, *PERSISTENT_RECIPES, "blockwise", "mxfp8")),
     ],
 )
 @on_ranks(2)
@@ -55,7 +55,7 @@ def test_steps_equal_one_process(recipe, wrappers):
 
 @pytest.mark.parametrize(
     ("recipe", "wrappers"),
-    [("delayed", COMPILED[1:]), *at_night((recipe, COMPILED) for recipe in (*RECIPES, *PERSISTENT_RECIPES))],
+    [("delayed", COMPILED[1:]), *at_night((recipe, COMPILED) for recipe in (*NON_BLOCK_RECIPES, *PERSISTENT_RECIPES))],
 )
 @on_ranks(2)
 def test_compiled_steps_equal_one_process(recipe, wrappers):
@@ -67,7 +67,7 @@ def test_compiled_steps_equal_one_process(recipe, wrappers):
 SCOPES = [cast_weights_once, contextlib.nullcontext]
 
 
-@pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, RECIPES, strict=True)))
+@pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, NON_BLOCK_RECIPES, strict=True)))
 @on_ranks(2)
 def test_accumulated_gradients_are_those_of_one_process(scope, recipe):
     """Under FSDP1 cast_weights_once leaves sharded weights alone."""

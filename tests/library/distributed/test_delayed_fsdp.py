@@ -29,7 +29,7 @@ from tests.library.distributed.delayed_training import (
 )
 from tests.library.distributed.fsdp_models import model_by
 from tests.ranks import on_ranks, refusal, run
-from tests.reference import PERSISTENT_RECIPES
+from tests.recipes import PERSISTENT_RECIPES
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 

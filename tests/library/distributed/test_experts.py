@@ -30,10 +30,11 @@ from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
+from tests.recipes import TORCHAO_RECIPES
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "rowwise:dequantized")
+EXPERT_RECIPES = (*TORCHAO_RECIPES, "blockwise", "mxfp8", "rowwise:dequantized")
 LAYOUTS = list(itertools.product((0, 1), (False, True)))
 """(the dim that is sharded, whether weights are transposed)."""
 STEPS = 2
@@ -85,10 +86,10 @@ def _results(config, layout, batch):
 @pytest.mark.parametrize(
     ("layout", "gather", "recipes"),
     [
-        (LAYOUTS[3], True, RECIPES[::2]),
-        (LAYOUTS[2], True, RECIPES[1::2]),
-        (LAYOUTS[1], False, RECIPES[:2]),
-        *at_night(itertools.product(LAYOUTS, [False, True], [RECIPES])),
+        (LAYOUTS[3], True, EXPERT_RECIPES[::2]),
+        (LAYOUTS[2], True, EXPERT_RECIPES[1::2]),
+        (LAYOUTS[1], False, EXPERT_RECIPES[:2]),
+        *at_night(itertools.product(LAYOUTS, [False, True], [EXPERT_RECIPES])),
     ],
 )
 def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
@@ -167,9 +168,8 @@ def select_scales(operand, shape):
 @on_ranks()
 def test_codes_and_scales_are_those_of_one_process(ranks, layout, half):
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
-    configs = [
-        models.config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in (*RECIPES, "tensorwise_power_of_2")
-    ]
+    recipes = *EXPERT_RECIPES, "tensorwise_power_of_2"
+    configs = [models.config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in recipes]
     configs.append(replace(configs[4], cast_config_weight=along))
     for index, config in enumerate(configs[half::2], start=layout[0]):
         dtype = (torch.float32, torch.bfloat16)[index % 2]

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver import (
     Float8LinearConfig,
-    Float8LinearRecipeName,
     conversion_report,
     convert_to_float8_training,
     convert_to_high_precision,
@@ -46,13 +45,13 @@ from tests.library.distributed.expert_models import (
     tokens_of,
 )
 from tests.ranks import mesh_of, on_ranks, refusal
+from tests.recipes import DYNAMIC_RECIPES
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same
-from tests.thinned import at_night
+from tests.thinned import at_night, by_day
 
-RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
-KINDS = ("tensorwise", "blockwise", "mxfp8", "rowwise")
-RECIPE = pytest.mark.parametrize("recipe", [*KINDS, *at_night((recipe,) for recipe in RECIPES if recipe not in KINDS)])
+SCALE_KINDS = ("tensorwise", "blockwise", "mxfp8", "rowwise")
+RECIPE = pytest.mark.parametrize("recipe", by_day(SCALE_KINDS, DYNAMIC_RECIPES))
 
 
 def step_one_process(experts, parts):
@@ -78,15 +77,15 @@ def assert_parts_same(results, expected):
 
 
 TRANSPOSED, WITHOUT_GATE = {"has_bias": True, "is_transposed": True}, {"has_gate": False}
-CASES = [(2, 2, recipe, {}) for recipe in RECIPES]
+CASES = [(2, 2, recipe, {}) for recipe in DYNAMIC_RECIPES]
 CASES += [(2, 2, serving_config("vllm-per-token"), {"trained": False})]
 CASES += [(4, 1, "tensorwise", {}), (4, 2, "rowwise", {}), (4, 1, "blockwise", {})]
 CASES += [(2, 2, recipe, {"trained": False}) for recipe in ("tensorwise", "rowwise_with_gw_hp", "mxfp8")]
 CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "mxfp8")]
 CASES += [(2, 2, "rowwise:dequantized", {}), (2, 2, "tensorwise:dequantized", {}), (2, 2, "mxfp8:high_precision", {})]
 CASES += [(2, 2, "rowwise", {"recomputed": True}), (2, 2, "blockwise", TRANSPOSED), (2, 2, "tensorwise", WITHOUT_GATE)]
-CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in RECIPES)
-CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in RECIPES)
+CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in DYNAMIC_RECIPES)
+CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in DYNAMIC_RECIPES)
 CASES += at_night([(2, 2, "rowwise", {"dtype": torch.float32}), (2, 2, "tensorwise", {"recomputed": True})])
 CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT_GATE)])
 
@@ -271,7 +270,7 @@ def test_a_token_travels_in_the_documented_bytes(recipe):
     """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what is sent as codes]
     says, with scales."""
     tokens = tokens_of(2, 2)[0]
-    kind = next(name for name in KINDS if recipe.startswith(name))
+    kind = next(name for name in SCALE_KINDS if recipe.startswith(name))
     codes, hp = [DIM + SCALE_BYTES[kind], 2 * DIM], [2 * DIM, 2 * DIM]
     trained = codes if recipe == "tensorwise" else hp
     # The gradient of a biased result is read by more than matmuls.

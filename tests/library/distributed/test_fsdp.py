@@ -16,7 +16,7 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import STEPS, find_different_operands, train_cases
 from tests.ranks import on_ranks, refusal, run
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.thinned import at_night, first
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
@@ -66,7 +66,9 @@ def test_ranks_that_do_not_write_to_the_same_weights_raise(precompute):
 GATHERS = [(False, False), (True, False), (True, True)]  # (float8 all-gather, precompute)
 ALL_CASES = [
     (recipe, *gather, *others)
-    for recipe, gather, *others in itertools.product(RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16])
+    for recipe, gather, *others in itertools.product(
+        NON_BLOCK_RECIPES, GATHERS, [None, "inductor"], [None, torch.bfloat16]
+    )
 ]
 PRECOMPUTED = [("tensorwise", True, True, None, None), ("rowwise", True, True, None, torch.bfloat16)]
 OTHERS = [("tensorwise", True, False, None, torch.bfloat16), ("rowwise_with_gw_hp", False, False, None, None)]
@@ -148,7 +150,7 @@ def test_shards_have_the_codes_and_scales_of_one_process(ranks, shapes):
         "blockwise",
         "rowwise:dequantized",
         "vllm-per-token:dequantized",
-        *at_night((recipe,) for recipe in (*RECIPES, "mxfp8") if recipe != "rowwise"),
+        *at_night((recipe,) for recipe in (*NON_BLOCK_RECIPES, "mxfp8") if recipe != "rowwise"),
     ],
 )
 @on_ranks(2)

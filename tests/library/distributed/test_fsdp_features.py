@@ -28,7 +28,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.steps import assert_same, by_torch_save, results_of, to_plain
 from tests.thinned import at_night
 
@@ -97,7 +97,7 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
     [
         (4, "tensorwise", WAYS),  # some shards are empty
         (2, "rowwise", MORE_WAYS),
-        *at_night((4, recipe, WAYS + MORE_WAYS) for recipe in RECIPES),
+        *at_night((4, recipe, WAYS + MORE_WAYS) for recipe in NON_BLOCK_RECIPES),
     ],
 )
 @on_ranks()
@@ -214,7 +214,7 @@ def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     assert torch.isfinite(model(input)).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 @on_ranks(2)
 def test_a_nan_on_one_rank_reaches_all(recipe):
     model = models.shard_model(fsdp_models.gathering(recipe))
@@ -291,7 +291,7 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
 
 @pytest.mark.parametrize(
     ("recipe", "compiled"),
-    [*((recipe, False) for recipe in RECIPES), ("rowwise", True), *at_night([("tensorwise", True)])],
+    [*((recipe, False) for recipe in NON_BLOCK_RECIPES), ("rowwise", True), *at_night([("tensorwise", True)])],
 )
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     plain, wrapped = (

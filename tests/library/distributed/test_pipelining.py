@@ -23,7 +23,7 @@ from quaver.linear import function
 from quaver.linear.quantize import Quantizer
 from tests import ranks
 from tests.library.distributed.models import Block, config_of, loss_of
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.steps import assert_same, draw
 from tests.thinned import thinned
 
@@ -120,7 +120,7 @@ STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubb
 
 @pytest.mark.parametrize(
     ("name", "recipe", "stores"),
-    [*thinned(SCHEDULES, RECIPES, [False], together=1), *((name, "rowwise", True) for name in STORING)],
+    [*thinned(SCHEDULES, NON_BLOCK_RECIPES, [False], together=1), *((name, "rowwise", True) for name in STORING)],
 )
 def test_a_schedule_equals_one_process(name, recipe, stores):
     if name in CASTS_OF_SPLIT_BACKWARDS and TorchVersion(torch.__version__) < "2.13":

@@ -30,11 +30,12 @@ from tests.library.distributed.parallel_models import (
     part_or_whole,
 )
 from tests.ranks import on_ranks, run
-from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
+from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES
+from tests.reference import assert_same_bits
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 FLOAT32_SUMS = {"rtol": 1e-5, "atol": 1e-5}
 """Of sums of n = 32 products of numbers about 1. Their partial sums reach about sqrt(n), and each of the n roundings is
 of at most 2^-24 of one, so two orders differ by sqrt(2 n / 3) * 2^-24 * sqrt(n) = 1.6e-6 on average; 6 times that."""
@@ -68,7 +69,7 @@ STYLES = [
 """For each operand, the dim that a rank has a part of: in the tensor, and in the matrix that is multiplied."""
 SCALES = [0.0, -3.0, 0.7, 40.0]
 """quant_scale: unknown, negative as in older checkpoints, one that fits the outliers, one that makes them saturate."""
-EVERY = (*RECIPES, *BLOCK_RECIPES, "delayed")
+EVERY = (*DYNAMIC_RECIPES, "delayed")
 HP_DTYPES = (torch.float32, torch.bfloat16)
 CAST_CASES = [(2, recipe, {}, HP_DTYPES[index % 2]) for index, recipe in enumerate(EVERY)]
 CAST_CASES += [(4, "delayed", {}, torch.float32)]
@@ -173,7 +174,7 @@ def test_equals_one_device(name, every):
 
     Every run takes a quarter of the pairs of arrangements and recipes, with one kind each, and the night takes all.
     """
-    for index, recipe in enumerate((*RECIPES, *BLOCK_RECIPES), start=parallel_models.ARRANGEMENTS.index(name)):
+    for index, recipe in enumerate(DYNAMIC_RECIPES, start=parallel_models.ARRANGEMENTS.index(name)):
         if not every and index % 4:
             continue
         for hp_dtype, input_grad in KINDS if every else [KINDS[index % len(KINDS)]]:
@@ -213,7 +214,7 @@ COMPILED = [
     ("torch's rowwise by sequence", "rowwise", torch.float32, "aot_eager"),
     ("prepared", "blockwise", torch.float32, "aot_eager"),
     ("rowwise by sequence", "mxfp8_with_gw_hp", torch.float32, "aot_eager"),
-    *itertools.product(parallel_models.ARRANGEMENTS, RECIPES, (torch.float32, torch.bfloat16), ["inductor"]),
+    *itertools.product(parallel_models.ARRANGEMENTS, NON_BLOCK_RECIPES, (torch.float32, torch.bfloat16), ["inductor"]),
 ]
 """Each kind of collective around a compiled linear. In each run test_tensor_parallel_steps.py compiles delayed blocks
 with prepared inputs, and test_train_distributed.py the tensorwise blocks of the trainer."""

@@ -17,12 +17,12 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed.models import config_of, world_mesh
 from tests.library.distributed.parallel_models import TwoLinears, arrangements, part, prepare
 from tests.ranks import mesh_of, on_ranks, refusal
-from tests.reference import RECIPES, assert_same_bits
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
+from tests.reference import assert_same_bits
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 M, K, N = 2 * 16, 64, 48
 U8, I32, F32 = torch.uint8, torch.int32, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def count_collectives(module, input):
@@ -52,7 +52,7 @@ def amaxes(recipe, rows, columns, first_too=True):
 
 @pytest.mark.parametrize(
     ("recipe", "use_local_output"),  # a linear reads from a DTensor, and not from a local one, that grad_input is a sum
-    [case for case in itertools.product(RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
+    [case for case in itertools.product(NON_BLOCK_RECIPES, [False, True]) if case != ("rowwise_with_gw_hp", True)],
 )
 @on_ranks(2)
 def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_output):

@@ -40,7 +40,7 @@ from tests.library.distributed.parallel_models import (
     spread_by_torch,
 )
 from tests.ranks import mesh_of, on_ranks, refusal, run
-from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
 from tests.thinned import at_night
 
 BACKWARD_MODES = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
@@ -195,7 +195,7 @@ def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
         ("rowwise_with_gw_hp", False),
         ("rowwise:dequantized", True),
         ("rowwise:high_precision", False),
-        *at_night(itertools.product([*RECIPES, "blockwise", "mxfp8", *BACKWARD_MODES], [False, True])),
+        *at_night(itertools.product([*NON_BLOCK_RECIPES, "blockwise", "mxfp8", *BACKWARD_MODES], [False, True])),
     ],
 )
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
@@ -208,8 +208,8 @@ def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
         ("tensorwise", True, True, spread),
         ("rowwise", True, True, spread_by_torch),
         ("blockwise", True, False, spread),
-        *at_night((recipe, True, True, spread) for recipe in (*RECIPES[1:], *DIMS)),
-        *at_night((recipe, gather, False, spread) for recipe in RECIPES for gather in (False, True)),
+        *at_night((recipe, True, True, spread) for recipe in (*NON_BLOCK_RECIPES[1:], *DIMS)),
+        *at_night((recipe, gather, False, spread) for recipe in NON_BLOCK_RECIPES for gather in (False, True)),
         *at_night((recipe, True, False, spread_by_torch) for recipe in ("tensorwise", "mxfp8")),
     ],
 )

@@ -4,10 +4,9 @@ import functools
 
 import torch
 
-from quaver import Float8LinearRecipeName, float8_grouped_mm
+from quaver import float8_grouped_mm
 from tests.steps import results_of
 
-RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 ENDS = [37, 37, 200, 300]
 """Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
 

@@ -20,7 +20,8 @@ from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ALL, ROWWISE
 from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import list_slow_paths
-from tests.library.experts.operands import ENDS, RECIPES, make_operands, step
+from tests.library.experts.operands import ENDS, make_operands, step
+from tests.recipes import DYNAMIC_RECIPES
 from tests.reference import assert_same_bits
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
@@ -45,7 +46,7 @@ def step_each_expert(a, b_t, ends, grad_output, config):
 @pytest.mark.parametrize(
     ("recipe", "dtype", "sizes", "transposed"),
     thinned(
-        RECIPES + BACKWARD_MODES,
+        [*DYNAMIC_RECIPES, *BACKWARD_MODES],
         (torch.bfloat16, torch.float32, torch.float16),
         ((96, 160), (70, 33), (130, 1)),
         (False, True),
@@ -76,7 +77,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize(
     ("name", "ends"),
-    [*((name, ENDS) for name in CONFIGS), *itertools.product(RECIPES, ([0, 0, 0, 0], [0, 0, 0, 310], [310] * 4))],
+    [*((name, ENDS) for name in CONFIGS), *itertools.product(DYNAMIC_RECIPES, ([0] * 4, [0, 0, 0, 310], [310] * 4))],
     ids=str,
 )
 def test_each_expert_is_a_float8_linear_with_options_and_empty_groups(name, ends):
@@ -183,7 +184,7 @@ def test_operations_have_fake_kernels_and_flops():
     assert counter.get_total_flops() == 3 * 2 * 310 * 96 * 160
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC_RECIPES)
 def test_experts_on_the_meta_device_have_shapes(recipe):
     a, b_t, ends = (tensor.detach().to("meta") for tensor in make_operands())
     a.requires_grad_()
@@ -204,7 +205,7 @@ def list_used_scales(block_rows, ends, rows=310):
 
 @pytest.mark.parametrize("direction", ["row", "column"])
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("recipe", [*RECIPES, *SERVINGS])
+@pytest.mark.parametrize("recipe", [*DYNAMIC_RECIPES, *SERVINGS])
 def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, direction):
     config = serving_config(recipe) if recipe in SERVINGS else Float8LinearConfig.from_recipe_name(recipe)
     if recipe in SERVINGS and (operand, direction) not in (("input", "row"), ("weight", "row")):
@@ -229,7 +230,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
         torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC_RECIPES)
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     for cast in {casts.input.row, casts.input.column} - {cast for cast in casts.list_casts() if cast.is_disabled}:

@@ -15,9 +15,9 @@ from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from tests.library.export.mixtures import mixture
 from tests.library.export.models import PROJECTIONS, STATIC, tiny
+from tests.recipes import E4M3, E5M2
 from tests.steps import assert_same
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CODES = (torch.arange(32 * 64) % 120).to(torch.uint8).view(E4M3).view(32, 64)
 OTHERS = {"b.weight": torch.full((64, 32), 0.1, dtype=torch.bfloat16), "b.bias": torch.zeros(64)}
 FLOAT = {name: tensor.float() for name, tensor in OTHERS.items()}

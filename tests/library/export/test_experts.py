@@ -14,7 +14,8 @@ from quaver.export import weights as weights_module
 from quaver.recipes.scaling import dequantize, dynamic_cast_blocks
 from tests.library.export.mixtures import EXPERTS, mixture, multiplied_experts, plain
 from tests.mixture import GroupedExperts
-from tests.reference import RECIPES, assert_same_bits, sqnr_db
+from tests.recipes import NON_BLOCK_RECIPES
+from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -56,7 +57,7 @@ def assert_codes_of_forward(tensors, model, monkeypatch, leaf="weight_scale"):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
     model = mixture(recipe).to(dtype)
     exported = iter_float8_weights(model)

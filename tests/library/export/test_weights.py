@@ -14,7 +14,8 @@ from quaver.export import iter_float8_weights, save_float8
 from quaver.export.formats import make_weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.export.models import PROJECTIONS, STATIC, Tiny, not_the_head, tiny
-from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
+from tests.reference import sqnr_db
 from tests.steps import assert_same
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -64,7 +65,7 @@ def export_what_a_forward_multiplies(model, monkeypatch, **options):
     return exported, tensors, scales
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
+@pytest.mark.parametrize("recipe", [*NON_BLOCK_RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
 def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
     model = train_scales(recipe)
     exported, tensors, scales = export_what_a_forward_multiplies(model, monkeypatch, share_fused_scales=False)

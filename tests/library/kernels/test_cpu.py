@@ -16,11 +16,11 @@ from quaver.kernels.widen import widen
 from quaver.recipes import scaling
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, ScaleLayout, infer_layout
 from tests.isolated import isolated
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
 from tests.steps import assert_same
 from tests.thinned import thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLOAT8_DTYPES = [E4M3, E5M2]
 SHAPES = [(1, 1), (3, 5), (17, 33), (1, 1000), (1000, 1), (64, 128), (0, 4), (4, 0), (0, 0)]

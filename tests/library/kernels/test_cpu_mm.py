@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits
 from tests.thinned import thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
 DEPTH = 2048  # numbers of a slab of a sum (quaver/csrc/matmul.h)

@@ -14,11 +14,11 @@ from quaver.recipes import scaling
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import simulate_gpu
+from tests.recipes import E4M3, E5M2
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SATURATES_ABOVE = {E4M3: 464.0, E5M2: 61440.0}  # halfway from 448 to 480, from 57344 to 65536
 NAN, INF = math.nan, math.inf

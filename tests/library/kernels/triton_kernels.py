@@ -23,9 +23,9 @@ from quaver.kernels import triton_amax, triton_blocks, triton_cast, triton_copy
 from quaver.kernels import triton_cast_blocks as cast_blocks
 from quaver.kernels.operands import BlockCast
 from quaver.recipes import scaling
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 DIRECTIONS = BOTH, ROWS, COLUMNS = (True, True), (True, False), (False, True)

@@ -23,12 +23,13 @@ from quaver.numerics.monitoring import Monitor
 from quaver.recipes.scaling import dequantize
 from quaver.recipes.serving import serving_config
 from tests.counting import saved_bytes
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.reference import lowest_sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 M, K, N = (2, 20), 144, 200
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8")
+MODES = ("dequantized", "high_precision")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,7 +62,10 @@ def gradients(model, input, grad_output, call=None):
     return results_of(model, input, grad_output=grad_output, call=call)[1:3]
 
 
-@pytest.mark.parametrize(("recipe", "dtype", "backward"), thinned(RECIPES, DTYPES, ("dequantized", "high_precision")))
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "backward"),
+    thinned((*NON_BLOCK_RECIPES, "blockwise", "mxfp8"), DTYPES, MODES),
+)
 def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
     model, input, grad_output = make_step(make_config(recipe, backward), dtype)
     expected = expected_gradients(model, input, grad_output)

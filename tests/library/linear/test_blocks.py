@@ -12,8 +12,8 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes import e8m0, scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.scale_layout import ScaleLayout
+from tests.recipes import BLOCK_RECIPES, E4M3, E5M2
 from tests.reference import (
-    BLOCK_RECIPES,
     assert_matmul_exact,
     assert_same_bits,
     every_value,
@@ -22,8 +22,6 @@ from tests.reference import (
     sqnr_db,
 )
 from tests.thinned import thinned
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def e8m0_exponent(amax, largest, mode):

@@ -14,11 +14,10 @@ from tests.counting import saved_bytes
 from tests.library.conversion.delayed import Net, config_of, copy_scales
 from tests.library.distributed.models import DIM, Block
 from tests.library.linear.linears import make_linear
-from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
+from tests.recipes import DYNAMIC_RECIPES, E4M3, PERSISTENT_RECIPES
 from tests.steps import assert_same, results_of, train
 from tests.thinned import at_night, thinned
 
-E4M3 = torch.float8_e4m3fn
 TRACED_ANEW = ("rowwise_with_gw_hp", "mxfp8")
 """Recipes with casts or matmuls that the others lack."""
 
@@ -112,7 +111,7 @@ def test_qkv_share_one_float8_input_in_compiled_code():
     [
         *((recipe, "aot_eager") for recipe in TRACED_ANEW),
         *at_night([("rowwise", "inductor")]),
-        *at_night((recipe, "aot_eager") for recipe in (*RECIPES, *BLOCK_RECIPES) if recipe not in TRACED_ANEW),
+        *at_night((recipe, "aot_eager") for recipe in DYNAMIC_RECIPES if recipe not in TRACED_ANEW),
     ],
 )
 def test_dynamic_shapes_compile_once(recipe, backend):

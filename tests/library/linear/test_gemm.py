@@ -18,12 +18,12 @@ from quaver.linear.native_mm import ScaleKind, prepare_native_operands
 from quaver.recipes.scale_layout import TENSORWISE, infer_layout
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.slow_paths import error_on_slow_path
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_matmul_exact
 from tests.thinned import at_night, thinned
 from tests.virtual_gpu import matmuls, virtual_gpu
 from tests.virtual_gpu.runtime import simulate_capture
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
 

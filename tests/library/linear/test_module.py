@@ -19,12 +19,12 @@ from quaver.recipes.config import DelayedScalingConfig
 from tests.counting import saved_bytes
 from tests.library.distributed.models import config_of
 from tests.library.linear.linears import Qkv, count_reads, make_linear, needs_counts
-from tests.reference import RECIPES, lowest_sqnr_db, sqnr_db
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 
 
 @RECIPE
@@ -79,7 +79,7 @@ def count_matmuls():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(RECIPES, (False, True), (False, True))
+    ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(NON_BLOCK_RECIPES, (False, True), (False, True))
 )
 def test_no_matmul_for_a_gradient_that_is_not_needed(recipe, needs_input_grad, needs_weight_grad):
     module = make_linear(recipe, bias=True)
@@ -93,7 +93,7 @@ def test_no_matmul_for_a_gradient_that_is_not_needed(recipe, needs_input_grad, n
     assert module.bias.grad is not None
 
 
-@pytest.mark.parametrize(("recipe", "bias", "checkpointed"), thinned(RECIPES, (False, True), (False, True)))
+@pytest.mark.parametrize(("recipe", "bias", "checkpointed"), thinned(NON_BLOCK_RECIPES, (False, True), (False, True)))
 def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
     """As torch.distributed.pipelining does in its zero-bubble schedules, to leaves and to tensors within the graph."""
     module = make_linear(recipe, bias=bias)
@@ -187,7 +187,7 @@ def test_a_weight_changed_before_backward_is_an_error():
 
 @pytest.mark.parametrize(
     ("recipe", "shape", "bias"),
-    thinned(RECIPES, [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
+    thinned(NON_BLOCK_RECIPES, [(64,), (1, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
 )
 def test_inputs_may_have_any_leading_dims_and_no_tokens(recipe, shape, bias):
     module = make_linear(recipe, bias=bias)
@@ -219,7 +219,7 @@ def test_inputs_may_be_non_contiguous_or_expanded(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "autocast_dtype", "input_dtype"),
-    thinned(RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
+    thinned(NON_BLOCK_RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
 )
 def test_results_under_autocast_have_its_dtype_and_are_near(recipe, autocast_dtype, input_dtype):
     module = make_linear(recipe, dtype=torch.float32, bias=True)

@@ -27,7 +27,7 @@ from quaver.recipes.scaling import CastScales
 from tests.library.linear.linears import Qkv, count_reads, needs_counts
 from tests.steps import assert_same, results_of
 
-RECIPES = ("tensorwise", "rowwise")
+RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 
 
 class Attention(nn.Module):
@@ -56,7 +56,7 @@ WRITES = (through_numpy, through_data, through_shared_memory)
 
 @pytest.mark.parametrize("records_gradients", [False, True])
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 def test_a_write_that_no_version_counter_sees_is_seen(recipe, write, records_gradients):
     linear = Float8Linear(64, 64, bias=False, config=recipe)
     attention = convert_to_float8_training(Attention(), config=recipe)
@@ -144,7 +144,7 @@ def test_linears_under_other_autocasts_share_nothing():
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
     """The recomputation calls this part and not the forward around it, and issues the operations of the forward."""
 
@@ -178,7 +178,7 @@ def test_one_forward_that_trains_casts_its_input_once(recipe, times, trains):
 
 
 @needs_counts
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 def test_a_parent_that_is_checkpointed_itself_casts_its_input_once_again(recipe):
     """A recomputation calls its forward without hooks; one of a module around it calls the parent with its hooks."""
     counts = []

@@ -12,11 +12,11 @@ from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from tests.library.distributed.models import config_of
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 
 
 def both_operands(matrix, casts):

@@ -9,9 +9,8 @@ import torch
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
 from quaver.numerics.matmul_sums import BFLOAT16_DB, MatmulSqnrs
 from tests.library.numerics.samples import compare_sums
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def codes(rows, columns, step, dtype):

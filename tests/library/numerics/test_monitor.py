@@ -27,7 +27,8 @@ from quaver.numerics.step_ends import StepEndDetector
 from quaver.optim import CombinedOptimizer
 from tests import steps
 from tests.library.numerics.samples import compare_sums
-from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.recipes import DYNAMIC_RECIPES
+from tests.reference import sqnr_db
 from tests.thinned import at_night
 from tests.virtual_gpu.runtime import simulate_capture
 
@@ -74,7 +75,7 @@ def train_and_monitor(model, every=2, count=3, micro_batches=1, **options):
     return losses, lines
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *BLOCK_RECIPES, "delayed"])
+@pytest.mark.parametrize("recipe", [*DYNAMIC_RECIPES, "delayed"])
 def test_a_sample_is_what_the_linear_computed_with(recipe):
     model = make(recipe)
     hps = {"weight": model.up.weight.detach().clone()}

@@ -16,8 +16,9 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe, list_sites
 from quaver.numerics.sampling import Sampling
 from quaver.numerics.statistics import STATISTICS, make_slots, merge_slots, observe_matrix, summarize_slots
-from tests.library.experts.operands import ENDS, RECIPES, make_operands
+from tests.library.experts.operands import ENDS, make_operands
 from tests.mixture import make_mixture
+from tests.recipes import DYNAMIC_RECIPES
 from tests.steps import assert_same, train
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def summarize_casts(site, casts, matrices):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DYNAMIC_RECIPES)
 def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     config = Float8LinearConfig.from_recipe_name(recipe)
     a, b_t, ends = make_operands(transposed=transposed)

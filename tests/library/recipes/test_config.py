@@ -24,9 +24,8 @@ from quaver import (
 )
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.recipes.config import resolve_config
-from tests.reference import BLOCK_RECIPES, RECIPES
+from tests.recipes import DYNAMIC_RECIPES, E4M3, E5M2
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, BLOCKWISE = ScalingGranularity.ROWWISE, ScalingGranularity.BLOCKWISE
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
 BLOCKS = CastConfig(scaling_granularity=BLOCKWISE)
@@ -156,7 +155,7 @@ def test_every_field_is_filled_in_and_the_arguments_stay_unchanged():
     assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight.column.is_blockwise
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *BLOCK_RECIPES, "delayed", "delayed_with_dynamic_weight"])
+@pytest.mark.parametrize("name", [*DYNAMIC_RECIPES, "delayed", "delayed_with_dynamic_weight"])
 def test_configs_are_rebuilt_from_their_fields(name):
     config = Float8LinearConfig.from_recipe_name(name)
     for options in (asdict(config), {field.name: getattr(config, field.name) for field in fields(config)}):

@@ -9,10 +9,10 @@ import torch
 
 from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity, ScalingType, cast_weights_once
 from quaver.recipes.formats import FLOAT8_FORMATS
+from tests.recipes import E4M3, E5M2
 from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
 from tests.steps import results_of
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
 NAMES = ("input", "input_for_grad_weight", "weight", "weight_for_grad_input")

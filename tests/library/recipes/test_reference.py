@@ -32,8 +32,8 @@ from tests.reference import assert_matmul_exact
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night, first
 
-RECIPES = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
-CONFIGS = RECIPES | {
+RECIPE_CONFIGS = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
+CONFIGS = RECIPE_CONFIGS | {
     "static": Float8LinearConfig(
         cast_config_input=CastConfig(ScalingType.STATIC, static_quant_scale=8.0),
         cast_config_weight=CastConfig(ScalingType.STATIC, static_quant_scale=16.0),
@@ -41,18 +41,18 @@ CONFIGS = RECIPES | {
     ),
     "frozen": make_blockwise_config(),
     "frozen, float32 scales": make_blockwise_config(power_of_2=False),
-    "blockwise, float32 scales": replace(RECIPES["blockwise"], round_scales_to_power_of_2=False),
-    "tensorwise, power-of-two scales": replace(RECIPES["tensorwise"], round_scales_to_power_of_2=True),
-    "tensorwise, weight kept": replace(RECIPES["tensorwise"], keep_float8_weight_for_backward=True),
-    "rowwise, weight kept": replace(RECIPES["rowwise"], keep_float8_weight_for_backward=True),
+    "blockwise, float32 scales": replace(RECIPE_CONFIGS["blockwise"], round_scales_to_power_of_2=False),
+    "tensorwise, power-of-two scales": replace(RECIPE_CONFIGS["tensorwise"], round_scales_to_power_of_2=True),
+    "tensorwise, weight kept": replace(RECIPE_CONFIGS["tensorwise"], keep_float8_weight_for_backward=True),
+    "rowwise, weight kept": replace(RECIPE_CONFIGS["rowwise"], keep_float8_weight_for_backward=True),
     "rowwise, dequantized": Float8LinearConfig.from_recipe_name("rowwise:dequantized"),
     "delayed, dequantized": Float8LinearConfig.from_recipe_name("delayed:dequantized"),
     "blockwise, high precision": Float8LinearConfig.from_recipe_name("blockwise:high_precision"),
     "delayed, most recent": replace(
-        RECIPES["delayed"],
+        RECIPE_CONFIGS["delayed"],
         delayed_scaling_config=DelayedScalingConfig(history_len=2, scale_fn_name="most_recent", margin=1),
     ),
-    "delayed, power-of-two scales": replace(RECIPES["delayed"], round_scales_to_power_of_2=True),
+    "delayed, power-of-two scales": replace(RECIPE_CONFIGS["delayed"], round_scales_to_power_of_2=True),
 }
 GROWTH = (1.0, 4.0, 0.25, 0.25)
 """Factors of all tensors, by step: the second step saturates delayed scales; later ones leave exponents unused."""
@@ -168,8 +168,8 @@ def test_eager_steps_have_the_references_bits(name, dtype):
 
 
 COMPILED = [("delayed", "inductor"), ("static", "aot_eager"), ("frozen", "aot_eager")]
-COMPILED += at_night((name, "aot_eager") for name in (*RECIPES, "rowwise, weight kept"))
-COMPILED += at_night((name, "inductor") for name in RECIPES if name != "delayed")
+COMPILED += at_night((name, "aot_eager") for name in (*RECIPE_CONFIGS, "rowwise, weight kept"))
+COMPILED += at_night((name, "inductor") for name in RECIPE_CONFIGS if name != "delayed")
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
@@ -206,7 +206,7 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("name", [*RECIPES, "frozen"])
+@pytest.mark.parametrize("name", [*RECIPE_CONFIGS, "frozen"])
 def test_nonfinite_numbers_reach_the_same_results(name, value):
     """A row, a column, a block or the whole is NaN; delayed scales skip a step whose amax is not finite."""
     config, shape = CONFIGS[name], SMALL[0]

@@ -13,9 +13,9 @@ import torch
 from quaver import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.kernels.cast import CASTS, MATERIALIZED_CASTS
 from quaver.recipes.scale_rules import SCALE_RULES
+from tests.recipes import E4M3
 from tests.reference import assert_same_bits, draw_samples
 
-E4M3 = torch.float8_e4m3fn
 F = np.float32
 HP = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16, torch.float32: F}
 LAYOUTS = {

@@ -21,11 +21,11 @@ from quaver.recipes.scaling import (
     multiply_scale_,
     to_dequant_scale,
 )
+from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits, every_value, reference_codes, reference_scales
 from tests.steps import assert_same
 from tests.thinned import thinned
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HP = pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)

@@ -9,15 +9,15 @@ from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, count_bytes_between_matmuls, predict_seconds_between_matmuls
 from quaver.roofline.cost import count_recipe_casts, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
+from tests.recipes import TORCHAO_RECIPES
 
 RECORDED = json.loads((Path(__file__).parents[3] / "benchmarks/results/ledger.json").read_text())
 LEDGERS = {ledger["name"]: ledger for ledger in RECORDED["ledgers"]}
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
 TOKENS, SEQ_LEN = 2 * 8192, 8192
 D, Q, K, H = SHAPE = BlockShape(4096, 4096, 1024, 14336)
 LINEARS = [(D, Q, 3), (D, K, 3), (D, K, 3), (Q, D, 1), (D, H, 2), (D, H, 2), (H, D, 1)]
 """In features, out features, and how many linears read the same input."""
-EVERY_RECIPE = pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
+EVERY_RECIPE = pytest.mark.parametrize("recipe", [None, *TORCHAO_RECIPES, "delayed", "blockwise"])
 
 
 def count_cast_bytes(recipe):

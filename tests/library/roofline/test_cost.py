@@ -9,12 +9,12 @@ from quaver.roofline.cost import KERNEL_LAUNCH_S, count_recipe_casts, predict_li
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.scaled_matmul import get_scales_share
-from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 def test_larger_layers_gain_more_and_never_more_than_the_hardware(recipe):
     speedups = [predict_linear_cost(16384, size, size, recipe, H100).speedup for size in (256, 1024, 4096, 16384)]
     assert speedups == sorted(speedups)
@@ -113,7 +113,7 @@ def test_grad_weight_in_high_precision_takes_bfloat16_time():
     assert cost.float8.grad_input_s < cost.bfloat16.grad_input_s
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES])
+@pytest.mark.parametrize("recipe", [*NON_BLOCK_RECIPES, *PERSISTENT_RECIPES])
 def test_without_float8_hardware_everything_is_slower(recipe):
     a100 = find_device_spec("A100")
     for size in (1024, 4096, 16384):

@@ -13,9 +13,7 @@ from quaver.activations.policy import MATMUL_OPS
 from quaver.linear import function
 from quaver.runtime.compile_hints import add_dependency
 from tests.steps import assert_same
-from tests.thinned import at_night
-
-FLOAT8 = ["tensorwise", "rowwise_with_gw_hp"]
+from tests.thinned import by_day
 
 
 def compile_backward(linear: nn.Module) -> tuple[torch.fx.Graph, list[torch.Tensor]]:
@@ -40,7 +38,7 @@ def depends_on(node: torch.fx.Node, other: torch.fx.Node) -> bool:
     return any(input is other or depends_on(input, other) for input in node.all_input_nodes)
 
 
-@pytest.mark.parametrize("recipe", [FLOAT8[0], *at_night((recipe,) for recipe in FLOAT8[1:])])
+@pytest.mark.parametrize("recipe", by_day(["tensorwise"], ["tensorwise", "rowwise_with_gw_hp"]))
 def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatch):
     torch.manual_seed(1)
     linear = Float8Linear(32, 48, bias=False, config=Float8LinearConfig.from_recipe_name(recipe))

@@ -11,9 +11,9 @@ import torch
 
 from quaver.kernels.cast import cast_blockwise
 from quaver.recipes import scaling
+from tests.recipes import E4M3
 from tests.reference import assert_same_bits, every_value
 
-E4M3 = torch.float8_e4m3fn
 MAX = 448.0
 
 

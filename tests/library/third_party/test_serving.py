@@ -15,9 +15,9 @@ from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import load_frozen, matches_serving, save_float8
 from quaver.recipes import scaling
 from tests.library.third_party.llama import convert, llama, mixture
+from tests.recipes import E4M3
 from tests.reference import assert_same_bits, draw_samples
 
-E4M3 = torch.float8_e4m3fn
 HP = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 TOKENS = torch.arange(48).view(2, 24)
 

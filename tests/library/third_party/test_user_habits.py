@@ -13,12 +13,13 @@ from quaver import convert_to_float8_training, sync_float8_amax_and_scale_histor
 from quaver.kernels import cpu
 from tests.isolated import isolated
 from tests.library.third_party.checkpointed import POLICIES, Block
+from tests.recipes import TORCHAO_RECIPES
 from tests.reference import sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night, first, thinned
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+COMMON_RECIPES = (*TORCHAO_RECIPES, "delayed")
+RECIPE = pytest.mark.parametrize("recipe", COMMON_RECIPES)
 CASTS = ("c", "pytorch")
 K, N = 32, 16
 
@@ -58,7 +59,8 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape", "name"), thinned(RECIPES, [(K,), (6, K), (2, 3, K), (2, 3, 2, K), (2, 2048, K)], IN_PLACE)
+    ("recipe", "shape", "name"),
+    thinned(COMMON_RECIPES, [(K,), (6, K), (2, 3, K), (2, 3, 2, K), (2, 2048, K)], IN_PLACE),
 )
 def test_an_output_may_be_written_in_place(recipe, shape, name):
     linear, input, operation = make_linear(recipe), torch.randn(shape), IN_PLACE[name]
@@ -180,7 +182,7 @@ def check_users_checkpoint(recipe, policy, nesting, alive):
 
 @pytest.mark.parametrize(
     ("recipe", "way", "alive", "casts"),
-    thinned(RECIPES, CHECKPOINTS, ("never", "in forward", "always"), CASTS, together=1),
+    thinned(COMMON_RECIPES, CHECKPOINTS, ("never", "in forward", "always"), CASTS, together=1),
     indirect=["casts"],
 )
 def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
@@ -195,7 +197,9 @@ def test_a_users_checkpoint_changes_no_bit(recipe, way, alive, casts):
 WRAPS = (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))
 
 
-@pytest.mark.parametrize(("recipe", "mode", "wrap"), thinned(RECIPES, (torch.inference_mode, torch.no_grad), WRAPS))
+@pytest.mark.parametrize(
+    ("recipe", "mode", "wrap"), thinned(COMMON_RECIPES, (torch.inference_mode, torch.no_grad), WRAPS)
+)
 def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make_linear(recipe), torch.randn(6, K)
@@ -233,7 +237,7 @@ DTYPES = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize(
     ("recipe", "bias", "shape", "dtypes"),
-    thinned(RECIPES, (False, True), [(48, K), (2, 24, K)], [DTYPES, DTYPES[::-1]]),
+    thinned(COMMON_RECIPES, (False, True), [(48, K), (2, 24, K)], [DTYPES, DTYPES[::-1]]),
 )
 def test_weight_and_input_may_have_two_dtypes(recipe, bias, shape, dtypes):
     """As in torchao: both are quantized in their dtype, results have the input's, gradients the parameters'."""
@@ -259,7 +263,7 @@ def test_a_float32_weight_is_quantized_from_float32(recipe):
     assert sqnr_db(exact, linear(input)) > 45  # bfloat16 rounds the output; the quantized operands are the same
 
 
-@pytest.mark.parametrize(("recipe", "weight_dtype", "input_dtype"), thinned(RECIPES, DTYPES, DTYPES))
+@pytest.mark.parametrize(("recipe", "weight_dtype", "input_dtype"), thinned(COMMON_RECIPES, DTYPES, DTYPES))
 def test_two_dtypes_become_one_under_autocast(recipe, weight_dtype, input_dtype):
     linear = make_linear(recipe, dtype=torch.bfloat16).to(weight_dtype)
     input = torch.randn(48, K).bfloat16().to(input_dtype)

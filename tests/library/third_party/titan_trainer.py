@@ -47,7 +47,7 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from quaver import assert_float8_training, conversion_report  # noqa: E402
 from quaver.integrations.torchtitan import Float8LinearConverter  # noqa: E402
 
-RECIPES = (None, "rowwise", "tensorwise")
+PRECISIONS = (None, "rowwise", "tensorwise")
 BATCH, SEQUENCE, STEPS = 4, 32, 3
 
 
@@ -121,9 +121,9 @@ def train(recipe: str | None, folder: str, world: int, tp: int, gather: bool) ->
 
 def main(results: Path) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    runs = [(recipe, 1, False) for recipe in RECIPES]
+    runs = [(recipe, 1, False) for recipe in PRECISIONS]
     if world > 1:
-        runs += [*((recipe, 1, True) for recipe in RECIPES[1:]), *((recipe, world, False) for recipe in RECIPES)]
+        runs += [*((recipe, 1, True) for recipe in PRECISIONS[1:]), *((recipe, world, False) for recipe in PRECISIONS)]
     with TemporaryDirectory() as folder:
         reports = [train(recipe, folder, world, tp, gather) for recipe, tp, gather in runs]
     if dist.get_rank() == 0:

@@ -21,12 +21,11 @@ from quaver import (
 )
 from quaver.conversion.persistent_scales import list_named_slots
 from tests.models import Block, rope_tables
-from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.recipes import DYNAMIC_RECIPES
+from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
-
-ALL = (*RECIPES, "delayed", *BLOCK_RECIPES)
 
 
 def _linear(recipe):
@@ -126,7 +125,7 @@ def test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused(int
     ("make", "recipe", "card_name"),
     [
         (_linear, "tensorwise", "h100"),
-        *at_night((_linear, recipe, "h100") for recipe in (*RECIPES[1:], *BLOCK_RECIPES)),
+        *at_night((_linear, recipe, "h100") for recipe in DYNAMIC_RECIPES[1:]),
         *at_night((_linear, recipe, "b200") for recipe in ("mxfp8", "mxfp8_with_gw_hp", "rowwise")),
         *at_night((_experts, recipe, "h100") for recipe in ("rowwise", "rowwise_with_gw_hp")),
     ],
@@ -156,7 +155,7 @@ def test_kernels_that_inductor_joins_side_by_side_have_eager_bits(interpreter, r
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("recipe", [None, *ALL])
+@pytest.mark.parametrize("recipe", [None, *DYNAMIC_RECIPES, "delayed"])
 def test_a_block_for_hopper_has_eager_numbers(interpreter, recipe):
     """Inductor orders sums of norms' gradients otherwise, and rounds those of rotary embeddings elsewhere.
 

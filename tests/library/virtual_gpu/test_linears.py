@@ -17,11 +17,10 @@ from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.runtime.devices import has_cuda
 from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
 from tests.models import Block, rope_tables
-from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
-from tests.thinned import at_night
+from tests.recipes import DYNAMIC_RECIPES
+from tests.reference import sqnr_db
+from tests.thinned import at_night, by_day
 from tests.virtual_gpu import virtual_gpu
-
-ALL = (*RECIPES, *BLOCK_RECIPES)
 
 
 def run_step(call, *tensors, module=None):
@@ -119,7 +118,7 @@ NATIVE_RECIPES = {
 @pytest.mark.parametrize(
     ("recipe", "name", "shape", "dtype", "has_bias", "backend"),
     [
-        *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in ALL),
+        *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in DYNAMIC_RECIPES),
         ("tensorwise", "h100", (33, 40, 24), torch.float32, True, None),
         *at_night([("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager")]),
         (serving_config("vllm-per-token-kernel"), "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
@@ -138,7 +137,7 @@ def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dty
 @pytest.mark.parametrize(
     ("recipe", "name", "transposed", "backend"),
     [
-        *((recipe, "h100", False, None) for recipe in ALL),
+        *((recipe, "h100", False, None) for recipe in DYNAMIC_RECIPES),
         ("rowwise_with_gw_hp", "h100", True, "aot_eager"),
         ("rowwise", "b200", True, None),
         ("rowwise", "a100", False, None),
@@ -183,10 +182,7 @@ def test_matmuls_read_codes_and_scales_as_the_casts_wrote_them(interpreter, reci
     assert interpreter(_count_copies, recipe, backend, length) == (3, 0)
 
 
-DYNAMIC = ("delayed", "mxfp8")
-
-
-@pytest.mark.parametrize("recipe", [*DYNAMIC, *at_night((recipe,) for recipe in ALL if recipe not in DYNAMIC)])
+@pytest.mark.parametrize("recipe", by_day(("delayed", "mxfp8"), (*DYNAMIC_RECIPES, "delayed")))
 def test_graphs_of_dynamic_shapes_hold_several_linears(recipe):
     """Dynamo makes inputs of the floats and ints of modules, which a second autograd function cannot take."""
     torch.compiler.reset()

@@ -12,7 +12,7 @@ from tests.library.distributed.fsdp_models import STEPS, train_cases
 from tests.library.distributed.models import config_of, single_process_losses
 from tests.library.distributed.parallel_models import ARRANGEMENTS, check_results
 from tests.ranks import run
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
@@ -45,7 +45,7 @@ def test_fsdp_computes_what_one_card_does(case):
 
 TP = [
     ("rowwise by sequence", "tensorwise", "aot_eager"),
-    *itertools.product(ARRANGEMENTS, RECIPES, (None, "aot_eager")),
+    *itertools.product(ARRANGEMENTS, NON_BLOCK_RECIPES, (None, "aot_eager")),
 ]
 
 

@@ -16,11 +16,11 @@ from quaver.experts import grouped_mm
 from quaver.experts.module_weight import iter_model_weights
 from quaver.linear import quantize
 from tests.mixture import DIM, make_mixture
-from tests.reference import RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, TORCHAO_RECIPES
 from tests.steps import assert_same, train
 from tests.thinned import at_night
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 
 
 def build_model(recipe):
@@ -50,12 +50,12 @@ def compute_gradients(model, microbatches, call=None):
 @pytest.mark.parametrize(
     ("make", "recipe", "backend"),
     [
-        *((build_model, recipe, None) for recipe in (*RECIPES, "blockwise")),
-        *itertools.product((build_mixture, build_transposed_mixture), (*RECIPES[:3], "blockwise", "mxfp8"), [None]),
+        *((build_model, recipe, None) for recipe in (*NON_BLOCK_RECIPES, "blockwise")),
+        *itertools.product((build_mixture, build_transposed_mixture), (*TORCHAO_RECIPES, "blockwise", "mxfp8"), [None]),
         (build_mixture, "tensorwise", "aot_eager"),
         *at_night(
             [
-                *itertools.product((build_model,), (*RECIPES, "blockwise"), ["aot_eager"]),
+                *itertools.product((build_model,), (*NON_BLOCK_RECIPES, "blockwise"), ["aot_eager"]),
                 *itertools.product((build_transposed_mixture,), ("rowwise", "tensorwise"), ["aot_eager"]),
                 (build_model, "rowwise", "inductor"),
                 (build_mixture, "rowwise", "aot_eager"),
@@ -84,7 +84,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
-    ("make", "recipe"), [*((build_model, recipe) for recipe in (*RECIPES[:3], "blockwise")), (build_mixture, "rowwise")]
+    ("make", "recipe"), [*itertools.product([build_model], (*TORCHAO_RECIPES, "blockwise")), (build_mixture, "rowwise")]
 )
 def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe, call):
     """A backward may run when the scope of its forward is closed, or another one is open."""

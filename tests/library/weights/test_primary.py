@@ -37,12 +37,12 @@ from tests.library.weights.models import (
     make_adamw,
 )
 from tests.mixture import DIM, make_mixture
-from tests.reference import BLOCK_RECIPES, RECIPES
+from tests.recipes import DYNAMIC_RECIPES, TORCHAO_RECIPES
 from tests.steps import assert_same, by_torch_save, draw
 from tests.thinned import at_night, thinned
 
-ALL_RECIPES = (*RECIPES, *BLOCK_RECIPES, "delayed_with_dynamic_weight")
-OF_EXPERTS = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+LINEAR_RECIPES = (*DYNAMIC_RECIPES, "delayed_with_dynamic_weight")
+EXPERT_RECIPES = (*TORCHAO_RECIPES, "blockwise", "mxfp8")
 COMPILED = ("delayed_with_dynamic_weight",)
 """A persistent scaling; a compiled mixture has linears of `tensorwise`. The others are for the night."""
 
@@ -88,15 +88,15 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("make", "recipe", "optimizer", "compiled"),
     [
-        *((build_linears, recipe, "default", False) for recipe in ALL_RECIPES),
+        *((build_linears, recipe, "default", False) for recipe in LINEAR_RECIPES),
         *((build_linears, recipe, "default", True) for recipe in COMPILED),
         *((build_linears, "rowwise", optimizer, False) for optimizer in list(OPTIMIZERS)[1:]),
-        *((build_experts, recipe, "default", False) for recipe in OF_EXPERTS),
+        *((build_experts, recipe, "default", False) for recipe in EXPERT_RECIPES),
         (build_transposed_experts, "rowwise", "default", False),
-        *at_night((build_experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1] if recipe not in OF_EXPERTS),
-        *at_night((build_transposed_experts, recipe, "default", False) for recipe in ALL_RECIPES[:-1]),
+        *at_night((build_experts, name, "default", False) for name in DYNAMIC_RECIPES if name not in EXPERT_RECIPES),
+        *at_night((build_transposed_experts, recipe, "default", False) for recipe in DYNAMIC_RECIPES),
         (build_experts, "tensorwise", "default", True),
-        *at_night((build_linears, recipe, "default", True) for recipe in ALL_RECIPES if recipe not in COMPILED),
+        *at_night((build_linears, recipe, "default", True) for recipe in LINEAR_RECIPES if recipe not in COMPILED),
     ],
 )
 def test_losses_and_weights_are_those_of_ordinary_parameters(make, recipe, optimizer, compiled):

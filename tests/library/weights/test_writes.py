@@ -222,11 +222,11 @@ CELLS = [
     for form, write in itertools.product(FORMS, WRITES)
     if (form, write) not in LOST and not (write in RESHAPES and form in {"plain", "cast_once"})
 ]
-RECIPES = ["tensorwise", "rowwise", "blockwise"]
-LINEARS = thinned(["linear"], RECIPES, CELLS, together=1)
+RECIPES_BY_GRANULARITY = ["tensorwise", "rowwise", "blockwise"]
+LINEARS = thinned(["linear"], RECIPES_BY_GRANULARITY, CELLS, together=1)
 EXPERTS = [  # the dispatch is that of linears
     pytest.param(*case, marks=pytest.mark.nightly if number % 32 else ())
-    for number, case in enumerate(itertools.product(["experts", "transposed experts"], RECIPES, CELLS))
+    for number, case in enumerate(itertools.product(["experts", "transposed experts"], RECIPES_BY_GRANULARITY, CELLS))
 ]
 
 
