@@ -19,11 +19,11 @@ from quaver.conversion.report import (
     explain_unfinished,
     is_in_high_precision,
 )
+from quaver.foreign.torchao import explain_inference_only
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.last_run import describe_last_backends, find_traces, get_last_device, may_have_run
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_state import LinearScaleSlots
-from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.module_names import format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths

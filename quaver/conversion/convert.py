@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.persistent_scales import add_persistent_scales
-from quaver.conversion.quantized_configs import drop_false_quantization
 from quaver.conversion.report import (
     FILTER_REASON_ATTRIBUTE,
     SLOW_PATH_HEAD,
@@ -31,6 +30,7 @@ from quaver.experts.module import (
     is_transposed,
 )
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
+from quaver.foreign.transformers import drop_stale_quantization_config
 from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
 from quaver.linear.class_change import SubstituteModule, get_class_parts
@@ -133,7 +133,7 @@ def convert_with_layer_configs(
             _convert_layers(module, layers, undo)
         undo.pop_all()
     share_input_casts(module, Float8Linear)
-    drop_false_quantization(module)
+    drop_stale_quantization_config(module)
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
         vars(child).update({FILTER_REASON_ATTRIBUTE: reason} if reason else {})
@@ -170,7 +170,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
             if isinstance(child, SubstituteModule):
                 child.to_original()
     stop_sharing_input_casts(module)
-    drop_false_quantization(module)
+    drop_stale_quantization_config(module)
     return module
 
 

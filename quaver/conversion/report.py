@@ -15,6 +15,7 @@ from quaver.conversion.idle_modules import explain_missing_weight, explain_repla
 from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.module import Float8Experts, get_expert_weights, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
+from quaver.foreign.torchao import explain_inference_only
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.linear.backends import list_matmul_casts
 from quaver.linear.class_change import get_class_parts
@@ -26,7 +27,6 @@ from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import MATMULS
-from quaver.recipes.torchao_forms import explain_inference_only
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.module_names import find_weight_modules, format_module_name, join_names
 from quaver.runtime.slow_paths import list_slow_paths

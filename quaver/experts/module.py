@@ -35,6 +35,7 @@ from quaver.experts.grouped_mm import (
 )
 from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.token_exchange import Dispatch, Dispatcher, send_back
+from quaver.foreign.transformers import is_llama4_experts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import record_run
 from quaver.linear.tensor import Float8Tensor
@@ -199,14 +200,14 @@ def is_experts(module: nn.Module) -> bool:
     """Return whether `module` has the attributes of transformers' experts, by which a conversion recognizes experts.
 
     `num_experts`, `has_gate`, `_apply_gate(gate_up)` and the 3-D parameters `gate_up_proj` (`up_proj` without a gate)
-    and `down_proj`; or the name of Llama 4's class.
+    and `down_proj`; or the class of Llama 4's experts.
     """
     if isinstance(module, Float8Experts):
         return True
     if not isinstance(getattr(module, "num_experts", None), int):
         return False
     has_protocol = hasattr(module, "_apply_gate") and hasattr(module, "has_gate")
-    if not has_protocol and type(module).__name__ != "Llama4TextExperts":
+    if not has_protocol and not is_llama4_experts(type(module)):
         return False
     names = {"gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"}
     weights = get_expert_weights(module)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import get_expert_weights, is_experts, is_transposed
+from quaver.foreign.transformers import is_llama4_experts
 from quaver.linear.class_change import get_class_parts
 from quaver.runtime.module_names import strip_wrappers
 
@@ -149,7 +150,7 @@ def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Chec
                 if conversions.is_known
                 else _make_default_parts(prefix, leaf, module)
             )
-            if parts is None and has_linears and get_class_parts(module).original.__name__ == "Llama4TextExperts":
+            if parts is None and has_linears and is_llama4_experts(get_class_parts(module).original):
                 matrices = _name_matrices(prefix, leaf, count)
                 parts = [tuple(map(conversions.get_stored_name, names)) for names in matrices]
                 transposed.add(name)

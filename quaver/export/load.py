@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.quantized_configs import patch_transformers_models
 from quaver.export.bundle import HEADER_KEY, check_digests, list_copied_files
 from quaver.export.checkpoint_names import DIFFUSION_PREFIXES, PartNames, make_checkpoint_names
 from quaver.export.files import (
@@ -27,6 +26,7 @@ from quaver.export.files import (
 from quaver.export.formats.comfyui import MarkedFormat
 from quaver.export.formats.stored import StoredFormat, StoredScale
 from quaver.export.tensor_roles import read_stored_format, remove_quantization, sort_tensors
+from quaver.foreign.transformers import patch_transformers_models
 from quaver.recipes.formats import FLOAT8_FORMATS, HP_DTYPES
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import check_is_new, write_new_folder

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.formats import FORMAT_READERS
 from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import find_kv_scale_names
+from quaver.foreign.transformers import QUANTIZATION_KEYS
 from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import join_names
 

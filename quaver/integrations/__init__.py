@@ -11,7 +11,7 @@ put there before. A second call changes nothing, unless another library replaced
         `get_hf_quantizer`, which refuses a QuaverConfig for a folder with another quant_method
     load_float8, load_frozen, import_float8, in transformers if it is imported
         `PreTrainedModel.load_state_dict` and `save_pretrained`, which keep the quantization_config of a float8 folder
-        in the config of a model in high precision (conversion/quantized_configs.py)
+        in the config of a model in high precision (foreign/transformers.py)
     quaver.integrations.torchao.install(), in torchao and in all modules that imported its names
         the classes and functions of `torchao.float8`, which trainers call by these names
     Float8GroupedExpertsConverter, in torchtitan

@@ -38,7 +38,6 @@ from quaver.conversion.convert import (
 )
 from quaver.conversion.freeze import resolve_frozen_config
 from quaver.conversion.layer_recipes import LayerRecipes
-from quaver.conversion.quantized_configs import QUANTIZATION_KEYS, iter_model_configs
 from quaver.experts.module import is_experts
 from quaver.export.files import CONFIG_JSON, SAFETENSORS, read_config
 from quaver.export.frozen import StoredWeights, explain_frozen_obstacle
@@ -46,6 +45,7 @@ from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.export.plan import find_float8_weights
 from quaver.export.tensor_roles import CODE_DTYPES, find_quantization
+from quaver.foreign.transformers import QUANTIZATION_KEYS, iter_model_configs
 from quaver.integrations.transformers_conv1d import Conv1DLinear
 from quaver.integrations.transformers_convert import (
     make_float8_filter,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quaver.foreign.torchao import LinearMMConfig, is_torchao_tensor
 from quaver.linear.backends import describe_backends
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module
@@ -18,7 +19,6 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
-from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
 from quaver.torch_private.dtensor import is_dtensor
 from quaver.torch_private.tracing import FakeTensor
 

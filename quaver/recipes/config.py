@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+from quaver.foreign.torchao import LinearMMConfig, ScaledMMConfig, convert_from_torchao, convert_op_config
 from quaver.recipes.cast_checks import check_casts, has_powers_of_2
 from quaver.recipes.cast_config import CastConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
 from quaver.recipes.delayed_config import DelayedScalingConfig
@@ -29,7 +30,6 @@ from quaver.recipes.linear_casts import (
 )
 from quaver.recipes.recipe_name import BACKWARD_MODES, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, convert_from_torchao, convert_op_config
 
 __all__ = [
     "BLOCK_SIZES",

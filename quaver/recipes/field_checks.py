@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import is_dataclass
 
-from quaver.recipes.torchao_forms import convert_from_torchao
+from quaver.foreign.torchao import convert_from_torchao
 
 
 def convert_field(config: object, name: str, expected: type) -> None:

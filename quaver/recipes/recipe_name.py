@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from quaver.recipes.torchao_forms import convert_from_torchao
+from quaver.foreign.torchao import convert_from_torchao
 from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import suggest_name
 

@@ -17,7 +17,7 @@ original = read()
 import quaver, quaver.compat.float8, quaver.export, quaver.numerics, quaver.integrations.torchao
 assert read() == original
 
-from quaver.conversion.quantized_configs import patch_transformers_models
+from quaver.foreign.transformers import patch_transformers_models
 from quaver.integrations.transformers import QuaverConfig
 from quaver.integrations.transformers_quantizer import install_quantizer
 registered = read()
@@ -35,7 +35,7 @@ REPLACED = """
 import functools
 import logging
 from transformers import PreTrainedModel, modeling_utils
-from quaver.conversion.quantized_configs import patch_transformers_models
+from quaver.foreign.transformers import patch_transformers_models
 from quaver.integrations.transformers_quantizer import install_quantizer
 import torch
 

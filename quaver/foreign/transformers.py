@@ -1,7 +1,7 @@
-"""Removes `quantization_config` from the configs of transformers' models that are not quantized.
+"""Recognizes experts of Llama 4, and drops a stale `quantization_config` from models that are not quantized.
 
 `AutoConfig.from_pretrained` of a float8 folder returns a config with a `quantization_config`. `from_config` makes a
-high-precision model that keeps this entry. A later reader would then interpret the weights that `save_pretrained`
+high-precision model that keeps this stale entry. A later reader would then interpret the weights that `save_pretrained`
 writes as float8 codes without scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and
 `_is_quantized` in its configs; from other high-precision models this file removes the entry. A state_dict does not know
 its model, so `patch_transformers_models` hooks into the loading and saving of models. This file can go when
@@ -20,11 +20,17 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
+
+def is_llama4_experts(cls: type[nn.Module]) -> bool:
+    """Return whether a class is Llama 4's experts, which lack the attributes of transformers' other experts."""
+    return cls.__name__ == "Llama4TextExperts"
+
+
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """The entries of config.json that say how the weights are quantized."""
 
 
-def drop_false_quantization(model: nn.Module) -> None:
+def drop_stale_quantization_config(model: nn.Module) -> None:
     """Remove the `quantization_config` of `model`, and of models inside it, if their parameters are not quantized."""
     for module in model.modules():
         if getattr(module, "hf_quantizer", None) is not None:
@@ -52,12 +58,12 @@ def iter_model_configs(config: object) -> Iterator[Any]:
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))
 
 
-_DROPS_QUANTIZATION = "_drops_false_quantization"
+_DROPS_STALE_CONFIG = "_drops_stale_quantization_config"
 """The attribute of the methods that `patch_transformers_models` made, and of wrappers of them."""
 
 
 def patch_transformers_models() -> None:
-    """If transformers is imported, run `drop_false_quantization` whenever a model loads a state_dict or is saved.
+    """If transformers is imported, run `drop_stale_quantization_config` when a model loads a state_dict or is saved.
 
     The new methods call what is there, also another library's, which may have replaced them since an earlier call.
     """
@@ -70,16 +76,16 @@ def patch_transformers_models() -> None:
     @functools.wraps(load or nn.Module.load_state_dict)
     def load_and_drop(self: nn.Module, *args: Any, **options: Any) -> Any:
         result = (load or nn.Module.load_state_dict)(self, *args, **options)
-        drop_false_quantization(self)
+        drop_stale_quantization_config(self)
         return result
 
     @functools.wraps(save)
     def drop_and_save(self: nn.Module, *args: Any, **options: Any) -> Any:
-        drop_false_quantization(self)
+        drop_stale_quantization_config(self)
         return save(self, *args, **options)
 
     for name, method in (("load_state_dict", load_and_drop), ("save_pretrained", drop_and_save)):
-        if not hasattr(method, _DROPS_QUANTIZATION):  # `wraps` copies the attribute of the method that is there
-            setattr(method, _DROPS_QUANTIZATION, True)
+        if not hasattr(method, _DROPS_STALE_CONFIG):  # `wraps` copies the attribute of the method that is there
+            setattr(method, _DROPS_STALE_CONFIG, True)
             setattr(base, name, method)
-            logger.info("wrapped PreTrainedModel.%s of transformers, to drop a false quantization_config", name)
+            logger.info("wrapped PreTrainedModel.%s of transformers, to drop a stale quantization_config", name)
