@@ -4,8 +4,8 @@
     recipe_name = "tensorwise"
     layer_recipes = ["model.layers.0.mlp.down_proj=blockwise", "model.layers.3.mlp.down_proj=high_precision"]
 
-`quaver doctor --model` writes such a file under a budget of decibels. `quaver train` and
-`prepare_model_for_float8(model, LayerRecipes.read(path))` read it.
+`prepare_model_for_float8(model, LayerRecipes.read(path))` and `quaver train` read such a file. `quaver doctor --model`
+writes one under a budget of decibels.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LayerRecipes:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{str(path)!r} is not valid TOML: {error}") from error
         if not isinstance(section, dict):
-            raise ValueError(f"expected a section [float8] in {str(path)!r}; quaver doctor --model writes one")
+            raise ValueError(f"expected a section [float8] with recipe_name and layer_recipes in {str(path)!r}")
         entries = section.get("layer_recipes", [])
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise ValueError(f"layer_recipes in {str(path)!r}: expected a list of 'layer=recipe', got {entries!r}")

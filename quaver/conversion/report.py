@@ -246,7 +246,7 @@ def explain_conversion_obstacle(linear: nn.Linear, *, include_subclasses: bool =
             )
         return (
             f"its weight is stored in {weight.dtype}, which another library quantized: load its checkpoint in high "
-            "precision (quaver import, or quaver.export.load_float8) to train it"
+            "precision (quaver.export.load_float8) to train it"
         )
     if "forward" in vars(linear):
         return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan): convert before that"

@@ -206,12 +206,12 @@ class QuaverQuantizer(HfQuantizer):
             raise NotImplementedError(
                 "QuaverConfig with a distributed_config: expected a folder in high precision and frozen=False, got "
                 f"{'frozen=True' if config.frozen else 'a float8 folder'}; load the model on each rank and call "
-                "fully_shard, or dequantize the folder with quaver import"
+                "fully_shard, or dequantize the folder with quaver.export.import_float8"
             )
         if checkpoint is not None and not hasattr(HfQuantizer, "update_weight_conversions"):
             raise NotImplementedError(
                 "QuaverConfig: expected transformers 5.8 or newer for a float8 folder, got "
-                f"{transformers.__version__}; use quaver import, or load_frozen"
+                f"{transformers.__version__}; use quaver.export.import_float8 or load_frozen"
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:

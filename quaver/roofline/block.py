@@ -13,8 +13,8 @@ keys, and H of the feed-forward, in bfloat16. A kernel reads and writes each ten
                 each norm                   reads its inputs and gradients, writes one        (3 r + 6) D
 
 These are the bytes of compiled code; eager code moves more. Compiled casts are fused with the norm or SwiGLU, which
-saves a read and computes amaxes in the same kernel, but computes the input again. `quaver bench ledger` counts both.
-tests/library/roofline/test_block.py checks that the bytes of this table and of casts are within 13% of its counts
+saves a read and computes amaxes in the same kernel, but computes the input again.
+tests/library/roofline/test_block.py checks that the bytes of this table and of casts are within 13% of counted ones
 (rowwise_with_gw_hp: 20%, blockwise: 30%).
 """
 

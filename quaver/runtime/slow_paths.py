@@ -1,7 +1,7 @@
 """Reports slow paths once: correct code that runs slower than this machine allows.
 
-A slow path is logged once per process at WARNING, and is listed by `list_slow_paths()`, which `conversion_report` and
-`quaver doctor` print. With `error_on_slow_path()` or QUAVER_ERROR_ON_SLOW_PATH=1 it raises RuntimeError instead.
+A slow path is logged once per process at WARNING, and is listed by `list_slow_paths()`, which `conversion_report`
+prints. With `error_on_slow_path()` or QUAVER_ERROR_ON_SLOW_PATH=1 it raises RuntimeError instead.
 """
 
 from __future__ import annotations

@@ -36,7 +36,5 @@ Used outside of this package:
   module, and `_wrapped_by_lr_sched` of an optimizer's `step`.
 - Methods of torch's parallel styles that quaver/parallel/tensor_parallel.py overrides or calls: `_apply`,
   `_prepare_input_fn`, `_prepare_input_arg` and `_prepare_input_kwarg_fn`.
-- `_is_profiler_enabled` of torch.autograd.profiler, which quaver/runtime/phases.py, quaver/kernels/operation.py and
-  quaver/lab/recorder/allocator.py read.
-- Parts of Inductor that quaver/lab/bench/ledger replaces.
+- `_is_profiler_enabled` of torch.autograd.profiler, and parts of Inductor that a ledger of kernels replaces.
 """
