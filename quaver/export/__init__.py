@@ -7,7 +7,7 @@ load_frozen(model, "out")                             # the codes themselves, fo
 matches_serving(model, tokens)                        # whether an engine will multiply the same codes
 with calibrate_kv_cache(model): ...                   # scales of a float8 KV cache, which save_float8 writes
 
-    write    save.py, by plan.py (what to store), weights.py (tensor by tensor), formats/ (how), bundle.py (record)
+    write    save.py and companion_files.py, by plan.py (what to store), weights.py (tensor by tensor), formats/ (how)
     read     load.py and frozen.py, by tensor_roles.py (which is what), formats/stored.py (how), files.py (safetensors)
     both     checkpoint_names.py: the names of a model's tensors in its checkpoints
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quaver.export.bundle import HEADER_KEY, check_digests, list_copied_files
 from quaver.export.checkpoint_names import DIFFUSION_PREFIXES, PartNames, make_checkpoint_names
+from quaver.export.companion_files import HEADER_KEY, check_digests, list_copied_files
 from quaver.export.files import (
     SAFETENSORS,
     SINGLE_FILE,
@@ -350,7 +350,7 @@ def import_float8(
 ) -> int:
     """Write the float8 checkpoint in `folder` as the new Hugging Face folder `target` in high precision.
 
-    transformers' `from_pretrained` and `quaver convert hf-to-quaver` load it for training. The tokenizer and the
+    transformers' `from_pretrained` loads it for training. The tokenizer and the
     generation config are copied. Memory holds one file of the result. If `folder` is a file, `target` is a new file
     with the same tensor names. Returns the number of float8 weights.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter
-from quaver.export.bundle import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_card_and_record
+from quaver.export.companion_files import GENERATION_CONFIG_FILE, HEADER_KEY, check_copied_files, write_card_and_record
 from quaver.export.converted_view import Recipe
 from quaver.export.files import (
     CONFIG_JSON,

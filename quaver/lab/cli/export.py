@@ -11,7 +11,7 @@ import torch
 from annotated_types import Ge, Le
 
 from quaver.export import Float8Weights, save_float8, set_kv_scales
-from quaver.export.bundle import list_tokenizer_files
+from quaver.export.companion_files import list_tokenizer_files
 from quaver.export.converted_view import DEFAULT_FILTER
 from quaver.export.files import CONFIG_JSON
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quaver.export.bundle import list_tokenizer_files
 from quaver.export.checkpoint_names import FLOAT32_LEAF
+from quaver.export.companion_files import list_tokenizer_files
 from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.lab.huggingface.config import USAGE_KEYS, make_hf_config, read_hf_config
 from quaver.lab.huggingface.weights import (

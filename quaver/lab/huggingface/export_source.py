@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.export.bundle import list_copied_files
+from quaver.export.companion_files import list_copied_files
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from quaver.export import load_float8
-from quaver.export.bundle import RECORD_FILE
+from quaver.export.companion_files import RECORD_FILE
 from quaver.export.files import CONFIG_JSON, INDEX_FILE, SINGLE_FILE
 
 WEIGHTS = {"a.weight": torch.ones(32, 16).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(32, 1)}

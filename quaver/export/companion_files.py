@@ -1,4 +1,4 @@
-"""The files beside the weights of an export: its record with a sha256 of each file, and a model card.
+"""The files beside the weights of an export: the record, the model card, and the files that an export copies.
 
 quaver_export.json    version, recipe, format, step and source; SQNR of requantized weights; sha256 of all other files
 README.md             a model card: format, recipe, SQNR, logits, conversion report
@@ -156,7 +156,7 @@ def _format_card(record: dict[str, Any], report: ConversionReport) -> Iterator[s
     yield from ("", "## Logits", "")
     logits = record.get("logits")
     if logits is None:
-        yield "Not measured; `quaver export --measure-tokens N` does."
+        yield "Not measured; `save_float8(make_hp_model=...)` does."
     else:
         yield (
             f"On {logits['tokens']} random tokens, the dequantized weights against the high-precision weights, both "
