@@ -42,6 +42,7 @@ import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
 from quaver.linear.shared_input import SHARED_INPUT_HOOK_KEY
+from quaver.runtime.warnings import warn_user
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.functional_collectives import REDUCE_SCATTER
 from quaver.torch_private.policies import make_policy_contexts
@@ -117,7 +118,7 @@ def apply_activation_checkpointing(
             `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
         selective_ac_option: with mode "selective". "op" (the default): every module, recomputes everything except
             every second matmul, attention, reduce-scatters and amaxes. A number n of at least 1 as a string: every n-th
-            module as in "full", and the others are not checkpointed.
+            module as in "full", and the others are not checkpointed. If no module is left, a UserWarning says so.
         memory_budget: with mode "memory_budget", the fraction of activations to save, by default 0.5: 1 for all, 0 for
             inputs only. It applies to everything that this process compiles from now on. The compiler counts exact
             float8 matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1
@@ -146,6 +147,8 @@ def apply_activation_checkpointing(
         return
     every = 1 if mode == "full" else parse_selective_option(selective_ac_option)
     chosen = dict.fromkeys(blocks if every is None else blocks[every - 1 :: every])  # a shared module once
+    if not chosen:
+        warn_user(f"nothing is checkpointed: expected at least {every or 1} modules for this option, got {len(blocks)}")
     for module in chosen:
         if has_wrapper(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")

@@ -421,6 +421,8 @@ def test_a_model_in_place_of_its_blocks_and_a_second_checkpoint_are_refused():
     with pytest.raises(TypeError, match="modules: expected blocks, such as model.layers, got list"):
         apply_activation_checkpointing(["layers.0"])
     net = build_net(None, "full", width=64)
+    with pytest.warns(UserWarning, match="nothing is checkpointed: expected at least 5 modules .* got 2"):
+        apply_activation_checkpointing([nn.Linear(2, 2), nn.Linear(2, 2)], selective_ac_option="5")
     with pytest.raises(ValueError, match="this Block is checkpointed already"):
         apply_activation_checkpointing(net.layers)
     shared = nn.Linear(2, 2)
