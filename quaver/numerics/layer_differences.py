@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quaver.recipes.sqnr import compute_sqnr_db
-from quaver.runtime.module_names import strip_wrappers
+from quaver.runtime.module_names import join_names, strip_wrappers
+from quaver.runtime.warnings import warn_user
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def find_first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwa
 
     Layers are the modules without children. The inputs and outputs of all layers of `model` are held in memory, so use
     a short prompt. Compare in eval mode; the mode of the models is not changed. If a layer runs several times, its last
-    run counts.
+    run counts. A UserWarning names the layers that only one model has.
 
     Raises:
         ValueError: no layer of the two models has the same name.
@@ -51,9 +52,11 @@ def find_first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwa
         differences[name] = Difference(name, worst, _are_equal(recorded[name][0], inputs))
 
     _run(model, record, args, kwargs)
-    common = _find_layers(model).keys() & _find_layers(other).keys()
-    if not common:
+    names, other_names = _find_layers(model).keys(), _find_layers(other).keys()
+    if not names & other_names:
         raise ValueError("expected two models with layers of the same names, got none in common")
+    if only_in_one := sorted(names ^ other_names):
+        warn_user(f"layers of one of the two models are not compared: {join_names(only_in_one)}")
     _run(other, compare, args, kwargs)
     return list(differences.values())
 

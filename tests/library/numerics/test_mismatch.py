@@ -82,5 +82,7 @@ def test_the_layers_that_differ_first_are_named():
     ]
     assert 40 < differences[0].sqnr_db < 80
     assert not model[1]._forward_hooks
+    with pytest.warns(UserWarning, match="not compared: 4$"):
+        assert find_first_differences(model, nn.Sequential(*model, nn.ReLU()), torch.ones(2, 8)) == []
     with pytest.raises(ValueError, match="layers of the same names, got none"):
         find_first_differences(model, nn.Linear(8, 8), torch.ones(2, 8))
