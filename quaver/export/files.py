@@ -263,7 +263,7 @@ class SafetensorsWriter:
             save_file(self._pending, file, metadata=self.metadata)
             file.chmod(mode)  # safetensors writes a temporary file that only its owner may read
         except (SafetensorError, OSError) as error:
-            raise NotWrittenError(f"cannot write the weights to {str(file.parent)!r}: {error}") from error
+            raise NotWrittenError(f"cannot write the weights: {error}") from error
         self._written.append(list(self._pending))
         self._pending, self._filled = {}, 0
 

@@ -96,6 +96,8 @@ def write_new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
                 rename_and_flush(partial / file, path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # must not hide an error of the block
+    except NotWrittenError as error:  # of a file in the folder, whose partial name says nothing to a user
+        raise NotWrittenError(f"{str(path)!r}: {error}") from error
     except OSError as error:
         if has_no_room(error):
             raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
