@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "experiments" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """The bandwidth of a network whose source does not state it."""
-_B200, _H100 = require_device_spec("B200", "GPU"), require_device_spec("H100", "GPU")
+_B200, _H100 = require_device_spec("B200", option="GPU"), require_device_spec("H100", option="GPU")
 _OTHER_SETUPS = {
     "B200-limited": CalibratedGPU(_B200, 0.326, "torchao-202508 8B 8 B200 bfloat16"),
     "H100-500W": CalibratedGPU(

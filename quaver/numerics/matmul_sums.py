@@ -68,7 +68,7 @@ class MatmulSqnrs(NamedTuple):
     fast: float
     exact: float
 
-    def get_used(self, use_fast_accum: bool) -> float:
+    def get_used(self, *, use_fast_accum: bool) -> float:
         """Return the SQNR of the GPU's sums with this setting of `use_fast_accum`."""
         return self.fast if use_fast_accum else self.exact
 

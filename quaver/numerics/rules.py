@@ -283,7 +283,10 @@ def _measure_sums(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
         return None
     bound = sums.compute_bound()
     return TensorMeasurement(
-        sums.get_used(bool(tensor.about.get("use_fast_accum"))), bound, bound + BIT_DB, is_bad_above=False
+        sums.get_used(use_fast_accum=bool(tensor.about.get("use_fast_accum"))),
+        bound,
+        bound + BIT_DB,
+        is_bad_above=False,
     )
 
 

@@ -79,9 +79,9 @@ def auto_filter_for_recipe(
 
 def _choose_spec(device: str | torch.device | None) -> DeviceSpec:
     if isinstance(device, str):
-        return require_device_spec(device, "device")
+        return require_device_spec(device, option="device")
     if device is None:
-        return get_machine_spec() or require_device_spec("H100", "device")
+        return get_machine_spec() or require_device_spec("H100", option="device")
     if not isinstance(device, torch.device):
         raise ValueError(f"device: expected a name or a torch.device, got {device!r}")
-    return get_device_spec(device) or require_device_spec(str(device), "device")
+    return get_device_spec(device) or require_device_spec(str(device), option="device")

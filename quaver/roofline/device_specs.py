@@ -71,7 +71,7 @@ def find_device_spec(name: str) -> DeviceSpec | None:
     return _BY_NAME.get(name.strip().lower())
 
 
-def require_device_spec(name: str, option: str) -> DeviceSpec:
+def require_device_spec(name: str, *, option: str) -> DeviceSpec:
     """Return the spec of a device by its name.
 
     Args:

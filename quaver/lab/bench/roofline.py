@@ -121,7 +121,7 @@ class Roofline:
 
 def find_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
     """Return the devices with these names, each once. Raises InputError for an unknown name, listing the choices."""
-    return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
+    return tuple(dict.fromkeys(require_device_spec(name, option="--device") for name in names))
 
 
 def find_recipes(names: Sequence[str]) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
         check_outputs(Output(output))  # refuses a folder, whose name may be empty
         picture = output.with_suffix(".png")
         check_outputs(Output(output), Output(picture, kind="PNG picture"))
-        spec = require_device_spec(options.device, "--gpu")
+        spec = require_device_spec(options.device, option="--gpu")
     ledgers, codes = [], CodeBySource()
     with show_progress("compiling") as set_activity:
         for name in options.list_contestants():

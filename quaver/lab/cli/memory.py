@@ -89,7 +89,7 @@ class MemoryOptions(Settings):
                 parse_bytes(getattr(self, flag), self.name_field(flag))
         self.require(self.png is None or self.png.endswith(".png"), "png", "a file whose name ends with .png")
         if self.time_on is not None:
-            require_device_spec(self.time_on, "--time-on")
+            require_device_spec(self.time_on, option="--time-on")
         if self.quick:
             hint = "it estimates the peak on a GPU alone"
             self.require_default("vs", "measure", "html", "png", "traffic", "top", beside="--quick", hint=hint)

@@ -97,7 +97,7 @@ class PlanOptions(Settings):
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
         try:
-            return require_device_spec(self.gpu, "--gpu")
+            return require_device_spec(self.gpu, option="--gpu")
         except InputError as error:
             raise InputError(f"{error}; or give --spec a file of its numbers") from None
 

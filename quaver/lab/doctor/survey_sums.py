@@ -30,7 +30,7 @@ class MatmulSums:
 
     @property
     def used_db(self) -> float:
-        return self.sums.get_used(self.use_fast_accum)
+        return self.sums.get_used(use_fast_accum=self.use_fast_accum)
 
     @property
     def margin_db(self) -> float:

@@ -266,5 +266,5 @@ def _count_changes(change: Change) -> int:
 
 def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if time_on is not None:
-        return require_device_spec(time_on, "time_on")
-    return get_machine_spec() or (require_device_spec("H100", "time_on") if is_needed else None)
+        return require_device_spec(time_on, option="time_on")
+    return get_machine_spec() or (require_device_spec("H100", option="time_on") if is_needed else None)

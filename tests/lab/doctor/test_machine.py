@@ -94,7 +94,7 @@ MIXTURE = {
 
 @pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
 def test_listed_backends_are_those_that_dispatch_finds(card):
-    listed = {row.recipe: row for row in describe_gpu(require_device_spec(card, "gpu")).recipes}
+    listed = {row.recipe: row for row in describe_gpu(require_device_spec(card, option="gpu")).recipes}
     device = torch.device("cpu")
     with virtual_gpu(card):
         for name in Float8LinearRecipeName:

@@ -69,7 +69,7 @@ def is_multiplied(recipe: str, gpu: str) -> bool:
 
 
 def _find_unmultiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
-    return find_unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
+    return find_unmultiplied_kinds(require_device_spec(gpu, option="gpu"), recipe)
 
 
 def check_triton() -> None:
