@@ -362,6 +362,7 @@ def _report_other_weights(
             reason = filtered or "experts, not converted or new since the conversion"
         else:
             reason = f"{parameter.dim()}-D parameter of {_name_class(type(module))}, which is not an nn.Linear"
+            reason += "; if these are experts, multiply by quaver.float8_grouped_mm" if parameter.dim() == 3 else ""
         out_features, in_features = parameter.shape[-2:]
         if is_experts(module) and is_transposed(module):
             in_features, out_features = out_features, in_features

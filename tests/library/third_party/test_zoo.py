@@ -69,7 +69,7 @@ def test_gradients_of_an_architecture_are_near_high_precision(name, recipe):
         for weight in float8_weights(key, module)
         if key.split(".")[-1] != READ_BY_PARENT.get(name)
     ]
-    kinds = [layer.reason.removesuffix(", which is not an nn.Linear").split()[-1] for layer in report.skipped]
+    kinds = [layer.reason.partition(", which is not")[0].split()[-1] for layer in report.skipped]
     for kind, count in NEVER_CONVERTED.get(name, {}).items():
         assert kinds.count(kind) == count
     assert not set(linears) - {layer.name for layer in report.layers}
