@@ -1,6 +1,6 @@
 """Quantizes an activation once for all linears that read it, such as q, k and v.
 
-The operands of the last quantized activation are cached, and the next linear uses them if all of these hold:
+Each thread caches the operands of the activation that it quantized last. The next linear uses them if these hold:
 
     gradients are recorded. Evaluation caches nothing.
     the forward of their parent runs. The parent holds several Float8Linears, and the conversion registered two hooks
@@ -73,15 +73,33 @@ def _get_version(scale: PersistentScale | None) -> int:
     return -1 if scale is None else get_version(scale.quant_scale)
 
 
-_cached_operands: SharedOperands | None = None
-_running_forwards = threading.local()
-"""`parents`: weak references to the modules whose forwards run on this thread, the outermost first."""
+class _Forwards:
+    """The running forwards of one thread and the operands that they share."""
+
+    def __init__(self) -> None:
+        self.parents: list[weakref.ref[nn.Module]] = []
+        """The modules whose forwards run, the outermost first."""
+        self.cached_operands: SharedOperands | None = None
+
+    def clear_dead_operands(self, activation: weakref.ref[Tensor]) -> None:
+        """Clear the cache when the activation dies, on any thread."""
+        entry = self.cached_operands
+        if entry is not None and entry.activation is activation:
+            self.cached_operands = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.forwards = _Forwards()
+
+
+_thread = _Thread()
 
 
 def begin_parent_forward(parent: nn.Module, args: object) -> None:
     """Record that a parent's forward runs, which allows a cache. A forward pre-hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_running_forwards).setdefault("parents", [])
+        parents = _thread.forwards.parents
         ended = [other for other in parents if other() in (parent, None)]
         if ended:  # Ctrl-C ended their last forwards, without `end_parent_forward`
             del parents[parents.index(ended[0]) :]
@@ -92,7 +110,7 @@ def begin_parent_forward(parent: nn.Module, args: object) -> None:
 def end_parent_forward(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
-        parents = vars(_running_forwards).setdefault("parents", [])
+        parents = _thread.forwards.parents
         _remove_from_running(parent, parents)
         if not parents:
             clear_cached_operands()
@@ -144,16 +162,9 @@ def stop_sharing_input_casts(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def _clear_dead_entry(activation: weakref.ref[Tensor]) -> None:
-    entry = _cached_operands
-    if entry is not None and entry.activation is activation:
-        clear_cached_operands()
-
-
 def clear_cached_operands() -> None:
-    """Clear the cache; the backward of a linear calls this when it begins."""
-    global _cached_operands
-    _cached_operands = None
+    """Clear the cache of this thread; the backward of a linear calls this when it begins."""
+    _thread.forwards.cached_operands = None
 
 
 class CachedQuantizer(Quantizer):
@@ -168,15 +179,15 @@ class CachedQuantizer(Quantizer):
         self.linear_id = linear_id
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
-        global _cached_operands
+        forwards = _thread.forwards
         mode, cached, linear_ids = _get_dispatch_mode(), Operands(None, None), frozenset((self.linear_id,))
-        entry = _cached_operands  # read once: another thread may replace it
+        entry = forwards.cached_operands  # read once: another thread clears it when the activation dies
         if entry is not None and entry.matches(hp, self, mode):
             cached, linear_ids = entry.operands, entry.linear_ids | linear_ids
             if (not row or cached.row is not None) and (not column or cached.column is not None):
-                _cached_operands = entry._replace(linear_ids=linear_ids)
+                forwards.cached_operands = entry._replace(linear_ids=linear_ids)
                 return cached
-        _cached_operands = entry = None  # frees its memory before the next cast allocates
+        forwards.cached_operands = entry = None  # frees its memory before the next cast allocates
         missing = self.casts.row if cached.row is None else self.casts.column
         operands = super().__call__(
             hp,
@@ -187,8 +198,8 @@ class CachedQuantizer(Quantizer):
         operands = Operands(cached.row or operands.row, cached.column or operands.column)
         kept = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
-        _cached_operands = SharedOperands(
-            weakref.ref(hp, _clear_dead_entry),
+        forwards.cached_operands = SharedOperands(
+            weakref.ref(hp, forwards.clear_dead_operands),
             get_version(hp),
             weak_mode,
             self.casts,
@@ -215,7 +226,7 @@ def choose_quantizer(
     """
     if torch.compiler.is_dynamo_compiling() or linear_id is None or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not vars(_running_forwards).get("parents") and not isinstance(_get_dispatch_mode(), POLICY_MODES):
+    if not _thread.forwards.parents and not isinstance(_get_dispatch_mode(), POLICY_MODES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)
