@@ -62,3 +62,7 @@ def read_numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Return losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
     keys = ("step", "model", "loss", "grad_norm", "validation_loss")
     return sorted(tuple(str(record.get(key)) for key in keys) for record in read_json_lines(run.folder.metrics_path))
+
+
+def list_checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
