@@ -86,8 +86,10 @@ def make_batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
     return batch
 
 
-def build_architecture(family: str, width: int, layers: int, **more: Any) -> nn.Module:
-    """Return a decoder of transformers with random weights."""
+def build_architecture(
+    family: str, *, width: int = 64, layers: int = 4, dtype: torch.dtype = torch.float32, **more: Any
+) -> nn.Module:
+    """Return a decoder of transformers with random weights; `more` are fields of its config."""
     import transformers
 
     heads = {"num_attention_heads": 4, "num_hidden_layers": layers, "hidden_size": width, "vocab_size": 256}
@@ -103,7 +105,7 @@ def build_architecture(family: str, width: int, layers: int, **more: Any) -> nn.
     }
     config = configs[family]()
     config._attn_implementation, config.use_cache = "eager", False
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
 
 
 def make_training(
@@ -111,29 +113,29 @@ def make_training(
     recipe: Any = "tensorwise",
     *,
     seed: int,
-    width: int = 64,
-    layers: int = 4,
-    size: int = 4,
-    length: int = 64,
+    model_options: dict[str, Any] | None = None,
+    batch_shape: tuple[int, int] = (4, 64),
     lr: float = 1e-3,
     warmup: int = 10,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     pretrained: int = 0,
     lora: bool = False,
-    dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module, Callable[[int], Tensor]], None] | None = None,
     primary: bool = False,
-    of_model: dict[str, Any] | None = None,
-    **of_loop: Any,
+    **loop_options: Any,
 ) -> Make:
-    """Return a function that makes the training of a decoder in float8, after `pretrained` steps without it."""
+    """Return a function that makes the training of a decoder in float8, after `pretrained` steps without it.
+
+    `model_options` are for `build_architecture`, `batch_shape` has sequences and tokens, `loop_options` are fields of
+    `Training`.
+    """
 
     def make() -> Training:
         from quaver.integrations.transformers import prepare_model_for_float8
 
         torch.manual_seed(seed)
-        model = build_architecture(family, width, layers, **(of_model or {})).to(dtype)
-        batch = make_batches(size, length, seed)
+        model = build_architecture(family, **(model_options or {}))
+        batch = make_batches(*batch_shape, seed)
         if pretrained:
             _train(
                 Training(model, torch.optim.AdamW(model.parameters(), 1e-3), batch, _make_next_token_loss(model)),
@@ -151,7 +153,7 @@ def make_training(
         if primary:
             stepper = quaver.use_float8_primary_weights(model, stepper)
         schedule = torch.optim.lr_scheduler.LambdaLR(stepper, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
-        return Training(model, stepper, batch, _make_next_token_loss(model), schedule, **of_loop)
+        return Training(model, stepper, batch, _make_next_token_loss(model), schedule, **loop_options)
 
     return make
 

@@ -96,29 +96,37 @@ HEALTHY = (
     Run("Qwen3, static scales", make_training("qwen3", calibrate_static_scales(), seed=113, prepare=calibrate)),
     Run(
         "OPT, accumulation of 4, each step",
-        make_training("opt", "mxfp8", seed=114, accumulation=4, size=2),
+        make_training("opt", "mxfp8", seed=114, accumulation=4, batch_shape=(2, 64)),
         every=1,
         steps=25,
     ),
-    Run("Llama, width 256", make_training("llama", "rowwise", seed=115, width=256, layers=2), steps=40),
-    Run("Llama, 16 sequences of 32", make_training("llama", "tensorwise", seed=116, size=16, length=32)),
+    Run(
+        "Llama, width 256",
+        make_training("llama", "rowwise", seed=115, model_options={"width": 256, "layers": 2}),
+        steps=40,
+    ),
+    Run("Llama, 16 sequences of 32", make_training("llama", "tensorwise", seed=116, batch_shape=(16, 32))),
     Run(
         "Qwen3, 1 sequence of 128, no warm-up",
-        make_training("qwen3", "tensorwise", seed=117, size=1, length=128, warmup=0),
+        make_training("qwen3", "tensorwise", seed=117, batch_shape=(1, 128), warmup=0),
     ),
     Run(
         "GPT-NeoX, bfloat16 weights, every 5th of 150",
-        make_training("neox", "rowwise", seed=118, dtype=torch.bfloat16),
+        make_training("neox", "rowwise", seed=118, model_options={"dtype": torch.bfloat16}),
         150,
         5,
     ),
-    Run("Llama, 8 layers, no clipping", make_training("llama", "delayed", seed=119, layers=8, clip=None), steps=40),
+    Run(
+        "Llama, 8 layers, no clipping",
+        make_training("llama", "delayed", seed=119, model_options={"layers": 8}, clip=None),
+        steps=40,
+    ),
     Run(
         "Llama, tied embeddings, weights cast once",
-        make_training(seed=120, once=True, of_model={"tie_word_embeddings": True}),
+        make_training(seed=120, once=True, model_options={"tie_word_embeddings": True}),
     ),
     Run("MLP that learns another, Adam", make_regression(121)),
-    Run("OPT, dropout 0.3", make_training("opt", "tensorwise", seed=122, of_model={"dropout": 0.3})),
+    Run("OPT, dropout 0.3", make_training("opt", "tensorwise", seed=122, model_options={"dropout": 0.3})),
 )
 
 
@@ -300,7 +308,7 @@ FAULTS = (
     ),
     Run(
         "bfloat16 weights stuck: lr 1e-7",
-        make_training(seed=203, dtype=torch.bfloat16, lr=1e-7),
+        make_training(seed=203, model_options={"dtype": torch.bfloat16}, lr=1e-7),
     ),
     Run("the attention mask is gone", BASE, break_it=remove_mask, invisible="right matmuls, of other tokens"),
     Run("all tokens are one that is rare", BASE, break_it=repeat_token),
@@ -313,7 +321,7 @@ FAULTS = (
     ),
     Run(
         "tied embeddings come apart",
-        make_training(seed=205, of_model={"tie_word_embeddings": True}),
+        make_training(seed=205, model_options={"tie_word_embeddings": True}),
         break_it=untie_head,
         invisible="equal weights at first",
     ),
