@@ -249,6 +249,9 @@ def test_all_ranks_raise_when_they_disagree():
         if way != ("flag", False):
             message = refusal(_disagree, *way)
             assert DISAGREEMENT in message, (way, message)
+            assert way[0] != "recipe" or re.search(r"rank 0 has '\S+ output: [^;]*' and \d+ more, rank 1", message), (
+                message
+            )
 
 
 @pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
