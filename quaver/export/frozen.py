@@ -25,7 +25,7 @@ from quaver.linear.shared_input import share_input_casts
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
-from quaver.recipes.serving import get_serving, serving_config
+from quaver.recipes.serving import get_serving_casts, serving_config
 from quaver.runtime.module_names import find_parameter_names, join_names
 
 _STORED_IN_HP = FilterDecision(convert=False, reason="in high precision in the checkpoint")
@@ -299,7 +299,7 @@ def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str
 
 def _use_casts_of_engine(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
     """Return the config with the casts of an engine; the backward reads the stored codes."""
-    served, weight = get_serving(serving), config.casts.weight.row
+    served, weight = get_serving_casts(serving), config.casts.weight.row
     if served.input.is_persistent or served.weight.granularity != weight.granularity:
         raise ValueError(
             f"serving: expected an engine with dynamic scales and {weight.granularity} weights as the checkpoint, "

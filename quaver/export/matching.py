@@ -26,7 +26,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
-from quaver.recipes.serving import SERVING_CASTS, ServingCasts, find_serving, get_serving
+from quaver.recipes.serving import SERVING_CASTS, ServingCasts, find_serving_name, get_serving_casts
 from quaver.runtime.module_names import join_names
 
 
@@ -93,7 +93,7 @@ def matches_serving(
         folder, model = model, _load_frozen_model(Path(model), serving)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     name = serving or _find_common_engine(linears)
-    served = get_serving(name)
+    served = get_serving_casts(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotImplementedError("model: expected one without shards, got a sharded model; save and load it first")
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def matches_serving(
 
 
 def _find_common_engine(linears: Mapping[str, Float8Linear]) -> str:
-    engines = {find_serving(linear.float8_config) for linear in linears.values()}
+    engines = {find_serving_name(linear.float8_config) for linear in linears.values()}
     engine = engines.pop() if len(engines) == 1 else None
     if engine is None:
         raise ValueError(

@@ -18,7 +18,7 @@ from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
-from quaver.recipes.serving import find_serving
+from quaver.recipes.serving import find_serving_name
 from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import find_parameter_names, join_names, strip_wrappers
 
@@ -109,7 +109,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         format=weight_format,
         ragged=[get_linear_name(name) for name in ragged],
         cut_inputs=list(dict.fromkeys(cut)),
-        recipe=config.recipe_name.value if config.recipe_name else find_serving(config) or str(config),
+        recipe=config.recipe_name.value if config.recipe_name else find_serving_name(config) or str(config),
         report=report,
     )
 

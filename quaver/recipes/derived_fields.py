@@ -24,7 +24,7 @@ class _ListedFields:
     def __init__(self, all_fields: dict[str, Any]) -> None:
         self.all_fields = all_fields
 
-    def __get__(self, config: Any, kind: type) -> dict[str, Any]:
+    def __get__(self, config: Any, owner: type) -> dict[str, Any]:
         if config is None:
             return self.all_fields
         derived = getattr(config, "_derived", ())

@@ -57,7 +57,7 @@ EPS = 1e-12
 
 _INT_DTYPE = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
-_LEAST_ELEMENTS_FOR_BITS = 8192  # elements; below, two more calls cost more than they save
+_MIN_ELEMENTS_FOR_BITS = 8192  # elements; below, two more calls cost more than they save
 
 # An eager operation takes a 0-dim tensor in half the time of a Python number. The tensors must be plain float32 even if
 # this file is imported under a fake mode, a meta device or bfloat16 as the default dtype.
@@ -124,7 +124,7 @@ def compute_amax(hp: Tensor, dim: int | None = None) -> Tensor:
     if hp.numel() == 0:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
-    if runs_eagerly_on_cpu(hp) and hp.numel() >= _LEAST_ELEMENTS_FOR_BITS:
+    if runs_eagerly_on_cpu(hp) and hp.numel() >= _MIN_ELEMENTS_FOR_BITS:
         ints = _INT_DTYPE[hp.dtype]  # bits order like magnitudes, with NaNs on top; integers are twice as fast on a CPU
         magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
     else:

@@ -23,7 +23,7 @@ from quaver import (
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.linear import function
 from quaver.recipes.reference import ReferenceLinear
-from quaver.recipes.serving import SERVING_CASTS, find_serving
+from quaver.recipes.serving import SERVING_CASTS, find_serving_name
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 
@@ -36,7 +36,7 @@ def test_a_linear_is_the_reference(serving):
     float8 = convert_to_float8_training(copy.deepcopy(linear), serving=serving)
     reference = ReferenceLinear(256, 128, config=float8.config)
     reference.load_state_dict(linear.state_dict())
-    assert find_serving(float8.config) == serving
+    assert find_serving_name(float8.config) == serving
     results = []
     for module in (float8, reference):
         x = input.clone().requires_grad_()
@@ -115,7 +115,7 @@ def test_a_serving_config_changes_the_casts_of_the_forward_only():
     assert serving_config("vllm-per-tensor", "tensorwise").casts.input.has_equal_casts
     assert serving_config("vllm-block", "rowwise").casts.input.column.is_rowwise
     assert serving_config("vllm-block", config) == config
-    assert find_serving(Float8LinearConfig()) is None
+    assert find_serving_name(Float8LinearConfig()) is None
     assert "by the rule vllm-group" in str(config)
 
 
