@@ -20,7 +20,7 @@ from quaver.optim.base import Float8Optimizer, ParameterStep, get_local_gradient
 from quaver.optim.blocks import make_grid
 from quaver.optim.buckets import ShardUpdate, run_cut_updates, run_updates
 from quaver.optim.options import check_shared_options, check_storages, is_number_below
-from quaver.optim.state import get_blocks, get_row_scales, has_cut_blocks
+from quaver.optim.state import get_row_scales, has_cut_blocks, make_parameter_blocks
 from quaver.optim.update import AdamWScalars
 from quaver.torch_private.dtensor import get_local_tensor
 
@@ -121,7 +121,7 @@ class Float8AdamW(Float8Optimizer):
         grad = get_local_gradient(parameter)
         grid = make_grid(parameter)
         state = self.state[parameter]
-        blocks = get_blocks(parameter, state, group)
+        blocks = make_parameter_blocks(parameter, state, group)
         if not blocks.param.is_contiguous():
             blocks = blocks._replace(param=blocks.param.contiguous())
         target = get_local_tensor(parameter).detach()

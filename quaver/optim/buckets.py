@@ -118,7 +118,9 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
         yield bucket
 
 
-def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+def _gather_bucket(
+    bucket: list[tuple[ShardUpdate, RowSpan]],
+) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
     spans = [span for _, span in bucket]
     grad = torch.cat([to_blocks(select_rows(update.grad, span), span.grid) for update, span in bucket])
@@ -138,7 +140,7 @@ def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks,
 
 
 def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
-    old, grad, rows_by_name = _gather(bucket)
+    old, grad, rows_by_name = _gather_bucket(bucket)
     spans = [span for _, span in bucket]
     updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
@@ -163,7 +165,7 @@ def run_cut_updates(
     for parameter, update, _ in updates:
         unreduced.append(block_amaxes := BlockAmaxes.zeros(parameter, 2))
         for span in _split_shard(update):
-            old, grad, _ = _gather([(update, span)])
+            old, grad, _ = _gather_bucket([(update, span)])
             for local, amax in zip(block_amaxes.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
                 local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks))
     for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):

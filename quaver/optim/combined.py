@@ -100,9 +100,9 @@ class CombinedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state dict for all the optimizers, with parameters numbered in their order."""
-        return save_with_hooks(self, self._pack)
+        return save_with_hooks(self, self._make_state_dict)
 
-    def _pack(self) -> dict[str, Any]:
+    def _make_state_dict(self) -> dict[str, Any]:
         packed: dict[str, Any] = {}
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []

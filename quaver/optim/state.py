@@ -155,7 +155,7 @@ def get_local_scales(parameter: Tensor, scale: Tensor) -> Tensor:
     return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
 
 
-def get_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
+def make_parameter_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
     """Return this rank's shard of the parameter, or of its master, and of its moments."""
     moments = get_layout(parameter, group).moments
 

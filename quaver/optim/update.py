@@ -124,7 +124,7 @@ def update_blocks(
         second, root_amax, take_high16(bits), blocks.exp_avg_sq.dtype, is_root=True
     )
     new = ParameterBlocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-    chosen = [_select(is_finite, updated, old) for updated, old in zip(new, blocks, strict=True)]
+    chosen = [_update_if_finite(is_finite, updated, old) for updated, old in zip(new, blocks, strict=True)]
     return ParameterBlocks(*chosen), (~is_finite).sum()  # type: ignore[arg-type]
 
 
@@ -153,7 +153,7 @@ def store_moment(
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
 
 
-def _select(is_finite: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:
+def _update_if_finite(is_finite: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:
     if updated is None or old is None:
         return None
     return torch.where(is_finite if updated.dim() == 1 else is_finite[:, None], updated, old)

@@ -24,7 +24,7 @@ class StatesView(MutableMapping[Tensor, Any]):
         self._optimizers, self._masters = optimizers, masters
         self._parameters = {master: parameter for parameter, master in masters.items()}
 
-    def _place(self, parameter: Tensor) -> tuple[Any, Tensor]:
+    def _find_state(self, parameter: Tensor) -> tuple[Any, Tensor]:
         """Return the state mapping that a parameter belongs to, and the parameter's key in it."""
         key = self._masters.get(parameter, parameter)
         for optimizer in self._optimizers:
@@ -36,15 +36,15 @@ class StatesView(MutableMapping[Tensor, Any]):
         raise KeyError(parameter)
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        states, key = self._place(parameter)
+        states, key = self._find_state(parameter)
         return states[key]
 
     def __setitem__(self, parameter: Tensor, state: Any) -> None:
-        states, key = self._place(parameter)
+        states, key = self._find_state(parameter)
         states[key] = state
 
     def __delitem__(self, parameter: Tensor) -> None:
-        states, key = self._place(parameter)
+        states, key = self._find_state(parameter)
         del states[key]
 
     def __contains__(self, parameter: object) -> bool:
