@@ -51,10 +51,10 @@ from quaver.torch_private.versions import get_version
 StoringModule = tuple[str, int]
 """The class name of a module that stores, and its block size."""
 
-STORED_IN = "stores activations"
+STORED_BY_KEY = "stores activations"
 """The key of a `StoringModule`, or None, in `meta["custom"]` of a node of a compiled graph."""
 
-SMALL_RATIO = 8
+SMALL_TENSOR_RATIO = 8
 """A tensor with at most 1/8 of the elements of the module's largest argument is not converted."""
 
 
@@ -182,7 +182,7 @@ class StoringPackHook(PackHook):
         return (
             local.dtype not in STORABLE_DTYPES
             or local.numel() < self.storage.block_size
-            or local.numel() * SMALL_RATIO <= self.largest
+            or local.numel() * SMALL_TENSOR_RATIO <= self.largest
             or 0 in local.stride()
             or is_traceable_wrapper_subclass(local)
             or storage_key(local.untyped_storage()) in self.unconverted

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
-from quaver.activations.hooks import SMALL_RATIO, STORED_IN, StoringModule
+from quaver.activations.hooks import SMALL_TENSOR_RATIO, STORED_BY_KEY, StoringModule
 from quaver.activations.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import report_slow_path
@@ -111,7 +111,7 @@ def _find_storing_module(node: Node) -> StoringModule | None:
 
 
 def _get_annotation(node: Node) -> StoringModule | None:
-    module: StoringModule | None = node.meta.get("custom", {}).get(STORED_IN)
+    module: StoringModule | None = node.meta.get("custom", {}).get(STORED_BY_KEY)
     return module if node.op != "placeholder" else None
 
 
@@ -150,7 +150,7 @@ def _is_storable(node: Node, largest: int) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype not in STORABLE_DTYPES or not _is_static(value):
         return False
-    return value.numel() * SMALL_RATIO > largest and 0 not in value.stride()
+    return value.numel() * SMALL_TENSOR_RATIO > largest and 0 not in value.stride()
 
 
 def _feeds_matmul(node: Node) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quaver.experts.groups import (
     count_scale_rows,
-    find_bounds,
     find_first_scale_row,
+    find_group_bounds,
     find_scale_rows,
     get_cast_layout,
     get_scale_shape,
@@ -161,7 +161,7 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
     float8_dtype, ends, groups, row, column, power_of_2, granularity, dot_products, length, rule = cast
     if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
-    name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])
+    name, bounds = ScalingGranularity(granularity), find_group_bounds(ends, groups, hp.shape[0])
     is_blockwise = name is ScalingGranularity.BLOCKWISE
     options = (dot_products, length, rule) if is_blockwise else (rule,)
     row_layout = cast.row_layout

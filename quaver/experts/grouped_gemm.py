@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.experts import gpu_gemm
-from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_bounds, select_group
+from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_group_bounds, select_group
 from quaver.kernels.exact_mm import exact_float8_mm_out
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import register_operation
@@ -145,8 +145,8 @@ def _multiply_groups(
     out_dtype: torch.dtype,
 ) -> Tensor:
     groups = ends.shape[0]
-    bounds = find_bounds(ends, groups, a.data.shape[0])
-    b_bounds = bounds if matmul is ExpertMatmul.GRAD_WEIGHT else find_bounds(None, groups, b.data.shape[0])
+    bounds = find_group_bounds(ends, groups, a.data.shape[0])
+    b_bounds = bounds if matmul is ExpertMatmul.GRAD_WEIGHT else find_group_bounds(None, groups, b.data.shape[0])
     out = a.data.new_empty(_get_result_shape(a.data, b.data, groups, matmul, transposed), dtype=out_dtype)
     for group, (start, stop) in enumerate(bounds):
         left, right = (select_group(side, group, *rows) for side, rows in ((a, (start, stop)), (b, b_bounds[group])))

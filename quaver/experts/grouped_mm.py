@@ -83,7 +83,7 @@ class _GroupedMMFunction(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
-        quantized_weight = _get_weight_operands(weight, args, column=needs_grad_a and args.saves_weight_codes)
+        quantized_weight = _get_or_quantize_weight(weight, args, column=needs_grad_a and args.saves_weight_codes)
         saved_a = (
             require(a_operands.column, "the column operand")._replace(quant_scale=None) if needs_grad_weight else None
         )
@@ -181,7 +181,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: b
     return operands
 
 
-def _get_weight_operands(weight: Tensor, args: _Args, *, column: bool) -> Operands:
+def _get_or_quantize_weight(weight: Tensor, args: _Args, *, column: bool) -> Operands:
     if args.weight_operands is None:
         return _quantize_weight(weight, args, row=True, column=column)
     args.probe.observe_operands("weight", weight, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
@@ -311,7 +311,7 @@ def multiply_by_weight(
         output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
         return output
     a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
-    weight_row = require(_get_weight_operands(weight, args, column=False).row, "the row operand")
+    weight_row = require(_get_or_quantize_weight(weight, args, column=False).row, "the row operand")
     return _compute_output(require(a_operands.row, "the row operand"), weight_row, ends, args, a, weight)
 
 

@@ -37,7 +37,7 @@ class ExpertMatmul(enum.Enum):
     GRAD_WEIGHT = "grad_weight"
 
 
-def find_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
+def find_group_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
     """Return where each group begins and ends. Reads `ends` on the host.
 
     Raises:

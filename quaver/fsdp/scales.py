@@ -116,13 +116,13 @@ def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[_Weigh
         norms = torch._foreach_norm([shards[cast.weight_index].local for cast in with_elements], torch.inf)
         amax_of.update({cast: norm.view(1) for cast, norm in zip(with_elements, norms, strict=True)})
     vectors = [
-        amax_of[cast] if cast in amax_of else _compute_local_vector(shards[cast.weight_index], cast.layout)
+        amax_of[cast] if cast in amax_of else _compute_flat_amaxes(shards[cast.weight_index], cast.layout)
         for cast in casts
     ]
     return torch.cat(vectors).float()
 
 
-def _compute_local_vector(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
+def _compute_flat_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
     if len(shard.whole_shape) == 3:
         return _compute_scale_row_amaxes(shard, layout).flatten()

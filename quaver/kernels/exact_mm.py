@@ -117,7 +117,7 @@ def _multiply_wide(
     """Multiply two operands, and write the product to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
     varies = a_operand.varies_along(1), b_operand.varies_along(0)
-    if is_cpu(a) and _count_largest(a, b) < MIN_PANEL_MM_ELEMENTS:
+    if is_cpu(a) and _count_elements_of_largest(a, b) < MIN_PANEL_MM_ELEMENTS:
         folded = [
             must_fold or (scales_are_powers_of_2 and not layout.is_tensorwise)
             for must_fold, layout in zip(varies, layouts, strict=True)
@@ -143,7 +143,7 @@ def _multiply_wide(
     return out
 
 
-def _count_largest(a: Tensor, b: Tensor) -> int:
+def _count_elements_of_largest(a: Tensor, b: Tensor) -> int:
     """Count the elements of the largest matrix: an expert's grad_weight is large even if the expert has few rows."""
     return max(a.numel(), b.numel(), a.shape[0] * b.shape[1])
 
@@ -152,7 +152,7 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Return whether bfloat16 operands give a result in `out_dtype`, and do so faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
-    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= MIN_BFLOAT16_MM_ELEMENTS)
+    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_elements_of_largest(a, b) >= MIN_BFLOAT16_MM_ELEMENTS)
 
 
 def unpack_codes(operand: Operand) -> Operand:

@@ -16,7 +16,7 @@ from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import is_cpu
 
-_TABLE_PAYS_FROM = 8192  # elements; below, the plain conversion costs less than the table's extra calls
+_MIN_TABLE_ELEMENTS = 8192  # elements; below, the plain conversion costs less than the table's extra calls
 _SMALLEST_EXACT_SCALE = 2.0**-110  # for bfloat16 products computed by C
 _PAIR_STORAGE = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
@@ -34,7 +34,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout
             wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous(), layout)
             if wide is not None:
                 return wide
-        if codes.numel() >= _TABLE_PAYS_FROM and codes.numel() % 2 == 0:
+        if codes.numel() >= _MIN_TABLE_ELEMENTS and codes.numel() % 2 == 0:
             looked_up = _widen_by_table(codes.contiguous(), dtype)
             return looked_up if scale is None else multiply_scale_(looked_up, scale.to(dtype), layout)
     wide = codes.to(dtype)

@@ -36,7 +36,7 @@ from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
 
 
 def to_local(parameter: Tensor) -> Tensor:
-    """Return `to_local()` of a DTensor, title is differentiable, and other tensors unchanged."""
+    """Return `to_local()` of a DTensor, which is differentiable, and other tensors unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -70,8 +70,8 @@ class ShardedLinear(Protocol):
 class LinearSharding:
     """How tensor parallelism shards a linear: its quantizers, its local parameters and the reduction of its output.
 
-    The input of `forward` is a DTensor, title is redistributed in high precision as the sharding needs it; a plain
-    tensor, title is this rank's part; or an all-gathered `Float8Tensor`.
+    The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a plain
+    tensor, which is this rank's part; or an all-gathered `Float8Tensor`.
     """
 
     weight_dim: int | None = None
@@ -255,7 +255,7 @@ class ReplicatedSharding(LinearSharding):
 _counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """By name of the group: counts the linears that it compared."""
 _numbers: WeakKeyDictionary[ShardedLinear, int] = WeakKeyDictionary()
-"""The number of each linear in the order of the first comparisons, title all ranks of a group run alike."""
+"""The number of each linear in the order of the first comparisons, which all ranks of a group run alike."""
 
 
 def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
@@ -331,7 +331,7 @@ def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
 
 
 class PartialGrad(torch.autograd.Function):
-    """The local tensor of a replicated DTensor. Its gradient is a DTensor in Partial(), title is reduced once, later.
+    """The local tensor of a replicated DTensor. Its gradient is a DTensor in Partial(), which is reduced once, later.
 
     With `to_local(grad_placements=[Partial()])` torch would reduce it here, once for each linear that reads the input.
     """

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.experts.groups import find_bounds, find_first_scale_row, select_group
+from quaver.experts.groups import find_first_scale_row, find_group_bounds, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, require
 from quaver.kernels.operation import format_parameters, library
@@ -87,7 +87,7 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
 
 def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
     """Return the number, first row and end of each group that has rows; a matrix without `groups` is one group."""
-    bounds = find_bounds(ends, groups, rows) if groups else [(0, rows)]
+    bounds = find_group_bounds(ends, groups, rows) if groups else [(0, rows)]
     return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
 
 

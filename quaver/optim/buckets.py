@@ -118,9 +118,7 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
         yield bucket
 
 
-def _gather_bucket(
-    bucket: list[tuple[ShardUpdate, RowSpan]],
-) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
     spans = [span for _, span in bucket]
     grad = torch.cat([to_blocks(select_rows(update.grad, span), span.grid) for update, span in bucket])
@@ -132,15 +130,15 @@ def _gather_bucket(
         if tensors[0] is not None:
             rows = [select_rows(tensor, span) for tensor, span in zip(tensors, spans, strict=True)]
             rows_by_name[name] = rows
-            parts = zip(rows, spans, strict=True)
+            pairs = zip(rows, spans, strict=True)
             old[name] = torch.cat(
-                [row.flatten() if _is_scale(name) else to_blocks(row, span.grid) for row, span in parts]
+                [row.flatten() if _is_scale(name) else to_blocks(row, span.grid) for row, span in pairs]
             )
     return ParameterBlocks(**old), grad, rows_by_name
 
 
 def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
-    old, grad, rows_by_name = _gather_bucket(bucket)
+    old, grad, rows_by_name = _gather(bucket)
     spans = [span for _, span in bucket]
     updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
@@ -165,7 +163,7 @@ def run_cut_updates(
     for parameter, update, _ in updates:
         unreduced.append(block_amaxes := BlockAmaxes.zeros(parameter, 2))
         for span in _split_shard(update):
-            old, grad, _ = _gather_bucket([(update, span)])
+            old, grad, _ = _gather([(update, span)])
             for local, amax in zip(block_amaxes.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
                 local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks))
     for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):

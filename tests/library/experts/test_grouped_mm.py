@@ -13,7 +13,7 @@ from quaver import Float8LinearConfig, float8_grouped_mm, float8_linear, serving
 from quaver.experts import gpu_gemm, grouped_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
 from quaver.experts.grouped_gemm import ExpertMatmul
-from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale_row
+from quaver.experts.groups import count_scale_rows, find_first_scale_row, find_group_bounds
 from quaver.kernels.operands import Operand
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
@@ -34,7 +34,7 @@ SERVINGS = ["vllm-per-token-kernel", "vllm-per-tensor", "vllm-block", "compresse
 def step_each_expert(a, b_t, ends, grad_output, config):
     """Return what `step` returns, from one float8 linear for each expert."""
     out, grad_a, grad_b_t = (torch.zeros_like(tensor) for tensor in (grad_output, a, b_t))
-    for expert, (start, stop) in enumerate(find_bounds(ends, len(ends), len(a))):
+    for expert, (start, stop) in enumerate(find_group_bounds(ends, len(ends), len(a))):
         tokens = a.detach()[start:stop].requires_grad_()
         weight = b_t.detach()[expert].t().contiguous().requires_grad_()
         out[start:stop] = output = float8_linear(tokens, weight, config=config)
@@ -197,7 +197,7 @@ def test_experts_on_the_meta_device_have_shapes(recipe):
 def list_used_scales(block_rows, ends, rows=310):
     """Return the rows of the scales that groups use, in the order of the groups."""
     used = []
-    for group, (start, stop) in enumerate(find_bounds(ends, len(ends), rows)):
+    for group, (start, stop) in enumerate(find_group_bounds(ends, len(ends), rows)):
         first = find_first_scale_row(block_rows, group, start)
         used += range(first, first + (1 if block_rows == ALL else -(-(stop - start) // block_rows)))
     return used

@@ -5,7 +5,7 @@ from torch import nn
 
 import quaver.experts.grouped_mm
 from quaver import convert_to_float8_training
-from quaver.experts.groups import ExpertMatmul, find_bounds, select_group
+from quaver.experts.groups import ExpertMatmul, find_group_bounds, select_group
 from tests.mixture import Experts
 
 EXPERTS = 3
@@ -55,7 +55,7 @@ def multiplied_experts(forward, monkeypatch):
 
     def record_and_multiply(a, b, ends, form, *args):
         assert form is ExpertMatmul.OUTPUT
-        bounds = find_bounds(None, ends.shape[0], b.data.shape[0])
+        bounds = find_group_bounds(None, ends.shape[0], b.data.shape[0])
         stacks.append([select_group(b, group, *rows)[:2] for group, rows in enumerate(bounds)])
         return multiply(a, b, ends, form, *args)
 
