@@ -31,7 +31,7 @@ from quaver.experts.module import (
 )
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.foreign.transformers import drop_stale_quantization_config
-from quaver.fsdp.gathered import Float8AllGatherWeight, is_all_gather_weight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight, is_all_gather_weight
 from quaver.fsdp.wrapping import make_all_gather_weights, restore_plain_weights
 from quaver.linear.class_change import SubstituteModule, get_class_parts
 from quaver.linear.float8_module import Float8Module, change_to_float8, restore_class

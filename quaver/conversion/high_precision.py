@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from quaver.experts.module_weight import iter_module_weights
-from quaver.fsdp.gathered import is_all_gather_weight
+from quaver.fsdp.all_gather_weight import is_all_gather_weight
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig

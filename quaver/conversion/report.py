@@ -16,7 +16,7 @@ from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.experts.module import Float8Experts, get_expert_weights, is_experts, is_transposed
 from quaver.experts.module_weight import iter_module_weights
 from quaver.foreign.torchao import explain_inference_only
-from quaver.fsdp.gathered import is_all_gather_weight
+from quaver.fsdp.all_gather_weight import is_all_gather_weight
 from quaver.linear.backends import list_matmul_casts
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module, list_taken_attributes

@@ -50,7 +50,7 @@ class ScaledShardState:
 
 
 class ScaledShard(WrapperWeight):
-    """Base class of `Float8AllGatherWeight` (gathered.py): its wrapped shard and the scales of the whole weight."""
+    """Base class of `Float8AllGatherWeight`: its wrapped shard and the scales of the whole weight."""
 
     shard_state: ScaledShardState
 
@@ -63,7 +63,7 @@ class ScaledShard(WrapperWeight):
         """Return the stored scales of the whole weight `parameter`, or None if there are none since the last write.
 
         Raises:
-            RuntimeError: the wrapped tensor was written to directly ([Note: when scales are dropped] in gathered.py).
+            RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
         """
         shard_state = self.shard_state
         if shard_state.scales is not None and shard_state.computed_from is not None:

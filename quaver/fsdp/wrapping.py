@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.fsdp.scaled_shard import ScaledShardState
 from quaver.fsdp.weight_group import AllGatherState, NamedWeights, WeightGroup
 from quaver.linear.frozen_weight import FrozenFloat8Weight

@@ -37,7 +37,7 @@ class Float8Module(nn.Module):
     """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
     _float8_config: Float8LinearConfig
     all_gather_state: object | None
-    """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
+    """Set if FSDP2 all-gathers the weights in float8 (fsdp/all_gather_weight.py)."""
     cast_once_weights: dict[str, CastOnceWeight]
     """Quantized weights by name, while a `cast_weights_once` is open."""
     probes: Mapping[str, MatmulProbe] | None = None

@@ -6,7 +6,7 @@
     ReplicatedSharding   weight [N, K]      input replicated or by token  output as the input
 
 A linear calls them on plain tensors, inside its one autograd function. Only an input that several linears share is
-all-gathered outside (parallel/gathered_input.py).
+all-gathered outside (parallel/input_all_gather.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     TensorForm       a tensor in another form, and what ops do with it (tensor.py, weights)
     ReadOnly         values read from a form, which cannot be written to
     WeightForm       a weight that is copied and pickled by its state, and presents another tensor's memory
-    WrapperWeight    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary_weight.py)
+    WrapperWeight    a weight around a plain tensor in high precision (fsdp/scaled_shard.py, weights/primary_weight.py)
 
 [Note: dispatch] All forms share `TensorForm.__torch_dispatch__`. The first form among the arguments may handle an op
 itself (`run_op`). Other ops run on plain tensors instead of the forms, whether these are arguments, in lists, or

@@ -41,7 +41,7 @@ from quaver.linear.sharding import (
     to_local,
 )
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import InputAllGather
+from quaver.parallel.input_all_gather import InputAllGather
 
 
 def _require_linear(style: object, module: nn.Module) -> Float8Linear:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights
+from quaver.fsdp.all_gather_weight import is_all_gather_weight
 from quaver.fsdp.cast_once_shard import CastOnceShard
-from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.fsdp.weight_group import AllGatherState, get_all_gather_state
 from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.runtime.errors import check_is_module

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.kernels.stochastic_rounding import round_to_bfloat16
 from quaver.linear.weight_form import is_parameter
 from quaver.runtime.agreement import run_on_every_rank

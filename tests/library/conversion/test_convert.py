@@ -20,7 +20,7 @@ from quaver import (
 )
 from quaver.conversion import convert
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.recipes.config import resolve_config
 from tests.library.conversion.models import Model, Scaled
 from tests.mixture import GroupedExperts, make_mixture

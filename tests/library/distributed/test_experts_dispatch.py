@@ -30,7 +30,7 @@ from quaver.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.parallel import expert_parallel
 from quaver.runtime import float8_collectives
 from tests.library.distributed.expert_models import (

@@ -25,7 +25,7 @@ from quaver import (
 )
 from quaver.activations import CHECKPOINT_MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.recipes import NON_BLOCK_RECIPES

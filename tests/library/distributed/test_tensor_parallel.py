@@ -16,7 +16,7 @@ from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
-from quaver.parallel.gathered_input import InputAllGather, is_all_gathered_in_float8
+from quaver.parallel.input_all_gather import InputAllGather, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.library.distributed import parallel_models
 from tests.library.distributed.models import config_of, quantize, world_mesh

@@ -14,7 +14,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from quaver import Float8LinearConfig, conversion_report, convert_to_high_precision
 from quaver.conversion.check import assert_float8_training
 from quaver.experts.module import Float8Experts
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.integrations.transformers import QuaverConfig, prepare_model_for_float8
 from quaver.runtime import float8_collectives
 from tests.ranks import refusal, run

@@ -29,7 +29,7 @@ def check_names():
     from torchao.float8 import config, float8_linear, float8_linear_utils, float8_tensor_parallel, fsdp_utils
 
     import quaver
-    from quaver.fsdp.gathered import Float8AllGatherWeight
+    from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
     from quaver.integrations import torchao as shim
 
     importer = sys.modules["a_users_module"] = type(sys)("a_users_module")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quaver
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.recipes.scaling import dynamic_cast
 from tests.steps import results_of
 

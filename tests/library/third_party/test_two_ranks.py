@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.distributed.models import config_of
 from tests.library.third_party import llama as models
 from tests.library.third_party.accelerated import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2

@@ -11,7 +11,7 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, serving_config
-from quaver.fsdp.gathered import quantize_shard
+from quaver.fsdp.all_gather_weight import quantize_shard
 from quaver.fsdp.shard import LocatedShard
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE
 from quaver.runtime.devices import has_cuda
