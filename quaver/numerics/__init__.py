@@ -1,8 +1,8 @@
 """Measures the numerics of a model's float8 matmuls while it trains.
 
 measure    monitoring.py attaches a probe to each weight (probe.py), which adds to slots (observe.py, statistics.py)
-write      ranks.py merges the slots of all ranks, and sample_writer.py writes them as lines of a record (record.py)
-judge      alarm_sink.py gives each sample (history.py) to alarms.py, by the rules of rules.py
+write      rank_statistics.py merges the slots of all ranks, and sample_writer.py writes lines of a record (record.py)
+judge      alarm_sink.py gives each sample (history.py) to alarms.py, which applies alarm_rules.py
 """
 
 from quaver.numerics.extra_statistics import compute_what_if

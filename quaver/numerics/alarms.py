@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quaver.numerics.alarm_rules import ALARM_RULES, AlarmRule, TensorMeasurement
 from quaver.numerics.history import History, Sample, TensorStatistics
 from quaver.numerics.remedies import describe_remedies
-from quaver.numerics.rules import RULES, AlarmRule, TensorMeasurement
 
 ALARM_ACTIONS = ("log", "callback", "stop", "fallback")
 
@@ -131,7 +131,7 @@ class Alarms:
         action: what alarms say is done about them.
     """
 
-    rules: Sequence[AlarmRule] = RULES
+    rules: Sequence[AlarmRule] = ALARM_RULES
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
     _states: dict[RuleKey, _AlarmState] = field(default_factory=dict, repr=False)

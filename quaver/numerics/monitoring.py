@@ -38,7 +38,7 @@ from quaver.numerics.attached_probes import AttachedProbes
 from quaver.numerics.extra_statistics import describe_extras, describe_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
-from quaver.numerics.ranks import GatheredStatistics, find_disagreements, gather_slots
+from quaver.numerics.rank_statistics import GatheredStatistics, find_disagreements, gather_slots
 from quaver.numerics.record import SCHEMA_VERSION, AnySink, make_sink
 from quaver.numerics.sample_writer import Outcome, SampleWriter
 from quaver.numerics.sampling import Sampling

@@ -372,7 +372,7 @@ class Float8Optimizer(Optimizer):
 def _write_to_empty_shard(parameter: Tensor) -> None:
     """Write to a parameter whose shard is empty on this rank, as the step does on the other ranks.
 
-    Writes have effects that must be the same on all ranks; see [Note: when scales are dropped] in fsdp/.
+    Writes have effects that must be the same on all ranks; see [Note: when scales are dropped].
     """
     local = get_local_tensor(parameter).detach()
     if not local.numel():

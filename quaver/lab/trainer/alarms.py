@@ -16,10 +16,10 @@ from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.numerics import close_monitor, open_monitor
 from quaver.lab.trainer.recipe_change import change_recipes
 from quaver.lab.trainer.training_run import TrainingRun
+from quaver.numerics.alarm_rules import REMEDIED_RULES
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.record import Sink
-from quaver.numerics.rules import REMEDIED_RULES
 
 
 @dataclass

@@ -17,7 +17,7 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
-from quaver.numerics.ranks import gather_slots
+from quaver.numerics.rank_statistics import gather_slots
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.expert_models import concatenate, convert, parallelize, step, tokens_of
 from tests.library.distributed.models import config_of, part_of, world_mesh

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quaver.numerics.alarm_rules import AlarmRule, TensorMeasurement
 from quaver.numerics.alarms import Alarm, AlarmCleared, Alarms
 from quaver.numerics.error_bounds import (
     compute_bulk_db,
@@ -14,7 +15,6 @@ from quaver.numerics.error_bounds import (
     compute_underflow,
 )
 from quaver.numerics.history import History
-from quaver.numerics.rules import AlarmRule, TensorMeasurement
 from quaver.recipes.formats import E4M3, E5M2
 from tests.library.numerics.samples import LAYERS, RMS, find_position, make_header, make_sample
 

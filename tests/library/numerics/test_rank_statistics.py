@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.linear.quantize import Quantizer
-from quaver.numerics.ranks import find_disagreements
+from quaver.numerics.rank_statistics import find_disagreements
 from quaver.numerics.statistics import make_slots, merge_slots, observe_matrix
 from quaver.recipes.config import Float8LinearConfig
 

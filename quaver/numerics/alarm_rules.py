@@ -345,7 +345,7 @@ DEAD_TEXT = "{value:.1%} more of the gradient is exactly zero than before"
 VANISHING_TEXT = "rms {value:.1e} is below the eps of Adam, {threshold:.0e}"
 UNCHANGED_TEXT = "did not change while other weights did: no optimizer holds it"
 
-RULES = (
+ALARM_RULES = (
     AlarmRule("nonfinite", _measure_nonfinite, "elements that are not finite: {value:g}"),
     AlarmRule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
     AlarmRule("codes", _measure_codes, WRONG_CODES_TEXT),
@@ -366,5 +366,5 @@ RULES = (
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 
-REMEDIED_RULES = frozenset(rule.name for rule in RULES if rule.has_remedies)
+REMEDIED_RULES = frozenset(rule.name for rule in ALARM_RULES if rule.has_remedies)
 """The rules whose cause another recipe may remove."""
