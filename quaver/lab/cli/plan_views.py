@@ -22,6 +22,15 @@ from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 
 _NUMBER_COLUMNS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
+_LEGEND = """\
+gather: dtype of the gathered weights of blocks; x2: again for the backward
+batch: sequences of a micro-batch x micro-batches; training.reduce is last (L)
+       or last_all_reduce (A)
+AC: what blocks recompute; 1/2: every second block is checkpointed
+MFU: share of the data sheet's FLOP/s, each matmul at the peak of its precision,
+     attention as its causal half
+wait: share of the step that waits for collectives and checkpoints
+*: as configured"""
 
 
 def iter_views(
@@ -39,14 +48,7 @@ def iter_views(
     has_bytes = cluster.spec.memory_gb * 1e9
     if memory > has_bytes:
         yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
-    yield (
-        "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
-        "Batch: sequences of a micro-batch x micro-batches; L: training.reduce = last, A: last_all_reduce. "
-        "AC 1/2: every second block is checkpointed. "
-        "MFU: the share of the data sheet's FLOP/s, each matmul at the peak of its precision, attention as its causal "
-        "half. "
-        "Wait: for collectives and checkpoints. * as configured."
-    )
+    yield _LEGEND
     best = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
         gain = first.tokens_per_s / best.tokens_per_s
