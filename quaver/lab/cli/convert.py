@@ -44,7 +44,7 @@ class QuaverToHF(Settings):
 
 def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
-    usage = "quaver convert DIRECTION [options] SOURCE TARGET      quaver convert DIRECTION --help"
+    usage = "quaver convert DIRECTION [--help] [options] SOURCE TARGET"
     conversion = find_verb(CONVERSIONS, argv, kind="conversion", usage=usage)
     if isinstance(conversion, int):
         return conversion
