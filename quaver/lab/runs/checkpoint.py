@@ -14,9 +14,9 @@ block of `ignore_single_process_warning`.
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,12 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
+        with self._name_other_steps(step):
+            return self._load(step, models, restore_recipes)
+
+    def _load(
+        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None]
+    ) -> tuple[RunProgress, list[str]]:
         path = self.folder.get_path(step)
         record = _read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
         progress = RunProgress(**record["progress"])
@@ -152,6 +158,18 @@ class Checkpointer:
         rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
         self._saved_step = step
         return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
+
+    @contextmanager
+    def _name_other_steps(self, step: int) -> Iterator[None]:
+        """Append to a CheckpointError that says `CHECKPOINT_HINT` how to choose: the run's steps other than `step`."""
+        try:
+            yield
+        except CheckpointError as error:
+            steps = [str(other) for other in self.folder.list_steps() if other != step]
+            if not str(error).endswith(CHECKPOINT_HINT):
+                raise
+            choice = f" with --checkpoint.load_step {' or '.join(steps)}" if steps else "; the run has no other"
+            raise CheckpointError(f"{error}{choice}") from error
 
     def _stage(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original.

@@ -131,7 +131,11 @@ NOWHERE, UNREAD, MORE = lambda run: None, "choose another checkpoint", "--traini
 REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     # what happens to the run, the words, and the error
     "short": (lambda run: os.truncate(run / SHARD, 100), MORE, f"/{SHARD}' has 100 bytes, expected"),
-    "missing": (lambda run: (run / SHARD).unlink(), MORE, f"/{SHARD}' is missing; {UNREAD}"),
+    "missing": (
+        lambda run: (run / SHARD).unlink(),
+        MORE,
+        f"/{SHARD}' is missing; {UNREAD} with --checkpoint.load_step 1",
+    ),
     "extra": (lambda run: (run / STEP / "delayed/__1_0.distcp").touch(), MORE, "/delayed/__1_0.distcp' is not in"),
     "of another step": (lambda run: shutil.copy(run / SHARD.replace(STEP, FIRST), run / SHARD), MORE, f"/{SHARD}' "),
     "a link": (lambda run: make_link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
