@@ -69,6 +69,11 @@ class RunLock:
             self._take_lock()
             self._lock.release()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._finalizer is not None and self._finalizer.alive
+
     def release(self) -> None:
         """Release the lock if this process holds it."""
         if self._finalizer is not None:

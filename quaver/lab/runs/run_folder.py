@@ -5,8 +5,9 @@ the folder, after the checkpoint was loaded. So a resume that is refused leaves 
 """
 
 import json
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from operator import attrgetter
@@ -28,7 +29,7 @@ from quaver.lab.runs.file_names import (
     WANDB_ID_FILE,
 )
 from quaver.lab.runs.json_lines import read_json_lines, rewind_json_lines
-from quaver.lab.runs.lock import RunLock
+from quaver.lab.runs.lock import HOLDER_FILE, LOCK_FILE, RunLock
 from quaver.lab.runs.provenance import read_starts
 from quaver.lab.runs.resume import find_resume_state, remove_resume_settings
 from quaver.lab.settings import Checkpoint, TrainConfig, require
@@ -59,6 +60,9 @@ class RunFolder:
     lock: RunLock | None = field(default=None, compare=False)
     """Held by the process that may write the folder."""
 
+    is_new: bool = field(default=False, compare=False)
+    """Whether `open` made the folder."""
+
     @classmethod
     def open(cls, config: TrainConfig) -> "RunFolder":
         """Find or make dump_folder/name, as config.checkpoint.resume says, and take its lock; see `begin`.
@@ -70,12 +74,12 @@ class RunFolder:
             InputError: the model or the initial weights differ from the run's.
             OSError: the folder cannot be created or written; a NotWrittenError for want of space.
         """
-        path = _make_folder(config)
+        path, is_new = _make_folder(config)
         lock = RunLock(path)
         with _name_lock_file(path):
             lock.acquire()
         try:
-            return cls(path, *_find_resume_state(path, config), lock)  # again: a run may have ended in between
+            return cls(path, *_find_resume_state(path, config), lock, is_new)  # again: a run may have ended in between
         except BaseException:
             lock.release()
             raise
@@ -128,9 +132,14 @@ class RunFolder:
             raise NotWrittenError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
 
     def release(self) -> None:
-        """Let other processes write the folder."""
-        if self.lock is not None:
-            self.lock.release()
+        """Let other processes write the folder. A new folder in which a refused start wrote nothing is removed."""
+        if self.lock is None:
+            return
+        if self.is_new and self.lock.is_held:
+            with suppress(OSError):  # the folder is gone, or cannot be changed
+                if {entry.name for entry in self.path.iterdir()} <= {LOCK_FILE, HOLDER_FILE}:
+                    shutil.rmtree(self.path)
+        self.lock.release()
 
     def get_stacks_path(self, rank: int) -> Path:
         """Return the path of the stacks that the watchdog of a rank writes."""
@@ -183,8 +192,11 @@ class RunFolder:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _make_folder(config: TrainConfig) -> Path:
-    """Make dump_folder/name if it does not exist, or a new folder for a run without a name. A refusal makes nothing."""
+def _make_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """Make dump_folder/name if it does not exist, or a new folder for a run without a name. A refusal makes nothing.
+
+    Returns the folder, and whether it is new.
+    """
     dump_folder = expand_user(config.job.dump_folder)
     path = dump_folder / (config.job.name or _name_by_time(config))
     if config.job.name:
@@ -196,11 +208,12 @@ def _make_folder(config: TrainConfig) -> Path:
     try:
         make_folder(dump_folder)
         if not config.job.name:
-            return _make_unused_folder(path)
+            return _make_unused_folder(path), True
+        is_new = not path.exists()
         make_folder(path)
     except OSError as error:
         raise _make_write_error(path, error) from error
-    return path
+    return path, is_new
 
 
 def _make_unused_folder(path: Path) -> Path:

@@ -12,6 +12,13 @@ _Width = Annotated[int, Ge(1), Le(10**6)]
 """The bound keeps sizes in bytes inside 64 bits: with 10^5 experts a weight has 10^17 elements."""
 
 
+SHAPE_SETTINGS = (
+    *("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "n_experts", "n_shared_experts"),
+    "tie_word_embeddings",
+)
+"""The settings that say which weights the model has, and what their rows mean."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How Llama 3.1 stretches rotary embeddings to a longer context. `Model` documents the fields."""

@@ -21,6 +21,7 @@ from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.resume import will_resume
 from quaver.lab.settings import TrainConfig, require
+from quaver.lab.settings.model import SHAPE_SETTINGS
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.loggers import check_loggers
@@ -105,8 +106,8 @@ def _check_recordable(config: TrainConfig) -> None:
 
 
 def check_environment(config: TrainConfig, device: torch.device | None) -> None:
-    """Refuse settings that no file can hold or `device` cannot do, a logger whose package is missing, and missing
-    initial weights of a run that begins from them.
+    """Refuse settings that no file can hold or `device` cannot do, a logger whose package is missing, and initial
+    weights that are missing or of another model.
 
     Args:
         device: the run's device; None if it is not known.
@@ -121,7 +122,16 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
     )
     check_loggers(config.metrics)
     if config.checkpoint.initial_load_path and not will_resume(config):
-        read_record(config.checkpoint.initial_weights)
+        _check_initial_weights(config)
+
+
+def _check_initial_weights(config: TrainConfig) -> None:
+    """Refuse initial weights of a model of another shape. What has no weights, such as rope_theta, may differ."""
+    saved = read_record(config.checkpoint.initial_weights)["config"]["model"]
+    for name in SHAPE_SETTINGS:
+        value = getattr(config.model, name)
+        expected = f"{saved.get(name)!r}, that of checkpoint.initial_load_path {config.checkpoint.initial_load_path!r}"
+        require(saved.get(name, value) == value, f"model.{name}", expected, value)
 
 
 def make_models(config: TrainConfig, device: torch.device) -> Models:

@@ -431,6 +431,17 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
+def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, refused):
+    weights = shutil.copytree(finished.checkpoints.folder.get_path(6), tmp_path / "weights")
+    words = [f"--checkpoint.initial_load_path={weights}", "--checkpoint.resume=never", "--job.name=new"]
+    words = ["train", finished.folder.path / "config.toml", *words]
+    expected = f"model.n_layers must be 2, that of checkpoint.initial_load_path '{weights}', got 1"
+    assert expected in refused(*words, "--model.n_layers=1")
+    (weights / "delayed" / "__0_0.distcp").write_bytes(b"")
+    assert "has 0 bytes, expected" in refused(*words)
+    assert not finished.folder.path.with_name("new").exists()
+
+
 def test_delayed_scaling_begins_anew_from_initial_weights(config):
     first = run_to_end(replace(set_steps(config, 1), float8=Float8(recipe_name="tensorwise")))
     path = str(first.checkpoints.folder.get_path(1))
