@@ -96,7 +96,7 @@ def _replace_special_floats(value: Any) -> Any:
 class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a Hugging Face folder, or of one file, by name; a tensor is read on access.
 
-    Raises (when made):
+    Raises (in the constructor):
         FileNotFoundError: there is no safetensors file, or the index names one that is not in the folder.
         ValueError: a file is damaged, the index and the files differ, or `folder` is one of several files of a model.
     """
@@ -231,9 +231,10 @@ def check_positive_integer(argument: str, number: object) -> None:
 
 
 class SafetensorsWriter:
-    """Writes tensors into files of at most `max_shard_bytes`, or one larger tensor, and an index. Memory has one file.
+    """Writes tensors into files of at most `max_shard_bytes`, or of one larger tensor, and an index.
 
-    With `max_shard_bytes=None` it writes one file. Each file is written with the `metadata` of that moment.
+    One file at a time is in memory. With `max_shard_bytes=None` it writes one file. Each file gets the `metadata` at the
+    time of its writing.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int | None) -> None:

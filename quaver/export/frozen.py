@@ -91,7 +91,7 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
 class StoredWeights:
     """The float8 weights of a checkpoint that a model can hold with the stored codes and scales.
 
-    Raises (when made):
+    Raises (in the constructor):
         NotImplementedError: the scales have several granularities.
         ValueError: as `load_frozen` for `serving`.
     """
@@ -175,7 +175,7 @@ def _find_float8_weights(
 
 
 def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
-    """Return whether a tensor is a stack of experts whose scales a frozen stack can hold. Row scales are of outputs."""
+    """Return whether a tensor is a stack of experts whose scales a frozen stack can hold: a row is an output."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in get_expert_weights(module):
         return False
     kinds = {scale.kind for scale in checkpoint.read_scales(loaded.parts[name][0][0])}

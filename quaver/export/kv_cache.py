@@ -53,7 +53,8 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
         save_float8(model, "served")
 
     Measures the tensors that each attention passes to the cache: keys after the rotary embedding, and values, before
-    the heads of a group are repeated. A scale is the amax over all batches and ranks, divided by 448. Padding counts.
+    the heads of a group are repeated. A scale is the amax over all batches and ranks, divided by 448. Padding tokens
+    count, too.
 
     Args:
         model: a decoder of transformers; every rank of a process group runs the block, sharded or not.

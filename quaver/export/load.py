@@ -217,7 +217,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 class ModelTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint under the names of a model. Stacks of experts are assembled on access.
 
-    Raises (when made):
+    Raises (in the constructor):
         ValueError: the checkpoint lacks some matrices of a stack, or their shapes differ.
     """
 
@@ -350,13 +350,14 @@ def import_float8(
 ) -> int:
     """Write the float8 checkpoint in `folder` as the new Hugging Face folder `target` in high precision.
 
-    transformers' `from_pretrained` loads it for training. The tokenizer and the
-    generation config are copied. Memory holds one file of the result. If `folder` is a file, `target` is a new file
-    with the same tensor names. Returns the number of float8 weights.
+    transformers' `from_pretrained` loads it for training. The tokenizer and the generation config are copied. One file
+    of the result at a time is in memory. If `folder` is a file, `target` is a new file with the same tensor names.
+    Returns the number of float8 weights.
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
-        ValueError: `folder` is a file and `target` does not end in .safetensors; `max_shard_bytes` is no int from 1.
+        ValueError: `folder` is a file and `target` does not end in .safetensors; `max_shard_bytes` is no
+            integer of 1 or more.
         FileExistsError: `target` exists.
         NotWrittenError: the weights cannot be written.
     """

@@ -62,13 +62,16 @@ def save_float8(
 
     Args:
         model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
-            `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes. All raise the error of one.
-            Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
-        folder: a new path. comfyui writes one file NAME.safetensors, with the record in its header, from memory.
-        config: config.json without quantization_config; None for the model's, with its generation config, and for
-            comfyui. Its dtype becomes `dtype`, if given, and for MXFP8 bfloat16, in which alone transformers runs it.
-        max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
-        origin: where the model comes from, for the record: "source", "step".
+            `iter_float8_weights`. Every rank of a sharded model calls this, and rank 0 writes. If one rank fails, every
+            rank raises its error. Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`,
+            `set_kv_scales`).
+        folder: a new path. comfyui writes one file, NAME.safetensors, whose header has the record. All its tensors are
+            in memory before it is written.
+        config: the content of config.json without quantization_config; None for the model's config and generation
+            config, and for comfyui. Its dtype becomes `dtype` if that is given. For MXFP8 it becomes bfloat16, the only
+            dtype in which transformers runs MXFP8.
+        max_shard_bytes: the most bytes in a file, unless one tensor has more. One file at a time is in memory.
+        origin: where the model comes from ("source") and the step of its checkpoint ("step"), for the record.
         files: more files to copy, such as the tokenizer's. A generation_config.json replaces the model's.
         make_hp_model: returns an unsharded high-precision copy of the model, to measure how its logits change; None to
             measure nothing. It is called before the first file is written. The measurement replaces the copy's weights.
@@ -78,9 +81,9 @@ def save_float8(
     Raises:
         FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
-        TypeError: `model` is no nn.Module, `config`, `origin` or `weights` no mapping, `files` no list of paths, or
-            `make_hp_model` no function that returns a model.
-        RuntimeError: the ranks export other tensors, or with another format or recipe.
+        TypeError: `model` is no nn.Module, `config`, `origin` or `weights` is no mapping, `files` is no list of paths,
+            or `make_hp_model` is no function that returns a model.
+        RuntimeError: the ranks disagree about the tensors, the format or the recipe.
         ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
             hold `config` or `origin`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
             one that the export writes; the high-precision model does not take tokens alone, or is `model`.
@@ -147,7 +150,7 @@ def _parse_files(files: Any) -> list[Path]:
 
 
 def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float8Weights:
-    """Plan an export that every rank iterates. All ranks raise the error of one, or if their plans differ."""
+    """Plan an export that every rank iterates. If one rank fails, or the plans differ, every rank raises an error."""
     planned: list[Float8Weights] = []
     run_on_every_rank(lambda: planned.append(plan()))
     tensors = planned[0]

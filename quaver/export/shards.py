@@ -29,7 +29,7 @@ from quaver.torch_private.dtensor import compute_local_shape_and_offset, make_dt
 def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
     """Return the amaxes of a weight's row cast, float32 [E, rows of scales, columns of scales], equal on every rank.
 
-    A collective over the mesh of `weight`.
+    It runs a collective over the mesh of `weight`.
 
     Args:
         weight: [N, K], or a stack of E matrices [E, N, K].
@@ -51,9 +51,9 @@ def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearCon
 
 
 def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, amaxes: Tensor) -> list[Operand]:
-    """Return the row operand [N, K] of each matrix of a weight, equal on every rank; a collective over its mesh.
+    """Return the row operand [N, K] of each matrix of a weight, equal on every rank.
 
-    `amaxes`: from `compute_whole_amaxes`, whose other arguments are the same.
+    It runs a collective over the mesh of `weight`. `amaxes`: the result of `compute_whole_amaxes` for the same weight.
     """
     layout, size = _get_layout(config), _add_stack_dim(weight.shape)[1:]
     first, *offset = _add_stack_dim(compute_local_shape_and_offset(weight)[1], leading=0)

@@ -109,7 +109,7 @@ def is_installed() -> bool:
 
 
 def get_accelerate_precision() -> str | None:
-    """Return the `mixed_precision` of this process's `Accelerator`; before it exists, the environment's."""
+    """Return the `mixed_precision` of this process's `Accelerator`, or the environment's before there is one."""
     state = _get_accelerate_state()
     return os.environ.get("ACCELERATE_MIXED_PRECISION") if state is None else state.mixed_precision
 

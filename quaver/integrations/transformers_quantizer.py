@@ -130,7 +130,7 @@ class QuaverConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Make a config from a dict whose `quant_method` is "quaver". Raises as the config."""
+        """Make a config from a dict whose `quant_method` is "quaver". Raises what the constructor raises."""
         arguments = {name: value for name, value in config_dict.items() if name != "quant_method"}
         return super().from_dict(arguments, return_unused_kwargs, **kwargs)
 

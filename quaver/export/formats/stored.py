@@ -81,7 +81,7 @@ class StoredFormat:
         return self.token_scales.get(target, any(self.token_scales.values()))
 
     def parse_scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
-        """Return the scale of the matrix `name`, or of each matrix of a stack. Raises as `parse_scale`."""
+        """Return the scale of the matrix `name`, or of each matrix of a stack. Raises what `parse_scale` raises."""
         if len(shape) == 2:
             return [self.parse_scale(name, shape, stored)]
         if stored.numel() == 1:
