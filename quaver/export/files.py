@@ -233,8 +233,8 @@ def check_positive_integer(argument: str, number: object) -> None:
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_shard_bytes`, or of one larger tensor, and an index.
 
-    One file at a time is in memory. With `max_shard_bytes=None` it writes one file. Each file gets the `metadata` at the
-    time of its writing.
+    One file at a time is in memory. With `max_shard_bytes=None` it writes one file. A file gets the `metadata` of the
+    time when it is written.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int | None) -> None:
