@@ -59,9 +59,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
         )
         for is_backward in (False, True)
     )
-    if (
-        run.casts_weights_once and not run.float8_all_gather
-    ):  # these casts run outside of the block, for all micro-batches
+    if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all micro-batches
         linears = list_linears(run.model).items()
         forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = Costs.from_formulas(run, cluster)
