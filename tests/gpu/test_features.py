@@ -10,10 +10,9 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training, freeze_to_float8, use_float8_primary_weights
 from quaver.activations import store_activations_in_float8
-from quaver.lab.recorder.allocator import measure_usage
 from quaver.optim import Float8AdamW, Float8Muon
-from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
-from tests.library.activations.nets import build_net
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, needs_silicon, waiting_refused
+from tests.library.activations.nets import LOWEST_DB, SAVED, build_net
 from tests.library.experts.operands import ENDS, make_operands, step
 from tests.recipes import DYNAMIC_RECIPES
 from tests.reference import lowest_sqnr_db, sqnr_db
@@ -71,7 +70,9 @@ def test_optimizers_follow_those_on_a_cpu(name, dtype):
                 parameter.grad = draw(*parameter.shape, seed=index).to(device, dtype)
             optimizer.step()
         weights.append([parameter.detach().cpu() for parameter in model.parameters()])
-    assert min(sqnr_db(expected, actual) for expected, actual in zip(*weights, strict=True)) > 60
+    # Under 1 in 12,000 codes of moments, whose errors are of an update's size, are their neighbor: e4m3's SQNR + 30 dB.
+    lowest = lowest_sqnr_db(3) + 30
+    assert min(sqnr_db(expected, actual) for expected, actual in zip(*weights, strict=True)) > lowest
 
 
 @pytest.mark.parametrize("make", [Float8AdamW, Float8Muon])
@@ -92,7 +93,7 @@ def test_skipped_parts_are_warned_of_and_no_step_waits_for_the_device(make):
         step_and_save()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_silicon("what Inductor stores"))])
 @pytest.mark.parametrize("recipe", [None, "rowwise", "blockwise"])
 def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, compiled):
     def measure(net):
@@ -102,28 +103,21 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
             for layer in net.layers:
                 layer.compile(fullgraph=True, backend=BACKEND)
 
-        def run(forward_is_done=lambda: None):
+        for _ in range(2):  # the first step allocates workspaces
             net.zero_grad()
+            before = torch.cuda.memory_allocated()  # 0 on a virtual GPU, whose memory is the host's
             with torch.autocast(DEVICE, torch.bfloat16):
                 loss = net(draw(2, 64, 256).to(DEVICE).requires_grad_()).float().square().mean()
-            forward_is_done()
+            saved = torch.cuda.memory_allocated() - before
             loss.backward()
-            return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-
-        gradients = run()
-        net.zero_grad()
-        if VIRTUAL:  # its memory is the host's
-            return None, gradients
-        with measure_usage(torch.device(DEVICE), allow_leftover=True) as measured:
-            run(measured.mark)
-        return measured.usage.saved_bytes, gradients
+        return saved, [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
 
     exact_bytes, exact = measure(build_net(recipe, width=256))
     net = build_net(recipe, width=256)
     store_activations_in_float8(net)
     stored_bytes, stored = measure(net)
-    assert min(sqnr_db(expected, actual) for expected, actual in zip(exact, stored, strict=True)) > 18
-    assert VIRTUAL or stored_bytes <= 0.95 * exact_bytes
+    assert min(sqnr_db(expected, actual) for expected, actual in zip(exact, stored, strict=True)) > LOWEST_DB
+    assert stored_bytes <= SAVED[None] * exact_bytes
 
 
 def make_linears(recipe, device):

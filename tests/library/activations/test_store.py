@@ -27,9 +27,8 @@ from quaver.activations import activation_report, apply_activation_checkpointing
 from quaver.activations import hooks as store_hooks
 from quaver.activations.codes import MemoryLayout, dequantize_activation, quantize_activation
 from quaver.activations.partition import StoringPartitioner
-from quaver.recipes.formats import E4M3
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.activations.nets import Net, build_net
+from tests.library.activations.nets import LOWEST_DB, SAVED, STORED_TENSORS, Net, build_net
 from tests.models import rope_tables
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, draw, results_of
@@ -37,12 +36,6 @@ from tests.thinned import at_night, thinned
 
 PRECISIONS = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 SHAPE = (2, 64, 256)
-SAVED = {None: 0.95, "rowwise": 0.35, "rowwise_with_gw_hp": 0.4, "blockwise": 0.35, "mxfp8": 0.35}
-"""Of bfloat16's saved bytes, at most. A block that stores nothing saves 1, 0.39 to 0.49, 0.44 to 0.52, 0.39 and 0.4."""
-STORED_TENSORS = 13
-"""How many tensors a block stores, those that are stored again included."""
-LOWEST_DB = lowest_sqnr_db(*[E4M3.mantissa_bits] * STORED_TENSORS)
-"""Of the gradients of a block, each of which reads every stored tensor at most once."""
 COMPILED = 0.849
 """Of an eager block's saved bytes a compiled one's, in bfloat16."""
 
