@@ -103,7 +103,7 @@ class Interrupt:
 
     def __exit__(self, kind, *_):
         sys.setprofile(None)
-        return kind is KeyboardInterrupt
+        return kind is KeyboardInterrupt and self.was_raised
 
 
 class User:
