@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
@@ -65,28 +65,6 @@ def memory_budget_restored():
     """Restore the compiler's memory budget after the test. monkeypatch would delete it from torch's config."""
     with compiler_config.patch(activation_memory_budget=1.0):
         yield
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
-
-    def refused(*words: object) -> str:
-        from quaver.lab.cli import main  # importing it takes seconds
-
-        capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as stopped:
-            code = stopped.code
-        output, error = capsys.readouterr()
-        (line,) = error.splitlines()
-        assert code == 2, error
-        assert not output or output.startswith("making tokens of "), output
-        assert line.startswith("quaver: error: "), error
-        return line
-
-    return refused
 
 
 @pytest.fixture

@@ -130,3 +130,25 @@ def tiny_float8_config(tiny_config: TrainConfig) -> TrainConfig:
 @pytest.fixture
 def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
     return make_resumable(tiny_config)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
+
+    def refused(*words: object) -> str:
+        from quaver.lab.cli import main  # importing it takes seconds
+
+        capsys.readouterr()
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as stopped:
+            code = stopped.code
+        output, error = capsys.readouterr()
+        (line,) = error.splitlines()
+        assert code == 2, error
+        assert not output or output.startswith("making tokens of "), output
+        assert line.startswith("quaver: error: "), error
+        return line
+
+    return refused
