@@ -22,8 +22,7 @@ from quaver.distributed import (
 from quaver.fsdp.gradients import BLOCK_ELEMENTS, dequantize_gradients, quantize_gradients, sum_over_ranks
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
-from tests.library.distributed.models import config_of
-from tests.recipes import NON_BLOCK_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, config_of
 
 pytestmark = pytest.mark.gpu
 

@@ -14,6 +14,7 @@ from quaver.linear.tensor import Float8Tensor
 from tests import steps
 from tests.library.distributed import models
 from tests.ranks import mesh_of
+from tests.recipes import config_of
 
 STEPS = 3
 
@@ -39,7 +40,7 @@ def find_different_operands(model, whole, config):
 
 
 def gathering(recipe):
-    return models.config_of(recipe, enable_fsdp_float8_all_gather=True)
+    return config_of(recipe, enable_fsdp_float8_all_gather=True)
 
 
 def model_by(how, config, make=models.make_model):
@@ -114,7 +115,7 @@ def run_step(model, batch, microbatches=MICROBATCHES, **options):
 def train_cases(cases, steps):
     result = []
     for recipe, gather, precompute, compiled, param_dtype in cases:
-        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         torch.compiler.reset()
         model = models.shard_model(config, compiled=compiled, mp_policy=policy)

@@ -1,7 +1,5 @@
 """Defines the small model of the distributed tests, its shards, and one process that computes what the ranks must."""
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,14 +7,12 @@ from torch.distributed.fsdp import fully_shard
 
 from quaver import (
     Float8Linear,
-    Float8LinearConfig,
     convert_to_float8_training,
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from quaver.recipes.serving import SERVING_CASTS, serving_config
 from tests.ranks import mesh_of
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
@@ -58,17 +54,6 @@ def batches(steps, ranks, dim=DIM):
 
 def loss_of(output):
     return output.float().square().mean()
-
-
-def config_of(recipe, **options):
-    """Return the config of a recipe or a serving engine, either with a ":backward", or of "tensorwise_power_of_2"."""
-    engine, colon, backward = recipe.partition(":")
-    if engine in SERVING_CASTS:
-        base = f"{SERVING_CASTS[engine].recipe}:{backward}" if colon else None
-        return replace(serving_config(engine, base), **options)
-    if recipe == "tensorwise_power_of_2":
-        return Float8LinearConfig(round_scales_to_power_of_2=True, **options)
-    return replace(Float8LinearConfig.from_recipe_name(recipe), **options)
 
 
 def quantize(hp, config, operand="weight", scale=None):

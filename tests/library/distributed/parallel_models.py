@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.linear.module import Float8Linear
-from tests.library.distributed.models import config_of, world_mesh
-from tests.recipes import BLOCK_RECIPES
+from tests.library.distributed.models import world_mesh
+from tests.recipes import BLOCK_RECIPES, config_of
 from tests.steps import draw, to_plain
 
 

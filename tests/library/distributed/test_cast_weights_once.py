@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from quaver import cast_weights_once, convert_to_float8_training, set_high_precision_matmuls
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp import gathered
+from quaver.fsdp import all_gather_weight
 from tests.counting import CollectiveCounter
 from tests.library.distributed.delayed_training import train
 from tests.library.distributed.fsdp_models import MICROBATCHES, change_weights, gathering, model_by, run_step
@@ -46,7 +46,7 @@ def _count(recipe, how, scope):
     model = model_by(how, gathering(recipe))
     precompute_float8_dynamic_scale_for_fsdp(model)
     batch = batches(1, MICROBATCHES * dist.get_world_size())[0]
-    spy = mock.patch.object(gathered, "cast_with_scale", wraps=gathered.cast_with_scale)
+    spy = mock.patch.object(all_gather_weight, "cast_with_scale", wraps=all_gather_weight.cast_with_scale)
     with spy as cast, CollectiveCounter() as counter, scope(model):
         run_step(model, batch)
     return cast.call_count, dict(counter.calls), dict(counter.bytes)

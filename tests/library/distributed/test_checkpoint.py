@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from quaver import DelayedScalingConfig, convert_to_float8_training, float8_scaling_state
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
-from tests.library.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
+from tests.library.distributed.models import assert_same_scaling_on_all_ranks, make_model, scaling_snapshot
 from tests.library.distributed.parallel_models import model_of, spread
 from tests.ranks import mesh_of, on_ranks, run
-from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, config_of
 from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 

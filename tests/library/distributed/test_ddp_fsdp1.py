@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import cast_weights_once, convert_to_float8_training
 from tests.library.distributed.delayed_training import STEPS, check_against_one_process, check_exchanges, train
-from tests.library.distributed.models import Block, config_of, make_model, single_process
+from tests.library.distributed.models import Block, make_model, single_process
 from tests.ranks import on_ranks, refusal
-from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, config_of
 from tests.thinned import at_night, first
 
 WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]

@@ -24,6 +24,7 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.parallel_models import model_of, part, sharing, spread
 from tests.ranks import on_ranks, refusal, run
+from tests.recipes import config_of
 from tests.steps import assert_same
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -43,7 +44,7 @@ class Experts(nn.Module):
 @on_ranks(2)
 def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
     """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
-    model = convert_to_float8_training(Experts(), config=models.config_of("delayed"))
+    model = convert_to_float8_training(Experts(), config=config_of("delayed"))
     rank = dist.get_rank()
     snapshots = []
     for step in range(3):
@@ -133,7 +134,7 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
 @on_ranks(2)
 def test_a_compiled_sync_takes_the_maximum_over_ranks():
     """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
-    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
     twin = copy.deepcopy(model)
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
@@ -148,12 +149,12 @@ def test_a_compiled_sync_takes_the_maximum_over_ranks():
 
 def _disagree(how, call):
     """Train a step on two ranks, of which rank 1 differs."""
-    other, config = dist.get_rank() == 1, models.config_of("delayed") if call == "sync" else static_config()
+    other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
     if how == "config" and other:
         changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
         config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
     elif how not in ("layer", "outer layer") and other:
-        config = models.config_of(how)
+        config = config_of(how)
     layers = 1 if how in ("layer", "outer layer") and other else 2
     model = convert_to_float8_training(models.make_model(layers), config=config)
     if how == "outer layer":  # outside the synced module, but in its state
@@ -175,10 +176,10 @@ def test_all_ranks_raise_when_they_disagree():
 
 def _convert_again(everywhere):
     """Convert a model again after a sync, `everywhere` or on rank 1 only."""
-    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
     sync_float8_amax_and_scale_history(model)
     if everywhere or dist.get_rank() == 1:
-        convert_to_float8_training(convert_to_high_precision(model), config=models.config_of("delayed"))
+        convert_to_float8_training(convert_to_high_precision(model), config=config_of("delayed"))
     return refusal(sync_float8_amax_and_scale_history, model)
 
 
@@ -191,12 +192,12 @@ def test_a_rank_whose_scales_change_alone_raises_and_enters_no_collective():
 
 def _convert_again_after_an_error():
     """Convert a model again on rank 1, which catches the error of its sync; then on both."""
-    model = convert_to_float8_training(models.make_model(), config=models.config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
     sync_float8_amax_and_scale_history(model)
     errors = []
     for everywhere in (False, True):
         if everywhere or dist.get_rank() == 1:
-            convert_to_float8_training(convert_to_high_precision(model), config=models.config_of("delayed"))
+            convert_to_float8_training(convert_to_high_precision(model), config=config_of("delayed"))
             errors.append(refusal(sync_float8_amax_and_scale_history, model))
         dist.barrier()
     return errors

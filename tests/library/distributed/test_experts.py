@@ -23,14 +23,14 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm import get_quantized_operands
 from quaver.experts.groups import select_group
 from quaver.experts.module_weight import iter_module_weights
-from quaver.fsdp import gathered
+from quaver.fsdp import all_gather_weight
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import TORCHAO_RECIPES
+from tests.recipes import TORCHAO_RECIPES, config_of
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
@@ -68,9 +68,9 @@ def train_one_process(config, steps, ranks, is_transposed):
 )
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
     """Ranks add gradients in another order, as in test_fsdp.py. The next test has the bits of a step."""
-    config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
     losses = run(ranks, _losses, config, STEPS, layout, compiled)[0]
-    expected = train_one_process(models.config_of(recipe), STEPS, ranks, layout[1])
+    expected = train_one_process(config_of(recipe), STEPS, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -97,7 +97,7 @@ def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
     batch = models.batches(1, 2, DIM)[0]
     for recipe in recipes:
         one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
-        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
         results = run(2, _results, config, layout, batch)
         for part, (output, _) in zip(batch.chunk(2), results, strict=True):
             expected = one(part)
@@ -125,7 +125,7 @@ def _load(folder, config, layout):
 
 @pytest.mark.parametrize("gather", [True, *at_night([(False,)])])
 def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
-    config = models.config_of("blockwise", enable_fsdp_float8_all_gather=gather)
+    config = config_of("blockwise", enable_fsdp_float8_all_gather=gather)
     run(2, _save, str(tmp_path), config, LAYOUTS[2])
     expected = {name: value * 1.25 for name, value in make_mixture().state_dict().items()}
     one = convert_to_float8_training(make_mixture(), config="blockwise")
@@ -169,7 +169,7 @@ def select_scales(operand, shape):
 def test_codes_and_scales_are_those_of_one_process(ranks, layout, half):
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
     recipes = *EXPERT_RECIPES, "tensorwise_power_of_2"
-    configs = [models.config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in recipes]
+    configs = [config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in recipes]
     configs.append(replace(configs[4], cast_config_weight=along))
     for index, config in enumerate(configs[half::2], start=layout[0]):
         dtype = (torch.float32, torch.bfloat16)[index % 2]
@@ -208,7 +208,7 @@ def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
     for dim in (0, 1):
         counters = []
         for gather in (False, True):
-            model = shard_mixture(models.config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
+            model = shard_mixture(config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
             for _ in range(3):  # the ranks agree about the weights once, and about those that lack scales once more
                 with CollectiveCounter() as counter:
                     model(torch.ones(3, DIM)).sum().backward()
@@ -271,7 +271,7 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
     model, batch = shard_mixture(gathering("blockwise")), models.batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
-    spy = mock.patch.object(gathered, "cast_blocks_with_scale", wraps=gathered.cast_blocks_with_scale)
+    spy = mock.patch.object(all_gather_weight, "cast_blocks_with_scale", wraps=all_gather_weight.cast_blocks_with_scale)
     with spy as cast, cast_weights_once(model):
         for _ in range(3):
             model(models.part_of(batch)).sum().backward()

@@ -20,10 +20,10 @@ from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import SafetensorsWriter
 from quaver.recipes.serving import SERVING_CASTS, serving_config
-from tests.library.distributed.models import config_of
 from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
 from tests.ranks import mesh_of, on_ranks
+from tests.recipes import config_of
 from tests.steps import assert_same
 from tests.thinned import at_night
 

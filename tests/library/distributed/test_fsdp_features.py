@@ -28,7 +28,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
-from tests.recipes import NON_BLOCK_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, config_of
 from tests.steps import assert_same, by_torch_save, results_of, to_plain
 from tests.thinned import at_night
 
@@ -102,7 +102,7 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
-    expected = models.single_process_losses(models.config_of(recipe), STEPS, ranks, float8_all_gather=True)
+    expected = models.single_process_losses(config_of(recipe), STEPS, ranks, float8_all_gather=True)
     for how in ways:
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
@@ -115,7 +115,7 @@ CONTEXTS = {"matmuls": fsdp_models.SAVE_MATMULS, "much": SAVE_MUCH}
 def _train_with_nested_groups(mode, recipe, gathers):
     """Return the gradients of two steps of blocks whose linears are FSDP2 groups; the second step knows the scales."""
     model, ranks = models.make_model(2, dim=32, hidden=64), dist.get_world_size()
-    config = models.config_of(recipe, enable_fsdp_float8_all_gather=gathers)
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config)
     if mode in CHECKPOINT_MODES:
         apply_activation_checkpointing(model[:-1], mode=mode)
@@ -233,7 +233,7 @@ DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
 def _disagree(how, precompute):
     other = dist.get_rank() == 1
     recipe = "rowwise" if how == "recipe" and other else "tensorwise"
-    config = models.config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
+    config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
     model = convert_to_float8_training(models.make_model(1 if how == "layer" and other else 2), config=config)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)  # compares nothing, because nothing is sharded yet
@@ -299,7 +299,7 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     plain, wrapped = (
         convert_to_float8_training(models.make_model(0 if compiled else 1), config=config)
-        for config in (models.config_of(recipe), fsdp_models.gathering(recipe))
+        for config in (config_of(recipe), fsdp_models.gathering(recipe))
     )
     call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
     input = models.batches(1, 1)[0]

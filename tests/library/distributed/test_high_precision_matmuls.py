@@ -28,6 +28,7 @@ from quaver.recipes.config import resolve_config
 from tests.library.distributed import models, parallel_models
 from tests.mixture import GroupedExperts
 from tests.ranks import on_ranks, run
+from tests.recipes import config_of
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night
 
@@ -67,7 +68,7 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
     """Gathering codes changes no bit of float32 training, whatever the phases."""
     data, losses = models.batches(len(PHASES), 2), []
     for gather in (False, True):
-        config = models.config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
         model = models.shard_model(config, model=models.make_model(1), compiled=backend if gather else None)
         compute_loss = lambda model, step: models.loss_of(model(models.part_of(data[step])))  # noqa: E731
         losses.append(train(model, compute_loss, **(options if gather else {})))

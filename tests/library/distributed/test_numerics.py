@@ -20,8 +20,9 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.rank_statistics import gather_slots
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.expert_models import concatenate, convert, parallelize, step, tokens_of
-from tests.library.distributed.models import config_of, part_of, world_mesh
+from tests.library.distributed.models import part_of, world_mesh
 from tests.ranks import on_ranks, refusal, run
+from tests.recipes import config_of
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
 CLOSE = ("rms", "zeros", "sqnr_db", "kurtosis")

@@ -22,8 +22,8 @@ from quaver.activations import store_activations_in_float8
 from quaver.linear import function
 from quaver.linear.quantize import Quantizer
 from tests import ranks
-from tests.library.distributed.models import Block, config_of, loss_of
-from tests.recipes import NON_BLOCK_RECIPES
+from tests.library.distributed.models import Block, loss_of
+from tests.recipes import NON_BLOCK_RECIPES, config_of
 from tests.steps import assert_same, draw
 from tests.thinned import thinned
 

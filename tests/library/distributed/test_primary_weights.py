@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp import gathered
 from quaver.fsdp.weight_group import get_all_gather_state
 from quaver.linear import quantize
 from quaver.recipes.config import ScalingGranularity
@@ -24,6 +23,7 @@ from tests.library.distributed.fsdp_models import MICROBATCHES, run_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run
+from tests.recipes import config_of
 from tests.steps import assert_same, draw, train
 
 LAYERS = 2
@@ -64,7 +64,7 @@ def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, o
 
 def build_shards():
     """Shard three experts, of which the second rank has one."""
-    config = models.config_of("blockwise", enable_fsdp_float8_all_gather=True)
+    config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
     model = models.shard_model(config, model=make_mixture())
     return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
 
@@ -135,7 +135,7 @@ def test_wrapped_models_are_refused():
     model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
     with pytest.raises(ValueError, match="expected one outside of DistributedDataParallel"):
         use_float8_primary_weights(DistributedDataParallel(model), torch.optim.AdamW(model.parameters()))
-    model = models.shard_model(models.config_of("tensorwise"))
+    model = models.shard_model(config_of("tensorwise"))
     with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
         use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
 
@@ -168,7 +168,7 @@ def _ddp(dtype, master_dtype=None, scope=nullcontext):
 
 def _fsdp2(dtype, gather, scope=nullcontext):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
-    config = models.config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
+    config = config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
     model = models.shard_model(config, model=models.make_model(LAYERS).to(dtype), **options)
     return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE), scope
 

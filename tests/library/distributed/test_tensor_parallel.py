@@ -19,7 +19,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.input_all_gather import InputAllGather, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.library.distributed import parallel_models
-from tests.library.distributed.models import config_of, quantize, world_mesh
+from tests.library.distributed.models import quantize, world_mesh
 from tests.library.distributed.parallel_models import (
     Arrangement,
     OneLinear,
@@ -30,7 +30,7 @@ from tests.library.distributed.parallel_models import (
     part_or_whole,
 )
 from tests.ranks import on_ranks, run
-from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES
+from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES, config_of
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night

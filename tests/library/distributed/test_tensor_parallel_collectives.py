@@ -14,10 +14,10 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import config_of, world_mesh
+from tests.library.distributed.models import world_mesh
 from tests.library.distributed.parallel_models import TwoLinears, arrangements, part, prepare
 from tests.ranks import mesh_of, on_ranks, refusal
-from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, config_of
 from tests.reference import assert_same_bits
 
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)

@@ -23,7 +23,6 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed.models import (
     assert_same_scaling_on_all_ranks,
     assert_same_snapshots,
-    config_of,
     scaling_snapshot,
     train_in_parts,
     world_mesh,
@@ -40,7 +39,7 @@ from tests.library.distributed.parallel_models import (
     spread_by_torch,
 )
 from tests.ranks import mesh_of, on_ranks, refusal, run
-from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, config_of
 from tests.thinned import at_night
 
 BACKWARD_MODES = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")

@@ -6,7 +6,7 @@ from torch import nn
 
 from quaver import Float8Linear
 from quaver.kernels import cpu
-from tests.library.distributed.models import config_of
+from tests.recipes import config_of
 
 
 def make_linear(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):

@@ -17,9 +17,8 @@ from quaver import convert_to_float8_training, convert_to_high_precision, float8
 from quaver.linear import function
 from quaver.recipes.config import DelayedScalingConfig
 from tests.counting import saved_bytes
-from tests.library.distributed.models import config_of
 from tests.library.linear.linears import Qkv, count_reads, make_linear, needs_counts
-from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, config_of
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned

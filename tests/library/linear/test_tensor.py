@@ -11,8 +11,7 @@ from quaver.experts.grouped_mm import quantize_weight
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from tests.library.distributed.models import config_of
-from tests.recipes import NON_BLOCK_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, config_of
 from tests.steps import assert_same, results_of
 from tests.thinned import at_night
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 
-from tests.library.distributed.models import config_of
 from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of, train_by_hand
+from tests.recipes import config_of
 from tests.steps import to_plain
 
 

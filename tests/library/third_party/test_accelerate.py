@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quaver import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
-from tests.library.distributed.models import config_of
 from tests.library.third_party.accelerated import (
     accelerator_on,
     find_changed,
@@ -19,6 +18,7 @@ from tests.library.third_party.accelerated import (
 from tests.library.third_party.llama import convert, llama, optimizer_of, train_by_hand, weights_of
 from tests.library.third_party.table import proves, refuses
 from tests.ranks import RanksError, run
+from tests.recipes import config_of
 from tests.thinned import at_night
 
 

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
-from tests.library.distributed.models import config_of
 from tests.library.third_party import llama as models
 from tests.library.third_party.accelerated import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
 from tests.library.third_party.llama import (
@@ -24,6 +23,7 @@ from tests.library.third_party.llama import (
 )
 from tests.library.third_party.table import proves
 from tests.ranks import run
+from tests.recipes import config_of
 from tests.thinned import at_night
 
 DDP, FSDP2, GATHER = ("DDP", False), ("FSDP2", False), ("FSDP2", True)

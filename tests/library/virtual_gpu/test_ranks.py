@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.library.distributed.fsdp_models import STEPS, train_cases
-from tests.library.distributed.models import config_of, single_process_losses
+from tests.library.distributed.models import single_process_losses
 from tests.library.distributed.parallel_models import ARRANGEMENTS, check_results
 from tests.ranks import run
-from tests.recipes import NON_BLOCK_RECIPES
+from tests.recipes import NON_BLOCK_RECIPES, config_of
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
