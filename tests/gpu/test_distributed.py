@@ -25,6 +25,10 @@ from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
 from tests.recipes import NON_BLOCK_RECIPES, config_of
 
 pytestmark = pytest.mark.gpu
+RTOL = 0 if VIRTUAL else 2 * 2**-8
+"""Of losses. One rank adds nothing, so a virtual GPU gives equal bits. On a GPU the order of a matmul's sum depends on
+its operands' addresses, and Inductor leaves out roundings: outputs differ by a rounding to bfloat16, squares by two.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
             block.compile(fullgraph=True, backend=BACKEND)
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    assert train(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
+    assert train(model, precompute=way == "precompute") == pytest.approx(expected, rel=RTOL)
 
 
 @pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -102,7 +106,7 @@ def test_tensor_and_sequence_parallel_steps_equal_one_device(recipe, compiled, m
         parallelize_module(block, mesh, prepare)
     if compiled:
         model = torch.compile(model, fullgraph=True, backend=BACKEND)
-    assert train(model) == pytest.approx(expected, rel=2e-2)
+    assert train(model) == pytest.approx(expected, rel=RTOL)
 
 
 def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(mesh):
