@@ -200,7 +200,7 @@ def record_casts():
         return recording
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (quantize, gathered):
+        for module in (quantize, all_gather_weight):
             patch.setattr(module, "cast_with_scale", record(module.cast_with_scale))
         tensorwise = ScalingGranularity.TENSORWISE
         patch.setitem(quantize.CASTS, tensorwise, record(quantize.CASTS[tensorwise]))
