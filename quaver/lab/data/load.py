@@ -70,7 +70,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None) -> Tok
 
 
 def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
-    """Write the tokens of both splits and entry.json to `folder`."""
+    """Write the tokens of both splits and entry.json to `folder`. Raises InputError if there is no text."""
     skipped = SkippedItems(refuses_corrupt=data.on_corrupt == "refuse")
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_split_writers(folder, dtype) as writers:
@@ -94,6 +94,9 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
         "corrupt_places": skipped.corrupt_places,
         "splits": splits,
     }
+    if not any(split["ends"]["items"] for split in splits.values()):
+        end = _describe_skipped(skipped.corrupt, skipped.corrupt_places)
+        raise InputError(f"data.path {data.path!r} holds no text; give a file or a folder with some{end}")
     if find_source(data).identity != source.identity:
         raise InputError(f"the files of data.path {data.path!r} changed while they were read; try again")
     with name_cache_in_errors(folder.parent):
@@ -112,11 +115,12 @@ def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
+def _describe_skipped(corrupt: int, places: list[str]) -> str:
+    return f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
+
+
 def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
-    corrupt, places = entry.description["corrupt"], entry.description["corrupt_places"]
-    skipped = f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
-    if not any(len(split.ends) for split in entry.splits.values()):
-        raise InputError(f"data.path {data.path!r} holds no text; give a file or a folder with some{skipped}")
+    skipped = _describe_skipped(entry.description["corrupt"], entry.description["corrupt_places"])
     for name in SPLITS:
         count = len(entry.splits[name].tokens)
         if count <= seq_len:

@@ -105,7 +105,8 @@ def test_unreadable_or_too_little_text_is_refused(name, content, error, message,
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
-        load(tmp_path / name)
+        load(tmp_path / name, cache_folder=str(tmp_path / "cache"))
+    assert any(tmp_path.glob("cache/*/entry.json")) == ("tokens" in message), "no text makes no entry"
 
 
 STRINGS = (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()))
