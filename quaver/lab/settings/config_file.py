@@ -150,6 +150,8 @@ def parse_arguments(
     config_path = expand_user(rest[0]) if rest else None
     flags: Sections = {}
     if "resume" in values:
+        if sum(word.partition("=")[0] == "--resume" for word in argv) > 1:
+            raise InputError("--resume must be given once: a run resumes one folder")
         folder = expand_user(values.pop("resume")).resolve()
         if config_path is not None:
             raise InputError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")

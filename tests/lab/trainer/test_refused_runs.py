@@ -172,6 +172,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a lock as folder": (make_lock_folder, MORE, ".writer.lock': Is a directory; remove it"),
     "no such step": (NOWHERE, "--checkpoint.load_step=3", "its steps are 1, 2"),
     "a config": (NOWHERE, "{run}/config.toml", "takes the config of the run folder"),
+    "two resumes": (NOWHERE, "--resume={run}", "--resume must be given once"),
     "another run": (NOWHERE, "--job.dump_folder={run} --job.name=checkpoint", "--resume sets job.dump_folder"),
     "ranks": (NOWHERE, "--parallelism.data_parallel_shard_degree=2", "parallelism"),
 }
