@@ -56,15 +56,15 @@ def compile_for_card(card: Card) -> Iterator[Counter[str]]:
 
     Raises:
         RuntimeError: Triton's interpreter is off.
-        ValueError: the card is not in `gpu_code.GPUS`.
+        ValueError: the card is not in `gpu_code.GPU_PROPERTIES`.
     """
     if not triton_blocks.INTERPRETED:
         raise RuntimeError("expected Triton to interpret: set TRITON_INTERPRET=1 before the first import of triton")
-    if card.name.upper() not in gpu_code.GPUS:
-        raise ValueError(f"expected one of {', '.join(gpu_code.GPUS).lower()}, got {card.name!r}")
+    if card.name.upper() not in gpu_code.GPU_PROPERTIES:
+        raise ValueError(f"expected one of {', '.join(gpu_code.GPU_PROPERTIES).lower()}, got {card.name!r}")
     launches: Counter[str] = Counter()
     attention = F.scaled_dot_product_attention
-    gpu = gpu_code.GPUS[card.name.upper()]
+    gpu = gpu_code.GPU_PROPERTIES[card.name.upper()]
     torch.compiler.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(disable_caches())

@@ -36,7 +36,7 @@ from quaver.recipes.scaling import PersistentScale, cast_with_persistent_scale, 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """Maps a matrix [rows, columns] to its float8 codes, its scales, and anything else that the cast returns."""
 
-COPY = "copy"
+COPY_LIBRARY = "copy"
 """The contestant that moves the same matrix without a cast."""
 
 
@@ -115,12 +115,14 @@ class CastBenchmark(ShapeOptions, OperandOptions):
             codes = {contestant: _select_codes(cast(source)) for contestant, cast in casts.items()}
             same = {contestant: _has_same_codes(actual, expected) for contestant, actual in codes.items()}
             del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
-            calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
+            calls: dict[tuple[str, str], Callable[[], object]] = {
+                (COPY_LIBRARY, ""): lambda: target.copy_(inputs.next())
+            }
             calls |= {contestant: partial(_cast_next, cast, inputs) for contestant, cast in casts.items()}
             timings = time_alternating(calls, device, rounds=self.rounds)
         rows: list[Row] = []
         for (library, mode), timing in timings.items():
-            floor = 2 * dtype.itemsize if library == COPY else kind.count_floor_bytes(dtype.itemsize, device)
+            floor = 2 * dtype.itemsize if library == COPY_LIBRARY else kind.count_floor_bytes(dtype.itemsize, device)
             rate = floor * source.numel() / (1e3 * timing.median_us)
             share_of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
             row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}

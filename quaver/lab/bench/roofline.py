@@ -167,10 +167,10 @@ def _time_layer(
     )
     if not isinstance(layer, ExpertGroup):
         return cost
-    return LinearCost(*(_repeat(time, layer.experts) for time in (cost.bfloat16, cost.float8)))
+    return LinearCost(*(_multiply_time(time, layer.experts) for time in (cost.bfloat16, cost.float8)))
 
 
-def _repeat(time: LinearTime, times: int) -> LinearTime:
+def _multiply_time(time: LinearTime, times: int) -> LinearTime:
     parts = {f"{part}_s": times * getattr(time, f"{part}_s") for part in _TIME_PARTS}
     return LinearTime(**parts | {"launches_s": time.launches_s})
 

@@ -20,7 +20,7 @@ from quaver.lab.bench.ledger.counting import (
     count_launches,
     is_multiplied,
 )
-from quaver.lab.bench.ledger.gpu_code import GPUS
+from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import (
     MACHINE_COLUMNS,
@@ -62,7 +62,7 @@ class LedgerOptions(Settings):
     recipe: tuple[RecipeName, ...] = setting(
         (), f"Recipes, beside bfloat16; by default those of {', '.join(DEFAULT_RECIPES)} that the GPU multiplies."
     )
-    gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
+    gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPU_PROPERTIES), has_aliases=True)] = setting(
         "h200", "The GPU that the code is for."
     )
     peer: Annotated[str, OneOf(("none", "torchao"))] = setting(
@@ -84,13 +84,13 @@ class LedgerOptions(Settings):
 
     @property
     def device(self) -> str:
-        """The GPU's name in `GPUS`."""
-        return next((name for name in GPUS if name.lower() == self.gpu.lower()), "")
+        """The GPU's name in `GPU_PROPERTIES`."""
+        return next((name for name in GPU_PROPERTIES if name.lower() == self.gpu.lower()), "")
 
     def check(self) -> None:
         """Raise InputError for an unknown GPU, a recipe that it does not multiply, or a peer that is not installed."""
         super().check()
-        self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
+        self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPU_PROPERTIES)}")
         for recipe in self.recipe:
             check_recipe(canonicalize_recipe(recipe), self.device)
         expected = "a file whose name does not end with .png, as that of the picture does"
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
             ledger = count_launches(module_config, name, options.device)
             if options.machine_code:
                 set_activity(f"compiling kernels of {name} to machine code")
-                codes |= compile_kernels(ledger, GPUS[options.device].capability, codes)
+                codes |= compile_kernels(ledger, GPU_PROPERTIES[options.device].capability, codes)
                 ledger = add_machine_code(ledger, codes)
             ledgers.append(ledger)
         set_activity(f"drawing {picture}")

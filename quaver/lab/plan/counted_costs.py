@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from quaver.lab.bench.ledger.counting import check_triton
 from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
-from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
+from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
 from quaver.lab.memory.devices.gpu import imitate_gpu
@@ -35,8 +35,10 @@ def check_counts_for(spec: DeviceSpec) -> None:
         NotImplementedError: `quaver bench ledger` does not know the device.
     """
     check_triton()
-    if spec.name not in GPUS:
-        raise NotImplementedError(f"--ledger: expected a GPU that is one of {', '.join(GPUS)}, got {spec.name}")
+    if spec.name not in GPU_PROPERTIES:
+        raise NotImplementedError(
+            f"--ledger: expected a GPU that is one of {', '.join(GPU_PROPERTIES)}, got {spec.name}"
+        )
 
 
 def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
@@ -73,7 +75,7 @@ def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tup
     Raises:
         NotImplementedError: as `count_costs`.
     """
-    entries = list_entries(compile_block(config, ranks, spec), GPUS[spec.name].L2_cache_size)
+    entries = list_entries(compile_block(config, ranks, spec), GPU_PROPERTIES[spec.name].L2_cache_size)
     return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVE_PREFIX))
 
 
@@ -90,4 +92,4 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
     with imitate_gpu(), fake_run(config, ranks, FakeMode()) as run:
-        return record_compiled(run.train_step, GPUS[spec.name])
+        return record_compiled(run.train_step, GPU_PROPERTIES[spec.name])

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from quaver.lab.bench.cast import COPY
+from quaver.lab.bench.cast import COPY_LIBRARY
 from quaver.lab.cli import main
 from quaver.lab.runs.provenance import describe_measurement
 
@@ -18,12 +18,12 @@ def check_linear(rows):
 
 def check_cast(rows, kinds=("delayed",)):
     """Every cast has its contestants and the same codes; rates come from the floor and the median."""
-    contestants = [(COPY, ""), ("quaver", "eager"), ("quaver", "compiled"), ("PyTorch", "compiled")]
+    contestants = [(COPY_LIBRARY, ""), ("quaver", "eager"), ("quaver", "compiled"), ("PyTorch", "compiled")]
     expected = [(kind, *contestant) for kind in kinds for contestant in contestants]
     assert [(row["cast"], row["library"], row["mode"]) for row in rows] == expected
-    copies = {row["cast"]: row for row in rows if row["library"] == COPY}
+    copies = {row["cast"]: row for row in rows if row["library"] == COPY_LIBRARY}
     for row in rows:
-        assert row["same_codes"] is (None if row["library"] == COPY else True)
+        assert row["same_codes"] is (None if row["library"] == COPY_LIBRARY else True)
         moved = row["floor_bytes_per_element"] * 64 * 128
         assert row["gb_per_s"] == pytest.approx(moved / row["timing"]["median_us"] / 1e3)
         assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / copies[row["cast"]]["gb_per_s"])

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp import all_gather_weight
 from quaver.fsdp.weight_group import get_all_gather_state
 from quaver.linear import quantize
 from quaver.recipes.config import ScalingGranularity

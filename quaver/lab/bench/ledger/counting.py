@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.lab.bench.ledger.entries import list_entries
-from quaver.lab.bench.ledger.gpu_code import GPUS, record_compiled
+from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
@@ -83,7 +83,7 @@ def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
 
     Args:
         name: "bfloat16", "quaver RECIPE" or "torchao RECIPE".
-        gpu: a name in GPUS.
+        gpu: a name in GPU_PROPERTIES.
     Raises:
         InputError, NotImplementedError: the recipe is unknown, or the GPU does not multiply it.
         ImportError: torchao is not installed.
@@ -109,8 +109,8 @@ def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
             with torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
                 module(hidden)
 
-        graphs = record_compiled(call, GPUS[gpu])
-    return Ledger(name, gpu, list_entries(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
+        graphs = record_compiled(call, GPU_PROPERTIES[gpu])
+    return Ledger(name, gpu, list_entries(graphs, GPU_PROPERTIES[gpu].L2_cache_size), tuple(graphs))
 
 
 class _SingleLinear(nn.Module):

@@ -25,9 +25,9 @@ from torch._inductor.runtime import triton_helpers
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 from quaver.torch_private.replacing import replace_attribute
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
-_LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_FLOAT64 = re.compile(r"D(?:FMA|MUL|ADD|SETP)|MUFU\.RCP64H|F2F\.(?:F32\.F64|F64)")
+_INSTRUCTION_PATTERN = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_LABEL_PATTERN = re.compile(r"\s*(\.L_x_\d+):")
+_FLOAT64_PATTERN = re.compile(r"D(?:FMA|MUL|ADD|SETP)|MUFU\.RCP64H|F2F\.(?:F32\.F64|F64)")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MachineCode:
 
     @property
     def float64_instructions(self) -> int:
-        return sum(count for name, count in self.instructions.items() if _FLOAT64.match(name))
+        return sum(count for name, count in self.instructions.items() if _FLOAT64_PATTERN.match(name))
 
     def count_instructions_per_element(self, element_bytes: int) -> float:
         """Return the instructions of a thread for each element of `element_bytes` that it loads; 0 if it loads nothing.
@@ -157,9 +157,9 @@ def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
     names: list[str] = []
     spans = []
     for line in text.splitlines():
-        if label := _LABEL.match(line):
+        if label := _LABEL_PATTERN.match(line):
             labels[label[1]] = len(names)
-        elif (match := _INSTRUCTION.search(line)) and match[1] != "NOP":
+        elif (match := _INSTRUCTION_PATTERN.search(line)) and match[1] != "NOP":
             names.append(match[1])
             target = re.search(r"\.L_x_\d+", match[2]) if match[1].startswith("BRA") else None
             start = labels.get(target[0], len(names)) if target else len(names)

@@ -32,14 +32,14 @@ from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
 
-CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
+KERNEL_CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
 OVERHEAD_CATEGORIES = ("amax", "casts", "copies", "hp")
 """Categories of launches that move tensors and are neither matmuls nor attention."""
 
 _SMALL_DIVISOR = 100
 """A launch is small if its tensors have less than a hundredth of the elements of the largest tensor."""
 
-_REDUCTIONS = frozenset({"amax", "max", "abs"})
+_AMAX_OPERATORS = frozenset({"amax", "max", "abs"})
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _classify(launch: Launch, small: float) -> str:
     if any(access.is_float8 for access in written):
         read = [access for access in launch.reads if access.elements > small]
         return "copies" if read and all(access.is_float8 for access in (*read, *written)) else "casts"
-    is_amax = launch.is_reduction and not written and _REDUCTIONS.intersection(launch.fuses)
+    is_amax = launch.is_reduction and not written and _AMAX_OPERATORS.intersection(launch.fuses)
     return "amax" if is_amax else "hp"
 
 

@@ -71,7 +71,7 @@ class GpuProperties:
         return 10 * self.major + self.minor
 
 
-GPUS = {
+GPU_PROPERTIES = {
     "H100": GpuProperties("NVIDIA H100 80GB HBM3", 9, 0, 132, 50 * 2**20, 80 * 2**30, 1.83e9),
     "H200": GpuProperties("NVIDIA H200", 9, 0, 132, 50 * 2**20, 141 * 2**30, 1.83e9),
     "B200": GpuProperties("NVIDIA B200", 10, 0, 148, 126 * 2**20, 180 * 2**30, 1.86e9),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-_SIZE = re.compile(r"^\s*(xnumel|ynumel|r0_numel) = (\d+)", re.M)
-_ACCESS = re.compile(r"^( *).*tl\.(load|store)\((\w+) \+ (\(.*)$", re.M)
-_UNIT_STRIDE_AXIS = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
+_SIZE_PATTERN = re.compile(r"^\s*(xnumel|ynumel|r0_numel) = (\d+)", re.M)
+_ACCESS_PATTERN = re.compile(r"^( *).*tl\.(load|store)\((\w+) \+ (\(.*)$", re.M)
+_UNIT_STRIDE_AXIS_PATTERN = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
 _BYTES_OF_TYPE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
 _SECTOR_BYTES = 32
 """Bytes that an NVIDIA GPU moves at least ("Device Memory Accesses", CUDA C++ Programming Guide)."""
@@ -41,12 +41,12 @@ class KernelLayout:
         Args:
             signature: Triton's type of each argument, such as "*bf16".
         """
-        sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
+        sizes = {name[0]: int(size) for name, size in _SIZE_PATTERN.findall(source)}
         accesses = []
-        for _, kind, pointer, index in _ACCESS.findall(source):
+        for _, kind, pointer, index in _ACCESS_PATTERN.findall(source):
             index = index.split(", ")[0]
             axes = frozenset(axis for axis in sizes if re.search(rf"\b{axis}(?:0_)?\d", index))
-            unit = _UNIT_STRIDE_AXIS.search(index)
+            unit = _UNIT_STRIDE_AXIS_PATTERN.search(index)
             width = _BYTES_OF_TYPE.get(signature.get(pointer, "").lstrip("*"), 1)
             accesses.append(TileAccess(kind == "load", width, axes, unit[1][0] if unit else ""))
         return cls(sizes, tuple(accesses))

@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from math import prod
 
-_LOOP = "for r0_offset"
-_LOAD = re.compile(r"tl\.load\((\w+)")
-_SIZE = re.compile(r"^\s*(xnumel|ynumel|znumel|r0_numel|r1_numel) = (\d+)", re.M)
-_ASSIGNMENT = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
-_OPERAND = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
+_REDUCTION_LOOP = "for r0_offset"
+_LOAD_PATTERN = re.compile(r"tl\.load\((\w+)")
+_SIZE_PATTERN = re.compile(r"^\s*(xnumel|ynumel|znumel|r0_numel|r1_numel) = (\d+)", re.M)
+_ASSIGNMENT_PATTERN = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
+_OPERAND_PATTERN = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
 def count_loads_in_loops(source: str) -> Counter[str]:
@@ -18,7 +18,9 @@ def count_loads_in_loops(source: str) -> Counter[str]:
 
     Triton keeps no tensor in registers from one loop to the next, so the machine code loads even what it has stored.
     """
-    return Counter(pointer for loop in source.split(_LOOP)[1:] for pointer in set(_LOAD.findall(loop)))
+    return Counter(
+        pointer for loop in source.split(_REDUCTION_LOOP)[1:] for pointer in set(_LOAD_PATTERN.findall(loop))
+    )
 
 
 def is_along_rows(source: str) -> bool:
@@ -35,12 +37,12 @@ def count_float64_operations(source: str) -> int:
     A value that depends only on the row of a tile is computed once a row, because Triton broadcasts it. A value that is
     loaded by a flat index is computed once an element.
     """
-    sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
+    sizes = {name[0]: int(size) for name, size in _SIZE_PATTERN.findall(source)}
     axes: dict[str, frozenset[str]] = {}
     doubles: set[str] = set()
     count = 0
-    for name, value in _ASSIGNMENT.findall(source):
-        operands = _OPERAND.findall(value)
+    for name, value in _ASSIGNMENT_PATTERN.findall(source):
+        operands = _OPERAND_PATTERN.findall(value)
         if name[0] in "xyzr" and not name.startswith("tmp"):
             axes[name] = frozenset(name[0])
             continue

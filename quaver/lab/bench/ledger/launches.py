@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from quaver.lab.memory.compiling.makers import find_module_path, find_node, find_source_line
 from quaver.recipes.formats import FLOAT8_FORMATS
 
-FLOAT8 = frozenset(FLOAT8_FORMATS)
+FLOAT8_DTYPES = frozenset(FLOAT8_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Access:
 
     @property
     def is_float8(self) -> bool:
-        return self.dtype in FLOAT8
+        return self.dtype in FLOAT8_DTYPES
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
         conversions={
             part.node.get_name(): conversions.get(part.node.get_name()) or _find_conversion_in_kernel(part.node)
             for part in parts
-            if _get_dtype(part.node) in FLOAT8
+            if _get_dtype(part.node) in FLOAT8_DTYPES
         },
         is_reduction=any(part.is_reduction() for part in parts),
     )
@@ -232,7 +232,7 @@ def _find_conversion_in_kernel(buffer: Any) -> str:
 
 
 def _is_float8(node: fx.Node) -> bool:
-    return getattr(node.meta.get("val"), "dtype", None) in FLOAT8
+    return getattr(node.meta.get("val"), "dtype", None) in FLOAT8_DTYPES
 
 
 def _describe_place(buffers: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD_CATEGORIES, LedgerEntry
+from quaver.lab.bench.ledger.entries import KERNEL_CATEGORIES, OVERHEAD_CATEGORIES, LedgerEntry
 from quaver.lab.bench.ledger.launches import Access, CompiledGraph
 
 
@@ -65,7 +65,7 @@ class Ledger:
             f"{'backward' if entry.is_backward else 'forward'} {access.name} {list(access.size)}"
             for entry in self.select("amax", "casts")
             for access in entry.launch.reads
-            if access.dtype in _HIGH_PRECISION and access.elements >= self._count_quantized(entry)
+            if access.dtype in _HIGH_PRECISION_DTYPES and access.elements >= self._count_quantized(entry)
         )
 
     @staticmethod
@@ -136,7 +136,7 @@ class Ledger:
                 "written_bytes": sum(entry.written_bytes for entry in self.select(category)),
                 "kernels": sorted({kernel.name for entry in self.select(category) for kernel in entry.launch.kernels}),
             }
-            for category in CATEGORIES
+            for category in KERNEL_CATEGORIES
         }
         result = {
             "name": self.name,
@@ -153,7 +153,7 @@ class Ledger:
         return result | ({"kernels": [_make_row(entry) for entry in self.entries]} if kernels else {})
 
 
-_HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+_HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _make_row(entry: LedgerEntry) -> dict[str, Any]:

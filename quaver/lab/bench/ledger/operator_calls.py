@@ -16,7 +16,7 @@ from quaver.lab.memory.faking.fakes import FakeMode
 
 _KERNELS_OF_OPERATOR = {"aten.constant_pad_nd": 2}
 """The number of kernels of an operator that launches several: a fill and a copy (aten/src/ATen/native/PadNd.cpp)."""
-_WITHOUT_KERNELS = ("aten.empty", "aten.new_empty", "prim.")
+_OPERATORS_WITHOUT_KERNELS = ("aten.empty", "aten.new_empty", "prim.")
 
 
 class OperatorCall(NamedTuple):
@@ -55,7 +55,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         name = str(operator).removesuffix(".default")
-        if not (operator.is_view or name.startswith(_WITHOUT_KERNELS)):
+        if not (operator.is_view or name.startswith(_OPERATORS_WITHOUT_KERNELS)):
             reads, writes = (
                 tuple(leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in (args, result)
             )

@@ -11,12 +11,12 @@ import matplotlib.style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD_CATEGORIES
+from quaver.lab.bench.ledger.entries import KERNEL_CATEGORIES, OVERHEAD_CATEGORIES
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.times import sum_milliseconds
 from quaver.roofline.device_specs import DeviceSpec
 
-_COLORS = dict(zip(CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
+_COLORS = dict(zip(KERNEL_CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
 
 
 def draw_ledgers(ledgers: Sequence[Ledger], spec: DeviceSpec, image: Path) -> None:
@@ -32,7 +32,9 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modeled.")
     left, right = figure.subplots(1, 2, sharey=True)
     times = [sum_milliseconds(ledger, spec) for ledger in ledgers]
-    _draw_stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
+    _draw_stack(
+        left, ledgers, {name: [categories[name] for categories in times] for name in reversed(KERNEL_CATEGORIES)}
+    )
     left.set_xlabel("ms, modeled")
     gigabytes = {name: [ledger.count_bytes(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD_CATEGORIES)}
     _draw_stack(right, ledgers, gigabytes)

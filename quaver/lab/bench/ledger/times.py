@@ -11,8 +11,14 @@ functions, integers, conversions), the rate of caches, the host, the overlap of 
 
 from __future__ import annotations
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, find_matrices, find_query_and_key, find_scale_kind
-from quaver.lab.bench.ledger.gpu_code import GPUS
+from quaver.lab.bench.ledger.entries import (
+    KERNEL_CATEGORIES,
+    LedgerEntry,
+    find_matrices,
+    find_query_and_key,
+    find_scale_kind,
+)
+from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
@@ -27,12 +33,12 @@ from quaver.roofline.matmul import (
 )
 from quaver.roofline.scaled_matmul import get_scales_share
 
-STRIDED_COPY_S = 7.4e-12
+STRIDED_COPY_S_PER_ELEMENT = 7.4e-12
 """Time per element of aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
 0.224 ms (github.com/pytorch/pytorch/issues/113560). It is assumed for every GPU; one measurement on a loaded H200 was
 closer to a compiled copy (docs/experiments/log.md)."""
 
-_SCHEDULERS = 4
+_SCHEDULERS_PER_MULTIPROCESSOR = 4
 """Warp schedulers of a multiprocessor, since Volta."""
 
 
@@ -44,7 +50,7 @@ def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, 
         sustained_share: the share of their rates that matmuls and attention sustain in a long run.
     """
     multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained_share if entry.flops else 0.0
-    strided_s = entry.strided_elements * STRIDED_COPY_S
+    strided_s = entry.strided_elements * STRIDED_COPY_S_PER_ELEMENT
     seconds = max(predict_move_seconds(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
@@ -53,13 +59,13 @@ def time_issue(entry: LedgerEntry, spec: DeviceSpec) -> float:
     """Return the least time to issue the instructions of an entry, or 0 if no machine code was compiled."""
     if not entry.issued_instructions:
         return 0.0
-    gpu = GPUS[spec.name]
-    return entry.issued_instructions / (_SCHEDULERS * gpu.multi_processor_count * gpu.clock_hz)
+    gpu = GPU_PROPERTIES[spec.name]
+    return entry.issued_instructions / (_SCHEDULERS_PER_MULTIPROCESSOR * gpu.multi_processor_count * gpu.clock_hz)
 
 
 def sum_milliseconds(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
     """Return the modeled time of each category."""
-    milliseconds = dict.fromkeys(CATEGORIES, 0.0)
+    milliseconds = dict.fromkeys(KERNEL_CATEGORIES, 0.0)
     for entry in ledger.entries:
         milliseconds[entry.category] += 1e3 * time_entry(entry, spec)
     return milliseconds
@@ -87,7 +93,7 @@ def list_constants(spec: DeviceSpec) -> dict[str, str]:
     kernel = choose_kernel(spec.compute_capability)
     kinds = (ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128 if spec.block_length == 128 else ScaleKind.BLOCKS_OF_32)
     scaled = ", ".join(f"{kind.value} {get_scales_share(kind, spec):.2f}" for kind in kinds)
-    gpu = GPUS[spec.name]
+    gpu = GPU_PROPERTIES[spec.name]
     times = f"{gpu.multi_processor_count} at {gpu.clock_hz / 1e9:g} GHz"
     rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in get_rates(spec)]
     return {
@@ -96,7 +102,7 @@ def list_constants(spec: DeviceSpec) -> dict[str, str]:
         "float8 matmuls": f"{spec.float8_tflops:g} TFLOP/s (data sheet) x {shares.float8:.2f} ({measured})",
         "scales of rows and blocks": f"{scaled} of that (quaver/roofline/scaled_matmul.py)",
         "attention": f"{kernel}, at its length: {', '.join(rates)} TFLOP/s (quaver/roofline/attention.py)",
-        "instructions": f"with --machine-code, {_SCHEDULERS} a cycle of a multiprocessor ({times})",
+        "instructions": f"with --machine-code, {_SCHEDULERS_PER_MULTIPROCESSOR} a cycle of a multiprocessor ({times})",
         "launch": f"{1e6 * KERNEL_LAUNCH_S:g} us (quaver/roofline/cost.py)",
-        "aten's strided copy": f"{1e12 * STRIDED_COPY_S:g} ps an element (pytorch/pytorch#113560)",
+        "aten's strided copy": f"{1e12 * STRIDED_COPY_S_PER_ELEMENT:g} ps an element (pytorch/pytorch#113560)",
     }
