@@ -116,7 +116,7 @@ class Recorder(StorageTracker):
         self.in_optimizer = False
         self.modules, self._open_phases = modules, open_phases
         self._live: dict[int, Allocation] = {}
-        self._saved: dict[int, int] = {}
+        self._save_counts: dict[int, int] = {}
         self._operand: Allocation | None = None  # the largest operand of the last operator
         self._start = time.perf_counter_ns()
 
@@ -143,13 +143,13 @@ class Recorder(StorageTracker):
         """Record that autograd saved the plain tensor `part` for backward; returns the allocation to `release`."""
         allocation = self._follow_part(part)
         allocation.saved_in = allocation.saved_in or self.modules.current
-        self._change_saved(allocation.key, 1)
+        self._change_save_count(allocation.key, 1)
         return allocation
 
     def release(self, allocation: Allocation) -> None:
         """Record that autograd dropped a saved tensor of this storage."""
         if self._live.get(allocation.key) is allocation:
-            self._change_saved(allocation.key, -1)
+            self._change_save_count(allocation.key, -1)
 
     def _follow_part(self, part: Tensor) -> Allocation:
         """Follow a plain tensor that autograd, a parameter or the optimizer holds, and return its allocation.
@@ -162,9 +162,9 @@ class Recorder(StorageTracker):
         self.follow(part, "torch.distributed" if is_unseen else None)
         return self._live[key]
 
-    def _change_saved(self, key: int, change: int) -> None:
+    def _change_save_count(self, key: int, change: int) -> None:
         with self._lock:
-            self._saved[key] = self._saved.get(key, 0) + change
+            self._save_counts[key] = self._save_counts.get(key, 0) + change
             self._log_state(key, self._sizes[key])
 
     def on_storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
@@ -202,7 +202,7 @@ class Recorder(StorageTracker):
         self._log_state(key, size_bytes)
 
     def on_storage_released(self, key: int, size_bytes: int) -> None:
-        self._saved.pop(key, None)
+        self._save_counts.pop(key, None)
         self._log_state(key, 0)
         del self._live[key]
 
@@ -242,7 +242,7 @@ class Recorder(StorageTracker):
 
     def _log_state(self, key: int, size_bytes: int) -> None:
         t_us = (time.perf_counter_ns() - self._start) / 1e3
-        self.log.append(AllocationState(t_us, self._live[key], size_bytes, self._saved.get(key, 0)))
+        self.log.append(AllocationState(t_us, self._live[key], size_bytes, self._save_counts.get(key, 0)))
 
     def _get_phase(self) -> str:
         if self.in_optimizer:
@@ -291,7 +291,7 @@ class Recorder(StorageTracker):
         with self._lock:
             for key, allocation in self._live.items():
                 made_in_forward = allocation.phase == "forward" and allocation.module != OUTSIDE_MODULES
-                if made_in_forward and allocation.category is None and not self._saved.get(key):
+                if made_in_forward and allocation.category is None and not self._save_counts.get(key):
                     allocation.held_from_forward = True
 
 

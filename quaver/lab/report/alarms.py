@@ -34,8 +34,8 @@ class AlarmEnd(TypedDict):
     operand: str | None
 
 
-_ALARM = TypeAdapter(AlarmFields)
-_END = TypeAdapter(AlarmEnd)
+_ALARM_ADAPTER = TypeAdapter(AlarmFields)
+_END_ADAPTER = TypeAdapter(AlarmEnd)
 
 
 def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
@@ -50,10 +50,10 @@ def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
     for line in record.alarms:
         try:
             if line["kind"] == "alarm":
-                _ALARM.validate_python(line)
+                _ALARM_ADAPTER.validate_python(line)
                 alarms.append(_make_row(line))
             else:
-                _mark_ended(alarms, _END.validate_python(line))
+                _mark_ended(alarms, _END_ADAPTER.validate_python(line))
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
             raise InputError(

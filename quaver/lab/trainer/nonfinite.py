@@ -70,7 +70,7 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> 
         {name for name, module in model.named_modules() if isinstance(module, Float8Linear | Float8Experts)}
     )
     model.zero_grad(set_to_none=True)
-    with torch.compiler.set_stance("force_eager"), _hook(model, search), warnings.catch_warnings():
+    with torch.compiler.set_stance("force_eager"), _hook_modules(model, search), warnings.catch_warnings():
         # The first module of a model has no grad_input.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         forward_backward()
@@ -109,7 +109,7 @@ def is_finite(value: Any) -> bool:
 
 
 @contextmanager
-def _hook(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
+def _hook_modules(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
     """Check the operands of every module that has parameters or no children."""
     handles: list[Any] = []
     for path, module in model.named_modules():

@@ -59,7 +59,7 @@ class Profiler:
         if self._config.profiling.enable_memory_snapshot:
             self._requests = self._stack.enter_context(count_snapshot_signals())
             if is_cuda_device(self._device):
-                self._stack.enter_context(_record_history(self._device))
+                self._stack.enter_context(_record_cuda_history(self._device))
         return self
 
     def __exit__(
@@ -100,7 +100,7 @@ class Profiler:
             yield
         if -step % config.profile_freq < config.profiler_active:
             file = self._name_file(config.save_traces_folder, step, name, ".json.gz")
-            self._write(file, partial(_export, profiler))
+            self._write(file, partial(_export_trace, profiler))
 
     @contextmanager
     def _take_cuda_snapshot(self, step: int, name: str) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Profiler:
 
 
 @contextmanager
-def _record_history(device: torch.device) -> Iterator[None]:
+def _record_cuda_history(device: torch.device) -> Iterator[None]:
     record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
     try:
         yield
@@ -159,18 +159,18 @@ def _record_history(device: torch.device) -> Iterator[None]:
         record_memory_history(enabled=None, device=device)
 
 
-def _export(profiler: profile, file: Path) -> None:
+def _export_trace(profiler: profile, file: Path) -> None:
     """Write the trace to `file`, compressed. Raises OSError, also where torch's own writer only logs that it failed."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        if not _is_whole(trace):
+        if not _is_whole_trace(trace):
             raise OSError(f"torch.profiler wrote an incomplete trace to {folder!r}; is the disk full?")
         with trace.open("rb") as plain, gzip.open(file, "wb") as compressed:
             shutil.copyfileobj(plain, compressed)
 
 
-def _is_whole(trace: Path) -> bool:
+def _is_whole_trace(trace: Path) -> bool:
     """Return whether the file of torch.profiler has its last entry, `"traceName": "..." }`."""
     if not trace.exists():
         return False

@@ -45,7 +45,7 @@ class RunEnd:
 
     def close_checkpoints(self, *, waits: bool) -> None:
         """Finish the save in progress, or with `waits` false leave it partial. Prints its error and appends it."""
-        with self._run.watch("the end of the last checkpoint", is_slow=True):
+        with self._run.watch_phase("the end of the last checkpoint", is_slow=True):
             unsaved = self._run.checkpoints.close(waits=waits)
         if unsaved:
             self.reason = f"{self.reason}; {unsaved}" if self.reason else unsaved

@@ -94,7 +94,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
             _validate(run, outputs)
         if run.checkpoints.is_due(progress.step):
             _save(run)
-    with run.watch("the agreement after the last step"):
+    with run.watch_phase("the agreement after the last step"):
         outputs.failures.raise_on_all_ranks()
     if progress.step > run.began_at_step:
         _save(run, waits=True)
@@ -106,7 +106,7 @@ def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> b
     has_error = run.checkpoints.has_error or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
     is_first_here = step == run.began_at_step  # ranks load at different speeds
-    with run.watch(f"the agreement before step {step + 1}", is_slow=is_first_here):
+    with run.watch_phase(f"the agreement before step {step + 1}", is_slow=is_first_here):
         return run.ranks.holds_on_any(must_end, run.device)
 
 
@@ -119,7 +119,7 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
     for model in models:
         reset_device_peaks(run.device)
         with (
-            run.watch(f"step {step} of {model.name}", is_slow=is_first_here),
+            run.watch_phase(f"step {step} of {model.name}", is_slow=is_first_here),
             outputs.profiling.profile(step, model.name, model.model, model.optimizer),
         ):
             measure_memory = is_memory_due(run, model, step, outputs.profiling)
@@ -152,13 +152,13 @@ def _validate(run: TrainingRun, outputs: Outputs) -> None:
     config, step = run.config, run.progress.step
     batches = _to_device(run.data.make_validation_batches(config.training, config.validation, run.dims), run.device)
     is_first = step - run.began_at_step <= config.validation.freq
-    with run.watch(f"the validation after step {step}", is_slow=is_first):
+    with run.watch_phase(f"the validation after step {step}", is_slow=is_first):
         for model in run.models:
             outputs.record_validation(model, model.validate(batches))
 
 
 def _save(run: TrainingRun, *, waits: bool = False) -> None:
-    with run.watch(f"the checkpoint of step {run.progress.step}", is_slow=True):
+    with run.watch_phase(f"the checkpoint of step {run.progress.step}", is_slow=True):
         run.checkpoints.save(run.progress, run.models)
         if waits:
             run.checkpoints.wait()

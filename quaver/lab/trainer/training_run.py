@@ -56,7 +56,7 @@ class TrainingRun:
         """Whether the run is after its last step."""
         return self.progress.step >= self.config.training.steps
 
-    def watch(self, phase: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
+    def watch_phase(self, phase: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
         """Write the stacks of this process if the block takes longer than comm.watchdog_seconds.
 
         Args:
