@@ -83,7 +83,7 @@ class TrainBenchmark(RecipeOptions, BenchOptions):
         setup, recipe_models = compared
         with (
             recompile_limit(MAX_COMPILED_VARIANTS),
-            use_determinism(setup.config.training.deterministic),
+            use_determinism(enabled=setup.config.training.deterministic),
             show_progress("making the models") as set_activity,
         ):
             models = _make_models(setup, recipe_models)

@@ -32,7 +32,7 @@ MAX_BLOCK_VARIANTS = 8
 
 
 @contextmanager
-def silence_other_ranks(is_first: bool) -> Iterator[None]:
+def silence_other_ranks(*, is_first: bool) -> Iterator[None]:
     """Show warnings of Python and torch in the block on the first rank only, because all ranks have the same warnings.
 
     Errors, and quaver's own log lines, are shown on every rank.
@@ -181,7 +181,7 @@ class Watchdog:
 
 
 @contextmanager
-def use_determinism(enabled: bool) -> Iterator[None]:
+def use_determinism(*, enabled: bool) -> Iterator[None]:
     """Use deterministic algorithms in the block if `enabled`; torch then refuses operations that have none.
 
     CPU runs are reproducible without it. On CUDA it costs speed, above all in attention.

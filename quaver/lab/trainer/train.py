@@ -62,11 +62,11 @@ def train(run: TrainingRun) -> dict[str, Any]:
         with (
             # Around all collectives: a scheduler's signals reach ranks one by one.
             catch_stop_signals(run.ranks.launcher_pid) as requests,
-            silence_other_ranks(run.ranks.is_first),
+            silence_other_ranks(is_first=run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),
             write_run_end(run, failures) as end,
-            use_determinism(run.config.training.deterministic),
+            use_determinism(enabled=run.config.training.deterministic),
             raise_recompile_limit(run.config, [model.model for model in run.models]),
             open_outputs(run, failures) as outputs,
         ):

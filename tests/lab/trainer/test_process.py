@@ -32,7 +32,7 @@ def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_ea
 
 
 def test_operations_without_a_deterministic_algorithm_are_refused():
-    with use_determinism(True), pytest.raises(RuntimeError, match="deterministic"):
+    with use_determinism(enabled=True), pytest.raises(RuntimeError, match="deterministic"):
         torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 
@@ -97,7 +97,7 @@ def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
         caplog.clear()
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")
-            with silence_other_ranks(is_first):
+            with silence_other_ranks(is_first=is_first):
                 warnings.warn("of every rank", stacklevel=1)
                 logging.getLogger("torch").warning("of every rank")
                 logging.getLogger("quaver").warning("of this rank")
