@@ -306,7 +306,7 @@ def multiply_by_weight(
     saves_weight_codes = operands is not None or config.keep_float8_weight_for_backward
     args = _Args(config, get_output_dtype(a), transposed, operands, saves_weight_codes, dispatch, combine, probe)
     a = a.contiguous()
-    check_transforms()
+    check_transforms(a, weight)
     if needs_autograd():
         output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
         return output

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, require
@@ -331,16 +332,22 @@ def needs_autograd() -> bool:
     return torch.is_grad_enabled() or get_forward_ad_level() >= 0
 
 
-def check_transforms() -> None:
-    """Raise RuntimeError under a functorch transform that differentiates.
+def check_transforms(*tensors: Tensor) -> None:
+    """Raise RuntimeError under a functorch transform that differentiates, or if eager `tensors` have a tangent.
 
     Dynamo would drop the backward of the autograd function under such a transform, and gradients would be zero.
     """
     names = list_transforms()
-    if "Grad" in names or "Jvp" in names or ("Vmap" in names and torch.is_grad_enabled()):
+    is_forward_mode = get_forward_ad_level() >= 0 and not torch.compiler.is_compiling()
+    if (
+        "Grad" in names
+        or "Jvp" in names
+        or ("Vmap" in names and torch.is_grad_enabled())
+        or (is_forward_mode and any(unpack_dual(tensor).tangent is not None for tensor in tensors))
+    ):
         raise RuntimeError(
-            "float8 matmuls support no torch.func.grad, vjp or jvp, and vmap under torch.no_grad() alone: use "
-            "torch.autograd.grad, or call convert_to_high_precision(model) before"
+            "float8 matmuls support no torch.func.grad, vjp or jvp, no forward-mode autodiff, and vmap under "
+            "torch.no_grad() alone: use torch.autograd.grad, or call convert_to_high_precision(model) before"
         )
 
 
@@ -414,7 +421,7 @@ def apply_linear(
     probe = NO_PROBE if linear is None else linear.get_probe("weight")
     saves_weight_codes = weight_operands is not None or config.keep_float8_weight_for_backward
     args = LinearArgs(config, hp_dtype, scales, weight_operands, saves_weight_codes, sharding, linear_id, probe)
-    check_transforms()
+    check_transforms(input, weight, *([] if bias is None else [bias]))
     if needs_autograd():
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:

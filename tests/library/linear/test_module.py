@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -266,6 +267,18 @@ def test_functional_call_runs_with_the_given_weight(recipe):
 def test_bad_inputs_say_what_was_expected(input, message):
     with pytest.raises(ValueError, match=message):
         make_linear("tensorwise", dtype=torch.float32)(input())
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_forward_mode_autodiff_is_refused(name, is_training):
+    tensors = {"input": torch.randn(3, 64), "weight": torch.randn(32, 64), "bias": torch.randn(32)}
+    expected = float8_linear(**tensors)
+    with torch.set_grad_enabled(is_training), forward_ad.dual_level():
+        assert float8_linear(**tensors).equal(expected)
+        tensors[name] = forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+        with pytest.raises(RuntimeError, match="no forward-mode autodiff.*: use torch.autograd.grad, or call convert"):
+            float8_linear(**tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
