@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.persistent_scales import add_persistent_scales
@@ -100,7 +100,8 @@ def convert_to_float8_training(
     Raises:
         ValueError: an unknown recipe or engine; a filter that admits layers that engines keep in high precision; an
             admitted layer that is converted with another config; a tied weight that would be gathered in float8.
-        TypeError: `config` or `module` has a wrong type; `module_filter_fn` takes other arguments or fails for experts.
+        TypeError: `config`, `module` or `include_subclasses` has a wrong type; `module_filter_fn` takes other
+            arguments, fails for experts or returns a tensor.
         RuntimeError: weights would be gathered in float8, and the model already ran under `fully_shard`.
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
@@ -122,6 +123,8 @@ def convert_with_layer_configs(
     Layers with the same config, not merely an equal one, share the state of delayed and static scales. `verb`: what the
     caller does with linears, for the warning that there are none.
     """
+    if not isinstance(include_subclasses, bool):
+        raise TypeError(f"include_subclasses: expected a bool, got {include_subclasses!r}")
     if serving is not None:
         module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
     chosen = _choose_layers(module, config_of, module_filter_fn, include_subclasses)
@@ -234,7 +237,7 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
     """Call a user's filter on a linear or on experts.
 
     Raises:
-        TypeError: the filter takes other arguments, or fails for experts with an AttributeError.
+        TypeError: the filter takes other arguments, fails for experts with an AttributeError, or returns a tensor.
     """
     if module_filter_fn is None:
         return FilterDecision(convert=True)
@@ -255,6 +258,8 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         ) from error
     if isinstance(decision, FilterDecision):
         return decision
+    if isinstance(decision, Tensor):
+        raise TypeError(f"module_filter_fn: expected a bool or a FilterDecision, got a tensor of {decision.dtype}")
     return FilterDecision(convert=bool(decision), reason="" if decision else "filter")
 
 

@@ -77,7 +77,7 @@ class LayerRecipes:
         """
         layers: dict[str, str] = {}
         for entry in entries:
-            name, equals, layer_recipe = entry.partition("=")
+            name, equals, layer_recipe = entry.partition("=") if isinstance(entry, str) else ("", "", "")
             if not (name and equals and layer_recipe):
                 raise ValueError(f"expected an entry 'layer=recipe', got {entry!r}")
             if name in layers:

@@ -96,6 +96,13 @@ def tie_experts():
         (Model, {"config": GATHERING}, ValueError, "head is tied to embed, so it cannot be gathered in float8"),
         (tie_experts, {"config": GATHERING}, ValueError, "weight of 0.experts is tied to 1.experts.down_proj, so it"),
         (Model, {"module_filter_fn": ["0"]}, TypeError, r"a function of a module and its name, got \['0'\]"),
+        (
+            Model,
+            {"module_filter_fn": lambda module, _: module.weight > 0},
+            TypeError,
+            "a FilterDecision, got a tensor of",
+        ),
+        (Model, {"include_subclasses": "yes"}, TypeError, "include_subclasses: expected a bool, got 'yes'"),
         (Model, {"module_filter_fn": lambda name: True}, TypeError, "a function of a module and its name, got <"),
         (Model, {"module_filter_fn": lambda module, name: 1 + name}, TypeError, "^unsupported operand"),
     ],

@@ -49,6 +49,7 @@ def test_a_file_with_another_type_is_refused(tmp_path, value):
     ("entries", "message"),
     [
         (["0"], "expected an entry 'layer=recipe', got '0'"),
+        ([3], "expected an entry 'layer=recipe', got 3"),
         (["0=rowwise", "0=mxfp8"], "layer 0 has two recipes"),
         (["0=nonsense"], "layer 0: .*rowwise.*; or high_precision"),
         (["0=delayed"], "layer 0: expected a recipe with dynamic scaling, got 'delayed'"),
