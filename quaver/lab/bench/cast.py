@@ -101,9 +101,8 @@ class CastBenchmark(ShapeOptions, OperandOptions):
 
         `same_codes` says whether a contestant's float8 codes equal `quaver.recipes.scaling`'s bit for bit.
         """
-        return self.run_cases(
-            product(self.parse_shapes(), dict.fromkeys(self.casts)), self._make_rows, dtype=str(self.torch_dtype)
-        )
+        cases = product(self.parse_shapes(), dict.fromkeys(self.casts))
+        return self.run_cases(cases, self._make_rows, dtype=str(self.torch_dtype))
 
     def _make_rows(self, matrix: Shape, name: str) -> list[Row]:
         device, dtype = self.torch_device, self.torch_dtype

@@ -119,15 +119,9 @@ class Estimate:
 
     def count_peak_bytes(self) -> int:
         """Return the bytes of the peak."""
-        return self._count_resident_bytes() + max(self.count_moment_bytes().values())
-
-    def _count_resident_bytes(self) -> int:
-        return (
-            self.count_parameter_bytes()
-            + self.count_state_bytes()
-            + self._count_buffer_bytes()
-            + self._count_input_bytes()
-        )
+        resident = self.count_parameter_bytes() + self.count_state_bytes()
+        resident += self._count_buffer_bytes() + self._count_input_bytes()
+        return resident + max(self.count_moment_bytes().values())
 
     def count_moment_bytes(self) -> dict[str, int]:
         """Return the bytes beside the resident ones at each moment that may be the peak.
@@ -232,7 +226,9 @@ class Estimate:
 
     def _count_gathered_block_bytes(self) -> int:
         """Return the bytes of a block's gathered weights."""
-        return int(self._compute_gathered_bytes() * self.padded_block_elements) if self.is_sharded else 0
+        in_float8 = self.config.float8.enable_fsdp_float8_all_gather
+        element_bytes = self._compute_cast_bytes() if in_float8 else self.compute_bytes
+        return int(element_bytes * self.padded_block_elements) if self.is_sharded else 0
 
     def _count_tied_gradient_bytes(self) -> int:
         """Return the bytes of a tied projection's gradient, which waits for the embedding's, to which it is added."""
@@ -298,10 +294,8 @@ class Estimate:
         if tp > 1:
             loss = compute_bytes * logits + _SPLIT_LOSS_SLICES * FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
         elif logits > SLICE_ELEMENTS:
-            loss = (
-                compute_bytes * logits
-                + (_LOSS_SLICES - (compute_bytes == FLOAT32_BYTES)) * FLOAT32_BYTES * SLICE_ELEMENTS
-            )
+            slices = _LOSS_SLICES - (compute_bytes == FLOAT32_BYTES)
+            loss = compute_bytes * logits + slices * FLOAT32_BYTES * SLICE_ELEMENTS
         else:  # the log-probabilities and two gradients are resident
             loss = 3 * FLOAT32_BYTES * logits
         return {
@@ -330,10 +324,8 @@ class Estimate:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
             in_float32 = is_small or weight.name == _EMBEDDING
-            moment = (
-                FLOAT32_BYTES * elements if in_float32 else elements + FLOAT32_BYTES * weight.count_scales(self.dims)
-            )
-            return moments * moment + FLOAT32_BYTES
+            scale_bytes = FLOAT32_BYTES * weight.count_scales(self.dims)
+            return moments * (FLOAT32_BYTES * elements if in_float32 else elements + scale_bytes) + FLOAT32_BYTES
 
         return self._sum_over_weights(count_bytes)
 
@@ -354,9 +346,6 @@ class Estimate:
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self.float8_shares.get(name, 0.0) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * high_precision
-
-    def _compute_gathered_bytes(self) -> float:
-        return self._compute_cast_bytes() if self.config.float8.enable_fsdp_float8_all_gather else self.compute_bytes
 
     def _count_held_code_bytes(self) -> int:
         """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
