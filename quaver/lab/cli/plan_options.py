@@ -102,7 +102,7 @@ class PlanOptions(Settings):
             raise InputError(f"{error}; or give --spec a file of its numbers") from None
 
     @property
-    def asked_tokens(self) -> int:
+    def global_batch_tokens(self) -> int:
         """The tokens of `global_batch`; 0 if it is unset or cannot be parsed."""
         match = _TOKEN_COUNT.fullmatch((self.global_batch or "").strip())
         tokens = float(match[1]) * _TOKEN_UNITS[match[2].lower()] if match else 0
@@ -114,5 +114,5 @@ class PlanOptions(Settings):
             size = config.training.global_batch_size
             return None if size == -1 else size
         expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
-        self.require(self.asked_tokens >= config.training.seq_len, "global_batch", expected)
-        return round_step_sequences(self.asked_tokens, config.training, self.gpus)
+        self.require(self.global_batch_tokens >= config.training.seq_len, "global_batch", expected)
+        return round_step_sequences(self.global_batch_tokens, config.training, self.gpus)

@@ -49,13 +49,13 @@ def iter_views(
     if memory > has_bytes:
         yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
     yield _LEGEND
-    best = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
-    if best is not None and best is not first:
-        gain = first.tokens_per_s / best.tokens_per_s
-        is_equal = best.run.step_tokens == first.run.step_tokens
+    best_bfloat16 = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
+    if best_bfloat16 is not None and best_bfloat16 is not first:
+        gain = first.tokens_per_s / best_bfloat16.tokens_per_s
+        is_equal = best_bfloat16.run.step_tokens == first.run.step_tokens
         unequal = "" if is_equal else "; their steps have different numbers of tokens"
         yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
-    elif best is None:
+    elif best_bfloat16 is None:
         yield "no bfloat16 layout fits"
     yield f"row 1: {'; '.join(limits[0])}"
     if options.explain is not None:
@@ -81,7 +81,7 @@ def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchRe
     steps = {row.run.step_tokens for row in result.rows}
     if len(steps) > 1:
         yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
-    elif options.global_batch is not None and steps != {options.asked_tokens}:
+    elif options.global_batch is not None and steps != {options.global_batch_tokens}:
         yield (
             f"--global-batch {options.global_batch}: a step has {planned.step_tokens:,} tokens, "
             f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, "

@@ -126,8 +126,8 @@ def advise(
     rows = search.rows
     if quick and fit_bytes and best is not None and (rows[best].peak_bytes or 0) * (1 + ESTIMATE_ERROR) > fit_bytes:
         search.notes.append("the fastest that fits is nearer to the limit than that: predict its peak without --quick")
-    known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
-    nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
+    with_peak = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
+    nearest = min(with_peak, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
     return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)
 
 
@@ -160,8 +160,8 @@ class _AdviceSearch:
         """Try each single change."""
         for change in list_single_changes(self._config, self._dims, self._step_sequences):
             self._try(change)
-        alone = [self._try(change) for change in iter_less_precise(Change((), self._config))]
-        least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
+        less_precise = [self._try(change) for change in iter_less_precise(Change((), self._config))]
+        least = min((self.rows[index].difference_bytes or 0 for index in less_precise), default=0)
         self._less_precise_saves = -min(0, least)
 
     def find_fastest_that_fits(self) -> int | None:
@@ -173,16 +173,16 @@ class _AdviceSearch:
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""
-        left = MAX_COMBINATIONS
+        combinations_left = MAX_COMBINATIONS
         for group in groups:
-            for change in group[:left]:
+            for change in group[:combinations_left]:
                 yield from self._try_with_fewer_gathered(change)
-            for change in group[:left]:
-                over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
-                if 0 < over <= EQUAL_SAVING_RATIO * self._less_precise_saves:
+            for change in group[:combinations_left]:
+                excess_bytes = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
+                if 0 < excess_bytes <= EQUAL_SAVING_RATIO * self._less_precise_saves:
                     yield from map(self._try, iter_less_precise(change))
-            left -= len(group)
-            if left < 0:
+            combinations_left -= len(group)
+            if combinations_left < 0:
                 self.notes.append(f"only the {MAX_COMBINATIONS} fastest combinations were tried")
                 return
 

@@ -111,11 +111,11 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
         + experts.forward / 2,
         "full": forward - last_s + between.forward + attention.forward + experts.forward,
     }[run.checkpointing]
-    slower = 1 / cluster.sustained_share
+    slowdown = 1 / cluster.sustained_share
     return BlockTimes(
-        slower * (forward + experts.forward + attention.forward) + between.forward + stored,
-        slower * (backward + experts.backward + attention.backward) + between.backward + stored,
-        slower * recomputed,
+        slowdown * (forward + experts.forward + attention.forward) + between.forward + stored,
+        slowdown * (backward + experts.backward + attention.backward) + between.backward + stored,
+        slowdown * recomputed,
     )
 
 
@@ -206,13 +206,13 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
 def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
-    local, rows = model.n_experts // run.expert, run.tokens * model.top_k
-    filled = local * ceil(rows / local / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
+    local_experts, rows = model.n_experts // run.expert, run.tokens * model.top_k
+    padded_rows = local_experts * ceil(rows / local_experts / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
     forward = backward = 0.0
     for inputs, outputs in list_expert_matrices(model):
-        cost = predict_linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
+        cost = predict_linear_cost(padded_rows, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.get_float8_share(EXPERTS))
-        time = replace(time, weight_casts_s=time.weight_casts_s * local)
+        time = replace(time, weight_casts_s=time.weight_casts_s * local_experts)
         forward += _time_forward(time)
         backward += time.total_s - _time_forward(time)
     permuted_s = predict_move_seconds(4 * 2 * rows * model.dim, spec)

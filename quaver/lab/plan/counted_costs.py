@@ -65,8 +65,8 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
         linears = list_linears(run.model).items()
         forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = Costs.from_formulas(run, cluster)
-    again = formulas.block.recomputed * forward / formulas.block.forward
-    return formulas._replace(block=BlockTimes(forward, backward, again))
+    recomputed_s = formulas.block.recomputed * forward / formulas.block.forward
+    return formulas._replace(block=BlockTimes(forward, backward, recomputed_s))
 
 
 def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:

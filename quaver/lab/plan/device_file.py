@@ -11,7 +11,7 @@ from quaver.lab.settings.fields import require
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.runtime.errors import InputError
 
-_BOUNDS: dict[str, tuple[float, float]] = {
+_FIELD_BOUNDS: dict[str, tuple[float, float]] = {
     "bfloat16_tflops": (0.1, 1e6),
     "float8_tflops": (0.1, 1e6),
     "memory_gb_per_s": (1.0, 1e6),
@@ -51,7 +51,7 @@ def read_device_spec(path: Path) -> DeviceSpec:
     require(is_printable, f"--spec {path}: name", "printable text", name)
     is_known = name.upper() in (spec.name.upper() for spec in DEVICE_SPECS)
     require(not is_known, f"--spec {path}: name", "that of a GPU whose rates quaver does not know", name)
-    for field, (least, largest) in _BOUNDS.items():
+    for field, (least, largest) in _FIELD_BOUNDS.items():
         value = values.get(field, least)
         kind, kinds = ("an integer", int) if isinstance(least, int) else ("a number", int | float)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)

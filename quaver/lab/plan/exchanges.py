@@ -24,7 +24,7 @@ _GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
 """The linears in each half of a block that read what tensor parallelism gathers: codes if all of them are float8."""
 
 _GATHERED_OF_LOGITS = 12
-"""Bytes per token that the loss gathers from each rank (quaver/lab/model/loss.py)."""
+"""Bytes per token, three numbers, that the loss gathers from each rank (quaver/lab/model/loss.py)."""
 
 
 class Exchange(NamedTuple):
@@ -59,10 +59,7 @@ def list_embedding_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchang
 
 
 def list_head_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
-    """Return the exchanges of the output projection and the loss under tensor parallelism.
-
-    The projection gathers its input and scatters its gradient, and the loss gathers three numbers per token and rank.
-    """
+    """Return the exchanges of the loss and the projection, which gathers its input and scatters its gradient."""
     if run.tensor == 1:
         return []
     input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tensor, 1)

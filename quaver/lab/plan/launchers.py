@@ -23,7 +23,7 @@ JOIN_SECONDS = 600
 """The time in which all hosts must join, torchrun's default."""
 CPUS_PER_GPU = 8
 """A DGX H100 has 14 cores for each GPU; the rest is the host's."""
-_LONGEST_NAME = 40
+_MAX_NAME_LENGTH = 40
 """Kubernetes adds the names of the job and of the pod, and takes 63 characters."""
 
 
@@ -86,4 +86,4 @@ def _format_yaml(word: str) -> str:
 def _make_dns_label(name: str) -> str:
     """Turn the name of a run into a Kubernetes name, which is also a word for shells and Slurm."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return (label if label[:1].isalpha() else f"quaver-{label}")[:_LONGEST_NAME].strip("-")
+    return (label if label[:1].isalpha() else f"quaver-{label}")[:_MAX_NAME_LENGTH].strip("-")

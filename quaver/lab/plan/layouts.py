@@ -294,8 +294,8 @@ def _iter_degrees(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterat
 
 
 def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
-    most = min(MAX_LOCAL_BATCH, step_sequences or MAX_LOCAL_BATCH)
-    return sorted({*_list_powers_of_2(most), config.training.local_batch_size})
+    largest = min(MAX_LOCAL_BATCH, step_sequences or MAX_LOCAL_BATCH)
+    return sorted({*_list_powers_of_2(largest), config.training.local_batch_size})
 
 
 def _list_powers_of_2(maximum: int) -> list[int]:

@@ -183,11 +183,11 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     """
     costs = costs or Costs.from_formulas(run, cluster)
     tasks_per_micro_batch = len(build_tasks(replace(run, micro_batches=1), cluster, costs))
-    few = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
-    timeline = simulate(build_tasks(replace(run, micro_batches=few), cluster, costs))
-    if few < run.micro_batches:
-        without_last = simulate(build_tasks(replace(run, micro_batches=few - 1), cluster, costs))
-        timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - few)
+    simulated_micro_batches = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
+    timeline = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches), cluster, costs))
+    if simulated_micro_batches < run.micro_batches:
+        without_last = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches - 1), cluster, costs))
+        timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - simulated_micro_batches)
     compute_mfu(run, timeline.seconds, cluster.spec)
     checkpoint_s = time_checkpoint_per_step(run, cluster, timeline.seconds)
     if not checkpoint_s:

@@ -237,14 +237,15 @@ class _TaskBuilder:
             self._gather_and_copy_out(self._root_groups, embedding_name)
         if run.reshard_after_forward != "never":
             self._gather_and_copy_out(self._head_groups, head_name)
-        prefetched = self._gather_again(block_names[-1])
+        gathered_again = [] if run.reshard_after_forward == "never" else self._block_groups
+        prefetched = self._gather(gathered_again, block_names[-1])
         self._compute(head_name, head.backward, "backward")
         self._exchange_at_end(head_name, list_head_exchanges(run, backward=True), "backward")
         self._reduce(self._head_groups, head_name)
         for number, name in reversed(list(enumerate(block_names))):
             self._copy_out(self._block_groups, name, prefetched)
             if number:
-                prefetched = self._gather_again(block_names[number - 1])
+                prefetched = self._gather(gathered_again, block_names[number - 1])
             recomputed = block_times.recomputed if is_checkpointed(run, number) else 0.0
             self._add_block(name, block_times.backward + recomputed, backward=True)
             self._reduce(self._block_groups, name)
@@ -277,8 +278,7 @@ class _TaskBuilder:
         return _add_exchange(self.tasks, name, exchange, self._cluster, dependencies)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
-        kind = "backward" if backward else "forward"
-        overlapped = list_overlapped_kinds(self._run)
+        kind, overlapped = "backward" if backward else "forward", list_overlapped_kinds(self._run)
         add_block(self.tasks, name, seconds, self._block_exchanges[backward], self._cluster, overlapped, kind)
 
     def _exchange_at_end(self, name: str, exchanges: list[Exchange], kind: str) -> None:
@@ -300,10 +300,6 @@ class _TaskBuilder:
             gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
             gathers.append(self._send(f"{name}: all-gather", gather, [self._last_copy]))
         return gathers
-
-    def _gather_again(self, name: str) -> list[int]:
-        """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
-        return [] if self._run.reshard_after_forward == "never" else self._gather(self._block_groups, name)
 
     def _gather_and_copy_out(self, groups: list[ParameterGroup], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))
@@ -342,5 +338,5 @@ class _TaskBuilder:
 
 def is_checkpointed(run: PlannedRun, block: int) -> bool:
     """Return whether a block is checkpointed. Checkpointed blocks are spread evenly."""
-    many, blocks = run.checkpointed_blocks, run.model.n_layers
-    return (block + 1) * many // blocks > block * many // blocks
+    checkpointed, blocks = run.checkpointed_blocks, run.model.n_layers
+    return (block + 1) * checkpointed // blocks > block * checkpointed // blocks
