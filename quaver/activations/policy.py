@@ -22,8 +22,8 @@ save results that nothing reads.
 [Note: what a policy counts] A policy finds a saved result by counting the calls of its op (torch.utils.checkpoint). A
 block must therefore issue the same ops in its forward and in its recomputation. A repeated cast has the same result,
 because it depends only on its operands; persistent scales record maxima, which a repetition does not change. The cache
-of a shared activation belongs to one dispatch mode (linear/shared_input.py). The casts of a float8 all-gather are
-hidden from policies (torch_private/policies.py), because a recomputation gathers weights differently, or not at all.
+of a shared activation belongs to one dispatch mode (linear/shared_input.py). The ops of FSDP2's hooks inside a block
+are hidden from policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
 from quaver.linear.shared_input import SHARED_INPUT_HOOK_KEY
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
+from quaver.torch_private.fsdp import hide_fsdp_ops_from_checkpoint_policies
 from quaver.torch_private.functional_collectives import REDUCE_SCATTER
 from quaver.torch_private.policies import make_policy_contexts
 
@@ -265,11 +266,13 @@ def make_selective_contexts(changes: PolicyChanges = NO_CHANGES, count: MatmulCo
         changes: changes to that policy.
         count: the matmul count of the checkpointed module, the same object for each forward; see [Note: which matmuls].
     """
+    hide_fsdp_ops_from_checkpoint_policies()
     return make_policy_contexts(_make_policy(changes, count or MatmulCount()))
 
 
 def _make_recompute_contexts() -> tuple[Any, Any]:
     """Make contexts that save nothing. Without them torch 2.11 recomputes no autograd.Function; they can go with it."""
+    hide_fsdp_ops_from_checkpoint_policies()
     return make_policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 

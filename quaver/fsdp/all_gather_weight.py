@@ -39,6 +39,7 @@ the zeros share the weight's scales from the start, and the one copy of the shar
 
 from __future__ import annotations
 
+import importlib
 import math
 import typing
 from collections.abc import Sequence
@@ -71,7 +72,7 @@ from quaver.recipes.scaling import CastScales
 from quaver.runtime.float8_collectives import pad_rows
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
-from quaver.torch_private.policies import hide_ops_from_checkpoint_policies
+from quaver.torch_private.fsdp import hide_fsdp_ops_from_checkpoint_policies
 from quaver.torch_private.versions import keep_versions
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ class Float8AllGatherWeight(ScaledShard):
         self.shard_state = shard_state or ScaledShardState("weight")
         self.padding = padding
 
-    @hide_ops_from_checkpoint_policies()
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -173,7 +173,6 @@ class Float8AllGatherWeight(ScaledShard):
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
         return tuple(payloads), AllGatherMetadata(scales, layouts, shard.whole_shape, float8_dtype)
 
-    @hide_ops_from_checkpoint_policies()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
@@ -234,6 +233,7 @@ class Float8AllGatherWeight(ScaledShard):
 
     @classmethod
     def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
+        hide_fsdp_hooks()
         return cls(wrapped, ScaledShardState(name))
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
@@ -266,6 +266,12 @@ class Float8AllGatherWeight(ScaledShard):
 
 
 torch.serialization.add_safe_globals([Float8AllGatherWeight])
+
+
+def hide_fsdp_hooks() -> None:
+    """Import FSDP2 and hide its hooks, which compute scales, from the policies of selective checkpoints."""
+    importlib.import_module("torch.distributed.fsdp")
+    hide_fsdp_ops_from_checkpoint_policies()
 
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_module_weights
-from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
+from quaver.fsdp.all_gather_weight import Float8AllGatherWeight, hide_fsdp_hooks
 from quaver.fsdp.scaled_shard import ScaledShardState
 from quaver.fsdp.weight_group import AllGatherState, NamedWeights, WeightGroup
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -24,6 +24,7 @@ def make_all_gather_weights(named_weights: NamedWeights) -> None:
     Each weight becomes a `Float8AllGatherWeight` over the same storage. It is a new parameter, so construct optimizers
     after this call.
     """
+    hide_fsdp_hooks()
     weight_group = WeightGroup(named_weights)
     for module in dict.fromkeys(weight.module for _, weight in named_weights):
         for weight in iter_module_weights(module):

@@ -4,6 +4,8 @@
 process, and none undoes it. They log what they replace at INFO (`install()` prints it), and wrap what other libraries
 put there before. A second call changes nothing, unless another library replaced a wrapper since.
 
+    a float8 all-gather, a selective checkpoint of quaver, in torch.distributed.fsdp
+        hooks of FSDP2, whose ops policies of selective checkpoints then do not see (torch_private/fsdp.py)
     store_activations_in_float8, in torch._inductor
         `config.custom_partitioner_fn`, which changes only graphs of modules that store (activations/partition.py)
     import quaver.integrations.transformers, in transformers

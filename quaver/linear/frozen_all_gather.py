@@ -12,7 +12,6 @@ from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
 from quaver.runtime.float8_collectives import pad_rows
 from quaver.torch_private.dtensor import get_local_tensor
-from quaver.torch_private.policies import hide_ops_from_checkpoint_policies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 class FrozenAllGather(Float8Tensor):
     """The hooks that FSDP2 calls on a shard of a frozen weight."""
 
-    @hide_ops_from_checkpoint_policies()
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -35,7 +33,6 @@ class FrozenAllGather(Float8Tensor):
         codes = pad_rows(self.data_fp8.view(torch.uint8), -(-outer_size[0] // mesh.size()))
         return (codes,), (Operand(self.data_fp8, self.dequant_scale, self.layouts[0]), outer_size)
 
-    @hide_ops_from_checkpoint_policies()
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],

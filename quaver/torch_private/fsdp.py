@@ -12,16 +12,23 @@
 - `_list_param_groups(module)`: FSDPState._fsdp_param_groups. No replacement.
 - `has_custom_reduce_scatter(module)`: FSDPParamGroup._reduce_scatter_comm. No replacement.
 - `has_comm_hook(model)`: DistributedDataParallel._comm_hooks. No replacement.
+- `hide_fsdp_ops_from_checkpoint_policies()`: wraps methods of FSDPState and FSDPParamGroup, and marks the wrappers with
+  `_HIDES_OPS`. Remove when FSDP2 hides its hooks from selective checkpoints, as
+  https://github.com/pytorch/pytorch/pull/196862 proposes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import functools
+import logging
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from quaver.torch_private.policies import without_policies
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -92,3 +99,43 @@ def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
                 submodule.reshard()
                 parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
                 del parameter._unsharded_param
+
+
+_HIDES_OPS = "_quaver_hides_ops"
+"""The attribute of a hook whose ops are hidden. `functools.wraps` gives it to wrappers by other libraries, too."""
+
+
+def hide_fsdp_ops_from_checkpoint_policies() -> None:
+    """Hide the ops in FSDP2's hooks from the policies of selective checkpoints, in this process from now on.
+
+    If FSDP2 shards a module inside a checkpointed region, its hooks gather the weights in the forward. In the
+    recomputation they may gather again, gather differently, or not gather. A policy identifies a saved result by the
+    number of earlier calls of its operator. Later results would be mixed up (pytorch/torchtitan#3427). The effect is a
+    wrong gradient or the error "not found in storage". Policies save the amaxes of a float8 all-gather.
+
+    The wrappers change nothing else, also for models without float8, and call what another library put there before. A
+    later call wraps only hooks that another library replaced. Does nothing if torch.distributed.fsdp was not imported.
+    """
+    if find_fsdp_module_class() is None:
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+    def hide(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with without_policies():
+                return method(*args, **kwargs)
+
+        setattr(run, _HIDES_OPS, True)
+        return run
+
+    state: Any = _fsdp_state.FSDPState
+    group: Any = _fsdp_param_group.FSDPParamGroup
+    names = ("pre_forward", "post_forward", "unshard", "wait_for_unshard", "_prefetch_unshard")
+    for owner, name in ((state, "_root_pre_forward"), *((group, name) for name in names)):
+        hook = getattr(owner, name)
+        if not hasattr(hook, _HIDES_OPS):
+            setattr(owner, name, staticmethod(hide(hook)) if name == "_prefetch_unshard" else hide(hook))
+            logging.getLogger(__name__).info(
+                "wrapped %s.%s, to hide its ops from selective checkpoints", owner.__name__, name
+            )

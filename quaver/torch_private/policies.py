@@ -2,9 +2,8 @@
 
 - `POLICY_MODES`: torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, the modes of
   `create_selective_checkpoint_contexts` in a forward and in its recomputation. No replacement.
-- `hide_ops_from_checkpoint_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and
-  _push_mode, the stack of modes. Remove when FSDP2 hides its hooks from selective checkpoints, as
-  https://github.com/pytorch/pytorch/pull/196862 proposes.
+- `without_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and _push_mode, the
+  stack of modes. Remove when https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
 - `make_policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies a saved result before a write to
   it, in _CachingTorchDispatchMode.storage. No replacement.
 """
@@ -37,16 +36,8 @@ POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 @contextmanager
-def hide_ops_from_checkpoint_policies() -> Iterator[None]:
-    """Hide operators from the policies of selective checkpoints inside the block; other modes see them.
-
-    For the two methods of a weight that FSDP2 calls around an all-gather, `fsdp_pre_all_gather` and
-    `fsdp_post_all_gather`. If a group is inside a checkpointed region, its weights are gathered in the forward. In the
-    recomputation they may be gathered again, differently, or not at all. A policy identifies a saved result by the
-    number of earlier calls of its operator, and policies save amaxes, so later results would be mixed up
-    (pytorch/torchtitan#3427): a wrong gradient, or the error "not found in storage". Policies still see FSDP2's own
-    ops, such as views, in every precision.
-    """
+def without_policies() -> Iterator[None]:
+    """Hide operators from the policies of selective checkpoints inside the block; other modes see them."""
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
     first = next((index for index, mode in enumerate(modes) if isinstance(mode, POLICY_MODES)), len(modes))
     remaining = [mode for mode in modes[first:] if not isinstance(mode, POLICY_MODES)]

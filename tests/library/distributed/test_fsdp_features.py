@@ -107,8 +107,8 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
 
-AMAXES = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "gelu")]
-SAVE_MUCH = functools.partial(create_selective_checkpoint_contexts, [*fsdp_models.MATMULS, *AMAXES])
+AMAXES_AND_VIEWS = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "view", "gelu", "copy_")]
+SAVE_MUCH = functools.partial(create_selective_checkpoint_contexts, [*fsdp_models.MATMULS, *AMAXES_AND_VIEWS])
 CONTEXTS = {"matmuls": fsdp_models.SAVE_MATMULS, "much": SAVE_MUCH}
 
 
@@ -131,7 +131,7 @@ def _train_with_nested_groups(mode, recipe, gathers):
 
 
 @on_ranks(2)
-def test_a_policy_sees_no_cast_of_groups_inside_a_block():
+def test_a_policy_sees_no_operation_of_groups_inside_a_block():
     for recipe, gathers, *modes in (("tensorwise", True, "selective", *CONTEXTS), ("rowwise", False, "selective")):
         expected = _train_with_nested_groups("none", recipe, gathers)
         for mode in modes:

@@ -37,7 +37,9 @@ import logging
 from transformers import PreTrainedModel, modeling_utils
 from quaver.foreign.transformers import patch_transformers_models
 from quaver.integrations.transformers_quantizer import install_quantizer
+from quaver.torch_private.fsdp import hide_fsdp_ops_from_checkpoint_policies
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp
 
 calls, log = [], []
 logger, handler = logging.getLogger("quaver"), logging.Handler()
@@ -54,10 +56,10 @@ def patch(owner, name, wraps):
     return getattr(owner, name)
 
 def install():
-    install_quantizer(), patch_transformers_models()
+    install_quantizer(), patch_transformers_models(), hide_fsdp_ops_from_checkpoint_policies()
 
 PLACES = [(modeling_utils, "get_hf_quantizer"), (PreTrainedModel, "load_state_dict")]
-PLACES += [(PreTrainedModel, "save_pretrained")]
+PLACES += [(PreTrainedModel, "save_pretrained"), (fsdp.FSDPParamGroup, "unshard")]
 patches = [patch(*place, wraps=False) for place in PLACES]  # before quaver, which calls them
 install()
 installed = [getattr(*place) for place in PLACES]
