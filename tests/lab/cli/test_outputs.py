@@ -66,7 +66,9 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refuse
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
-@pytest.mark.parametrize("words", ["memory --quick", "memory --links", "plan --gpus 1 --explain 1 --model.n_layers 1"])
+@pytest.mark.parametrize(
+    "words", ["memory --quick", "memory --traffic", "plan --gpus 1 --explain 1 --model.n_layers 1"]
+)
 def test_a_command_that_shows_writes_no_file(words, tmp_path, monkeypatch, run_quaver):
     monkeypatch.chdir(tmp_path)
     run_quaver(*words.split())

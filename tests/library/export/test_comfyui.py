@@ -178,9 +178,12 @@ def test_a_file_becomes_a_file(tmp_path):
     with safe_open(out, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "config": "{}"}
     (tmp_path / "other.bin").touch()
+    alone = tmp_path / "alone" / "file.safetensors"
+    alone.parent.mkdir()
+    alone.write_bytes(file.read_bytes())
     (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name, "b": "more"}}))
     for source, target, message in (
-        (file, "x", "x': expected a name that ends in .safetensors, because "),
+        (alone, "x", "x': expected a name that ends in .safetensors, because "),
         (tmp_path / "other.bin", "x.safetensors", "other.bin': expected a folder or a .safetensors file"),
         (file, "x.safetensors", "is one of the files of x.safetensors.index.json; give their folder"),
     ):

@@ -102,7 +102,7 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
 def test_a_weight_without_codes_for_grad_input_is_refused():
     config = config_of("rowwise")
     weight = Float8Tensor.from_operands(both_operands(torch.randn(32, 16), config.casts.weight)[0], None, torch.float32)
-    with pytest.raises(RuntimeError, match="the weight's codes for grad_input are missing"):
+    with pytest.raises(RuntimeError, match="the weight's column operand is missing"):
         float8_linear(torch.randn(4, 16, requires_grad=True), weight, config=config)
 
 
