@@ -170,8 +170,8 @@ def _check_measured(amaxes: dict[str, float]) -> None:
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
-        more = f", and {len(bad) - 1} more tensors have no usable amax" if len(bad) > 1 else ""
-        raise RuntimeError(f"calibration: {bad[0]} {problem}{more}; no scale was changed")
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise RuntimeError(f"calibration: {bad[0]}{more} {problem}; no scale was changed")
 
 
 class TensorScaleReport(NamedTuple):
