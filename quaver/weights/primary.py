@@ -284,6 +284,12 @@ def _find_weights_to_convert(
             "model: expected one outside of DistributedDataParallel, got one inside; wrap it after this call"
         )
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, weight in iter_model_weights(model):
+        if isinstance(weight.parameter, Float8PrimaryWeight) and id(weight.parameter.wrapped) in optimized:
+            raise ValueError(
+                f"expected an optimizer of ordinary parameters, got the master of {name}, which is a float8 primary "
+                "weight already; use the optimizer that the first use_float8_primary_weights returned"
+            )
     trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in optimized]
     if not trained:
         raise ValueError(

@@ -447,6 +447,11 @@ def build_primary_twice():
     return model, make_sgd(model.parameters())
 
 
+def wrap_twice():
+    model, optimizer = build_pair()
+    return model, optimizer.inner
+
+
 GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
@@ -461,6 +466,7 @@ GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         (lambda: build_ordinary(make=tie_experts), {}, "0.experts.down_proj cannot .* tied: .*1.experts.down_proj"),
         (lambda: (build_experts(), build_ordinary()[1]), {}, "that holds weights of float8 linears or experts"),
         (build_pair, {}, "expected a torch.optim.Optimizer of ordinary parameters"),
+        (wrap_twice, {}, "got the master of 0, which is a float8 primary weight already"),
         (build_primary_twice, {}, "0.weight cannot be a float8 primary weight: it is one already"),
         (build_ordinary, {"master_dtype": torch.float16}, "expected torch.float32 or torch.bfloat16"),
     ],
