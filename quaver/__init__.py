@@ -89,6 +89,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name not in ("Any", "TYPE_CHECKING"))})
+
+
 def __getattr__(name: str) -> Any:
     """Import public names of torch.distributed.tensor lazily, because it takes as long to import as torch."""
     if name not in __all__:

@@ -33,6 +33,8 @@ NAMES = PUBLIC.split()
 
 def test_the_public_names():
     assert quaver.__all__ == sorted(NAMES)
+    assert {*NAMES, "__version__"} <= {*dir(quaver)}
+    assert not {"Any", "TYPE_CHECKING"} & {*dir(quaver)}
 
 
 @pytest.mark.parametrize("name", NAMES)
