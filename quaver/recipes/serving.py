@@ -96,12 +96,12 @@ def serving_config(
     served = get_serving_casts(serving)
     base = resolve_config(served.recipe if config is None else config)
     if base.has_persistent_scales and base.cast_config_input != served.input:
-        raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_describe(base)}")
+        raise ValueError(f"expected a recipe with dynamic scaling beside serving={serving!r}, got {_describe(base)}")
     casts = base.casts
 
     if casts.weight.column.is_blockwise and not served.weight.is_blockwise and not casts.weight.column.is_disabled:
         raise ValueError(
-            f"serving: expected a recipe without blocks, such as {served.recipe!r}, beside {serving!r}, got "
+            f"expected a recipe without blocks, such as {served.recipe!r}, beside serving={serving!r}, got "
             f"{_describe(base)}"
         )
 

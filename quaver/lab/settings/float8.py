@@ -11,7 +11,7 @@ from quaver.lab.settings.fields import NotNegative, OneOf, Settings, setting
 from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import BACKWARD_MODES, canonicalize_recipe
-from quaver.recipes.serving import serving_config
+from quaver.recipes.serving import get_serving_casts, serving_config
 from quaver.runtime.errors import InputError, blame_input
 
 BFLOAT16 = "bfloat16"
@@ -146,10 +146,15 @@ class Float8(Settings, section="float8"):
         self._check_delayed_scaling()
 
     def _check_serving(self) -> None:
-        for recipe in (self.recipe_name, *self.parse_layer_recipes().layers.values()) if self.serving else ():
+        if not self.serving:
+            return
+        with blame_input("float8."):
+            get_serving_casts(self.serving)
+        for recipe in (self.recipe_name, *self.parse_layer_recipes().layers.values()):
             if recipe == HIGH_PRECISION:
                 continue
-            with blame_input("float8."):
+            setting_name = "recipe_name" if recipe == self.recipe_name else "layer_recipes"
+            with blame_input(f"float8.{setting_name}: "):
                 served = serving_config(self.serving, recipe)
             hint = "a static scale is calibrated before the training"
             self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", hint)

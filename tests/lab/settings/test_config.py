@@ -118,7 +118,7 @@ BAD_SETTINGS = {
     "--no-such-thing": "unknown flag: '--no-such-thing'; see quaver train --help",
     "--float8.serving vlm": "float8.serving: expected one of vllm-per-token, ",
     "--float8.serving vllm-static": "float8.serving must be an engine that scales dynamically, got 'vllm-static'",
-    "--float8.serving deepgemm --float8.recipe_name delayed": "float8.serving: expected a recipe with dynamic scaling",
+    "--float8.serving deepgemm --float8.recipe_name delayed": "float8.recipe_name: expected a recipe with dynamic",
     "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
     "--model.n_layers=1e8": "model.n_layers must be an integer, got '1e8'",
     "--model.dim=1000000000000": "model.dim must be at most 1000000, got 1000000000000",

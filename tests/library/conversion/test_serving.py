@@ -167,8 +167,8 @@ def test_recipes_by_layer_leave_heads_and_routers_out_too():
         ("vlm", None, r"serving: expected one of vllm-per-token, .*, got 'vlm'$"),
         ("vllm", None, r"got 'vllm'; did you mean 'vllm-per-token'\?"),
         ("sglang-pertoken", None, r"did you mean 'sglang-per-token'\?"),
-        ("vllm-per-token", "delayed", "serving: expected a recipe with dynamic scaling beside .*, got 'delayed'"),
-        ("vllm-per-token", "mxfp8", "serving: expected a recipe without blocks, such as 'rowwise', .*, got 'mxfp8'"),
+        ("vllm-per-token", "delayed", "^expected a recipe with dynamic scaling beside serving=.*, got 'delayed'"),
+        ("vllm-per-token", "mxfp8", "^expected a recipe without blocks, such as 'rowwise', .*, got 'mxfp8'"),
     ],
 )
 def test_unknown_engines_and_recipes_that_they_lack_are_refused(serving, config, message):
