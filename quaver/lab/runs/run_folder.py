@@ -192,21 +192,26 @@ class RunFolder:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _make_folder(config: TrainConfig) -> tuple[Path, bool]:
-    """Make dump_folder/name if it does not exist, or a new folder for a run without a name. A refusal makes nothing.
-
-    Returns the folder, and whether it is new.
-    """
-    dump_folder = expand_user(config.job.dump_folder)
-    path = dump_folder / (config.job.name or _name_by_time(config))
+def check_run_folder(config: TrainConfig) -> Path:
+    """Refuse what `RunFolder.open` refuses, and return the path of the run folder. Writes nothing."""
+    path = expand_user(config.job.dump_folder) / (config.job.name or _name_by_time(config))
     if config.job.name:
         with _name_lock_file(path):
             RunLock(path).check_is_free()  # first: the advice for a folder that has files would harm a run
         _find_resume_state(path, config)
     else:
         _check_subfolders(path, config)
+    return path
+
+
+def _make_folder(config: TrainConfig) -> tuple[Path, bool]:
+    """Make dump_folder/name if it does not exist, or a new folder for a run without a name. A refusal makes nothing.
+
+    Returns the folder, and whether it is new.
+    """
+    path = check_run_folder(config)
     try:
-        make_folder(dump_folder)
+        make_folder(path.parent)
         if not config.job.name:
             return _make_unused_folder(path), True
         is_new = not path.exists()

@@ -14,6 +14,7 @@ from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.model.flops import LinearPrecision, group_linears, list_linear_precisions
 from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.model.parallelize import parallelize, pretend_mesh
+from quaver.lab.runs.run_folder import check_run_folder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.trainer.optimizer import build_optimizer
@@ -55,6 +56,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")
     models = make_models(config, cpu)
+    check_run_folder(config)
     _, model = models.first
     linears = group_linears(list_linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -427,8 +427,9 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     line = refused("train", "--dry-run", folder / "config.toml", gone)
     assert "the folder does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
     other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.get_path(4)}"
-    line = refused("train", "--resume", folder, other)
-    assert f"initial_load_path must be '{weights}', from which the run in" in line
+    for words in ([other], [other, "--dry-run"]):
+        line = refused("train", "--resume", folder, *words)
+        assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
 def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, refused):
