@@ -87,7 +87,8 @@ def describe_first_nonfinite(record: Record) -> str:
 
 def list_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the names and values of the run's facts."""
-    facts = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
+    steps = [record["step"] for record in run.records if record.get("kind") != RecordKind.NONFINITE_STEP]
+    facts = [("steps", f"{steps[-1]:,}")] if steps else []
     if run.records and run.path.is_dir():
         facts.append(("end", describe_end(run) or "none written: the run goes on, was killed, or could not write it"))
     models = run.models
