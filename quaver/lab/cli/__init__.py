@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"this machine lacks the memory{details}; make the model or the batch smaller")
         return EXIT_BAD_INPUT
     except SystemExit as stopped:
-        if stopped.code == EXIT_NOT_WRITTEN:  # perhaps a --help that stdout did not take
+        if stopped.code == EXIT_NOT_WRITTEN:  # the disk that is full may be that of stdout
             _discard_stdout()
         raise
     except KeyboardInterrupt:
@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if not has_no_room(error):
             raise
-        print_error(f"cannot write the result: {error.strerror}")
+        target = "the result" if error.filename is None else repr(str(error.filename))
+        print_error(f"cannot write {target}: {error.strerror}")
         _discard_stdout()
         return EXIT_NOT_WRITTEN
 

@@ -26,12 +26,12 @@ def print_error(message: object) -> None:
 
 @contextmanager
 def report_bad_input() -> Iterator[None]:
-    """Turn bad input in the block into one line on stderr and SystemExit(2), and a full disk into SystemExit(4)."""
+    """Turn bad input in the block into one line on stderr and SystemExit(2), a NotWrittenError into SystemExit(4)."""
     try:
         yield
-    except BrokenPipeError:  # the reader of --help has closed the pipe
-        raise
     except (*BAD_INPUT_ERRORS, CheckpointError) as error:
+        if isinstance(error, BrokenPipeError) or has_no_room(error):  # of stdout, which `main` reports
+            raise
         print_error(error)
         raise SystemExit(choose_exit_code(error)) from error
 

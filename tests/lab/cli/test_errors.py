@@ -92,7 +92,7 @@ def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, mon
 
 
 @pytest.mark.parametrize("words", ["--version", "doctor --help", "doctor --gpu h100", "doctor --gpu h100 --json"])
-def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeypatch):
+def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     for target, expected in ((writer, 141), ("/dev/full", 4)):
@@ -103,6 +103,7 @@ def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeyp
             except SystemExit as stopped:
                 code = stopped.code
             assert code == expected
+    assert "error: cannot write the result: No space left on device\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("closed", "opened"), [("<&- 2>&-", (0, 2)), (">&-", (1,))])
