@@ -12,12 +12,18 @@ from benchmarks.gpu_parts.attention import time_attention
 from benchmarks.gpu_parts.blocks import time_compiled_blocks, time_eager_blocks
 from benchmarks.gpu_parts.gradients import compare_gradients
 from benchmarks.gpu_parts.kernels import time_kernels
-from benchmarks.gpu_parts.lab import Lab, Row, record
 from benchmarks.gpu_parts.matmuls import time_matmuls
+from benchmarks.gpu_parts.other_measurements import (
+    time_experts,
+    time_fsdp,
+    time_graphs,
+    time_optimizers,
+    time_stored_activations,
+)
+from benchmarks.gpu_parts.part_context import PartContext, Row, record
 from benchmarks.gpu_parts.rates import measure_rates
-from benchmarks.gpu_parts.second import time_experts, time_fsdp, time_graphs, time_optimizers, time_stored_activations
 
-PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[PartContext], Iterator[Row]]] = {
     "rates": measure_rates,
     "gradients": compare_gradients,
     "kernels": time_kernels,
@@ -46,8 +52,8 @@ def main(words: list[str]) -> int:
         print("benchmarks.gpu_parts needs a GPU, or --dry", file=sys.stderr)
         return 2
     try:
-        lab = Lab(options.dry, options.seconds)
-        rows = record(PARTS[options.part](lab), lab, options.output, options.part)
+        context = PartContext(options.dry, options.seconds)
+        rows = record(PARTS[options.part](context), context, options.output, options.part)
     except KeyboardInterrupt:
         print(f"interrupted; {options.output} has the rows so far", file=sys.stderr)
         return EXIT_INTERRUPTED

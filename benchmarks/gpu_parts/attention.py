@@ -9,25 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
+from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 
 
-def time_attention(lab: Lab) -> Iterator[Row]:
+def time_attention(context: PartContext) -> Iterator[Row]:
     """Time causal attention with the model's heads, forward and forward with backward: flash, cuDNN, torch's choice."""
-    model = lab.model
-    sizes = lab.tokens // lab.seq_len, model.n_heads, lab.seq_len, model.head_dim
-    query, key, value = (lab.randn(*sizes).requires_grad_() for _ in range(3))
-    direction = lab.randn(*sizes)
-    second = SDPBackend.MATH if lab.dry else SDPBackend.CUDNN_ATTENTION
+    model = context.model
+    sizes = context.tokens // context.seq_len, model.n_heads, context.seq_len, model.head_dim
+    query, key, value = (context.randn(*sizes).requires_grad_() for _ in range(3))
+    direction = context.randn(*sizes)
+    second = SDPBackend.MATH if context.dry else SDPBackend.CUDNN_ATTENTION
     backends = {"flash": [SDPBackend.FLASH_ATTENTION], second.name.lower(): [second], "torch's choice": []}
     yield from catch_failures(
-        ({"what": name}, partial(_time_backend, lab, (query, key, value), direction, backend))
+        ({"what": name}, partial(_time_backend, context, (query, key, value), direction, backend))
         for name, backend in backends.items()
     )
 
 
 def _time_backend(
-    lab: Lab, operands: tuple[Tensor, Tensor, Tensor], direction: Tensor, backend: list[SDPBackend]
+    context: PartContext, operands: tuple[Tensor, Tensor, Tensor], direction: Tensor, backend: list[SDPBackend]
 ) -> Iterator[Row]:
     def run_forward() -> Tensor:
         if not backend:
@@ -43,7 +43,7 @@ def _time_backend(
     calls: dict[str, Call] = {"forward": run_forward, "forward and backward": run_both_passes}
     batch, heads, length, width = operands[0].shape
     products = 2 * batch * heads * length * length * width  # of both matmuls, half of which the mask leaves out
-    for name, measured in lab.time(calls, rounds=10).items():
+    for name, measured in context.time(calls, rounds=10).items():
         # The forward has two matmuls. The backward has five, one of them recomputed.
         flops = products if name == "forward" else 3.5 * products
         yield {"calls": name, "timing": make_timing_row(measured), "tflops": 1e-6 * flops / measured.median_us}

@@ -15,42 +15,42 @@ import torch
 
 from benchmarks.gpu_parts.categories import profile_step, sum_by_category
 from benchmarks.gpu_parts.contestants import ORDER, Step, make_inputs, make_step, select_contestants
-from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
+from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 
 ROUNDS = 15
 SHARE_OF_COMPILING = 0.7
 """The share of the part's time for compiling. Contestants that are not compiled by then get a row with an error."""
 
 
-def time_compiled_blocks(lab: Lab) -> Iterator[Row]:
+def time_compiled_blocks(context: PartContext) -> Iterator[Row]:
     """Time and profile the compiled blocks."""
-    yield from _time_blocks(lab, compiled=True)
+    yield from _time_blocks(context, compiled=True)
 
 
-def time_eager_blocks(lab: Lab) -> Iterator[Row]:
+def time_eager_blocks(context: PartContext) -> Iterator[Row]:
     """Time and profile the eager blocks, and replays of each as one CUDA graph."""
-    yield from _time_blocks(lab, compiled=False)
+    yield from _time_blocks(context, compiled=False)
 
 
-def _time_blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
-    inputs, steps = make_inputs(lab), {}
+def _time_blocks(context: PartContext, *, compiled: bool) -> Iterator[Row]:
+    inputs, steps = make_inputs(context), {}
     torch.compiler.reset()
 
     def prepare(name: str) -> Iterator[Row]:
         start = time.monotonic()
-        steps[name] = make_step(lab, name, inputs, compiled=compiled)
+        steps[name] = make_step(context, name, inputs, compiled=compiled)
         steps[name].settle()
         yield {"prepared_s": round(time.monotonic() - start, 1)}
 
-    for name in select_contestants(lab, ORDER):
-        if lab.left_s < (1 - SHARE_OF_COMPILING) * lab.seconds:
+    for name in select_contestants(context, ORDER):
+        if context.left_s < (1 - SHARE_OF_COMPILING) * context.seconds:
             yield {"what": name, "error": "left out: no time to compile it"}
             continue
         for row in catch_failures([({"what": name}, partial(prepare, name))]):
             yield row
             if "error" in row:
                 steps.pop(name, None)
-    timings = lab.time(dict(steps), rounds=ROUNDS, with_host=not compiled)
+    timings = context.time(dict(steps), rounds=ROUNDS, with_host=not compiled)
     first = next(iter(timings.values()), None)
     for name, measured in timings.items():
         assert first is not None
@@ -59,25 +59,27 @@ def _time_blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
     for name, step in steps.items() if compiled else ():
         yield {
             "what": f"{name}, back to back",
-            "ms": 1e3 * lab.time_back_to_back(step),
-            "state_after": lab.read_state(),
+            "ms": 1e3 * context.time_back_to_back(step),
+            "state_after": context.read_state(),
         }
     if not compiled:
-        of_graphs = [({"what": f"{name}, CUDA graph"}, partial(_time_graph, lab, step)) for name, step in steps.items()]
+        of_graphs = [
+            ({"what": f"{name}, CUDA graph"}, partial(_time_graph, context, step)) for name, step in steps.items()
+        ]
         yield from catch_failures(of_graphs)
     yield from catch_failures(
-        ({"what": f"{name}, profile"}, partial(_profile, lab, name, step, compiled)) for name, step in steps.items()
+        ({"what": f"{name}, profile"}, partial(_profile, context, name, step, compiled)) for name, step in steps.items()
     )
 
 
-def _time_graph(lab: Lab, step: Step) -> Iterator[Row]:
-    replay = capture_graph(lab, step)
-    yield {"timing": make_timing_row(lab.time({"it": replay}, rounds=10)["it"])}
+def _time_graph(context: PartContext, step: Step) -> Iterator[Row]:
+    replay = capture_graph(context, step)
+    yield {"timing": make_timing_row(context.time({"it": replay}, rounds=10)["it"])}
 
 
-def capture_graph(lab: Lab, step: Step) -> Call:
+def capture_graph(context: PartContext, step: Step) -> Call:
     """Return the replay of a CUDA graph of the step; on a CPU the step itself."""
-    if lab.dry:
+    if context.dry:
         return step
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -91,8 +93,8 @@ def capture_graph(lab: Lab, step: Step) -> Call:
     return graph.replay
 
 
-def _profile(lab: Lab, name: str, step: Step, compiled: bool) -> Iterator[Row]:
-    kernels = profile_step(lab, step)
+def _profile(context: PartContext, name: str, step: Step, compiled: bool) -> Iterator[Row]:
+    kernels = profile_step(context, step)
     total = sum(kernel["us"] for kernel in kernels)
     yield {
         "device_ms": total / 1e3,

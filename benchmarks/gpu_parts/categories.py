@@ -14,7 +14,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_parts.lab import Call, Lab
+from benchmarks.gpu_parts.part_context import Call, PartContext
 from benchmarks.record import ROOT
 from quaver.runtime.devices import synchronize
 
@@ -45,20 +45,20 @@ def find_category(kernel: str) -> str:
     return next((category for category, pattern in CATEGORIES if re.search(pattern, name)), "other")
 
 
-def profile_step(lab: Lab, step: Call) -> list[dict[str, Any]]:
+def profile_step(context: PartContext, step: Call) -> list[dict[str, Any]]:
     """Profile one step. Returns name, total microseconds and count of each kernel, the longest first.
 
     A dry run has operators of the CPU instead of kernels.
     """
     step()
-    activities = [ProfilerActivity.CPU] if lab.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    activities = [ProfilerActivity.CPU] if context.dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with profile(activities=activities) as profiler:
         step()
-        synchronize(lab.device)
-    wanted = DeviceType.CPU if lab.dry else DeviceType.CUDA
+        synchronize(context.device)
+    wanted = DeviceType.CPU if context.dry else DeviceType.CUDA
     kernels = []
     for event in profiler.key_averages():
-        us = event.self_cpu_time_total if lab.dry else event.self_device_time_total
+        us = event.self_cpu_time_total if context.dry else event.self_device_time_total
         if event.device_type == wanted and us > 0:
             kernels.append({"name": event.key, "us": round(float(us), 1), "count": event.count})
     return sorted(kernels, key=lambda kernel: -kernel["us"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.lab import Lab
+from benchmarks.gpu_parts.part_context import PartContext
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.lab.bench.modules import BenchedBlock
@@ -60,15 +60,15 @@ class Step:
         return [gradient.float().clone() for gradient in gradients if gradient is not None]
 
 
-def make_inputs(lab: Lab) -> tuple[Tensor, Tensor]:
+def make_inputs(context: PartContext) -> tuple[Tensor, Tensor]:
     """A residual stream that requires a gradient, and the gradient of the output, both [B, T, D]."""
     torch.manual_seed(1)
-    hidden = lab.randn(lab.tokens // lab.seq_len, lab.seq_len, lab.model.dim)
-    return hidden.requires_grad_(), torch.randn_like(hidden) / lab.tokens
+    hidden = context.randn(context.tokens // context.seq_len, context.seq_len, context.model.dim)
+    return hidden.requires_grad_(), torch.randn_like(hidden) / context.tokens
 
 
 def make_step(
-    lab: Lab,
+    context: PartContext,
     name: str,
     inputs: tuple[Tensor, Tensor],
     *,
@@ -78,8 +78,9 @@ def make_step(
 ) -> Step:
     """Return the step of a contestant. All have the same weights. `change` is applied to the block before compiling."""
     torch.manual_seed(0)
-    with lab.device:
-        subject = BenchedBlock(lab.model, lab.seq_len).to(lab.device)  # its rotary tables are made on the CPU
+    with context.device:
+        subject = BenchedBlock(context.model, context.seq_len)
+    subject.to(context.device)  # its rotary tables are made on the CPU
     for parameter in subject.parameters():
         parameter.data = parameter.data.bfloat16()
     library, _, recipe = name.partition(" ")
@@ -87,14 +88,14 @@ def make_step(
         convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
         fuse_producers(subject)
     elif library == "torchao":
-        convert_with_torchao(subject, recipe, device=lab.device)
+        convert_with_torchao(subject, recipe, device=context.device)
     change(subject)
     if compiled:
-        subject.compile(fullgraph=True, mode=mode, **({"backend": "aot_eager"} if lab.dry else {}))
+        subject.compile(fullgraph=True, mode=mode, **({"backend": "aot_eager"} if context.dry else {}))
     return Step(subject, *inputs)
 
 
-def select_contestants(lab: Lab, names: Sequence[str]) -> Sequence[str]:
+def select_contestants(context: PartContext, names: Sequence[str]) -> Sequence[str]:
     """Return all `names` on a GPU; in a dry run one per library, and delayed scaling."""
     kept = (BFLOAT16, "quaver tensorwise", "torchao tensorwise", "quaver delayed")
-    return [name for name in names if not lab.dry or name in kept]
+    return [name for name in names if not context.dry or name in kept]

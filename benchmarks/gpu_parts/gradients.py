@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.contestants import QUAVER, make_inputs, make_step, select_contestants
-from benchmarks.gpu_parts.lab import Lab, Row, catch_failures
-from benchmarks.gpu_parts.second import make_grouped_step
+from benchmarks.gpu_parts.other_measurements import make_grouped_step
+from benchmarks.gpu_parts.part_context import PartContext, Row, catch_failures
 from quaver import float8_grouped_mm
 from quaver.lab.settings.float8 import BFLOAT16
 
@@ -24,24 +24,27 @@ MIN_SQNR_DB = 14.0
 RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")
 
 
-def compare_gradients(lab: Lab) -> Iterator[Row]:
+def compare_gradients(context: PartContext) -> Iterator[Row]:
     """Yield a row for each recipe; `is_wrong` stops the timings."""
-    inputs = make_inputs(lab)
-    exact = _compute_gradients(lab, BFLOAT16, inputs, compiled=False)
-    names = select_contestants(lab, QUAVER)
-    yield from catch_failures(({"what": name}, partial(_compare_block, lab, name, inputs, exact)) for name in names)
-    exact = _compute_expert_gradients(lab, None, compiled=False)
+    inputs = make_inputs(context)
+    exact = _compute_gradients(context, BFLOAT16, inputs, compiled=False)
+    names = select_contestants(context, QUAVER)
+    yield from catch_failures(({"what": name}, partial(_compare_block, context, name, inputs, exact)) for name in names)
+    exact = _compute_expert_gradients(context, None, compiled=False)
     yield from catch_failures(
-        ({"what": f"experts, {recipe}"}, partial(_compare_experts, lab, recipe, exact)) for recipe in RECIPES_OF_EXPERTS
+        ({"what": f"experts, {recipe}"}, partial(_compare_experts, context, recipe, exact))
+        for recipe in RECIPES_OF_EXPERTS
     )
 
 
-def _compare_block(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], exact: list[Tensor]) -> Iterator[Row]:
-    yield _judge(exact, *(_compute_gradients(lab, name, inputs, compiled=compiled) for compiled in (False, True)))
+def _compare_block(
+    context: PartContext, name: str, inputs: tuple[Tensor, Tensor], exact: list[Tensor]
+) -> Iterator[Row]:
+    yield _judge(exact, *(_compute_gradients(context, name, inputs, compiled=compiled) for compiled in (False, True)))
 
 
-def _compare_experts(lab: Lab, recipe: str, exact: list[Tensor]) -> Iterator[Row]:
-    yield _judge(exact, *(_compute_expert_gradients(lab, recipe, compiled=compiled) for compiled in (False, True)))
+def _compare_experts(context: PartContext, recipe: str, exact: list[Tensor]) -> Iterator[Row]:
+    yield _judge(exact, *(_compute_expert_gradients(context, recipe, compiled=compiled) for compiled in (False, True)))
 
 
 def _judge(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> Row:
@@ -50,21 +53,23 @@ def _judge(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> 
     return {"beside_eager_db": of_eager, "beside_bfloat16_db": of_bfloat16, "is_wrong": wrong}
 
 
-def _compute_gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: bool) -> list[Tensor]:
+def _compute_gradients(
+    context: PartContext, name: str, inputs: tuple[Tensor, Tensor], *, compiled: bool
+) -> list[Tensor]:
     torch.compiler.reset()
-    step = make_step(lab, name, inputs, compiled=compiled)
+    step = make_step(context, name, inputs, compiled=compiled)
     step.settle()
     return step.copy_gradients()
 
 
-def _compute_expert_gradients(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]:
+def _compute_expert_gradients(context: PartContext, recipe: str | None, *, compiled: bool) -> list[Tensor]:
     """Return the gradients of ragged experts of the model's width; in bfloat16 without a recipe."""
     torch.compiler.reset()
     multiply = F.grouped_mm if recipe is None else partial(float8_grouped_mm, config=recipe)
     if compiled:
-        multiply = torch.compile(multiply, fullgraph=True, **({"backend": "aot_eager"} if lab.dry else {}))
-    dim, hidden = lab.model.dim, lab.model.hidden_dim
-    step, tensors = make_grouped_step(lab, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
+        multiply = torch.compile(multiply, fullgraph=True, **({"backend": "aot_eager"} if context.dry else {}))
+    dim, hidden = context.model.dim, context.model.hidden_dim
+    step, tensors = make_grouped_step(context, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
     step()
     return [tensor.grad.float().clone() for tensor in tensors if tensor.grad is not None]
 

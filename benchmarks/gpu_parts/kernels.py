@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
-from benchmarks.gpu_parts.second import EXPERTS
+from benchmarks.gpu_parts.other_measurements import EXPERTS
+from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 from quaver.experts.cast import group_amax
 from quaver.kernels.cast import cast_with_scale, to_column_major
 from quaver.linear.quantize import Quantizer
@@ -23,17 +23,17 @@ DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
 
-def time_kernels(lab: Lab) -> Iterator[Row]:
+def time_kernels(context: PartContext) -> Iterator[Row]:
     """Yield a row for each matrix and kernel."""
-    model = lab.model
-    sizes = ((lab.tokens, model.dim), (lab.tokens, model.hidden_dim), (model.dim, model.hidden_dim))
+    model = context.model
+    sizes = ((context.tokens, model.dim), (context.tokens, model.hidden_dim), (model.dim, model.hidden_dim))
     for rows, columns in sizes:
-        hp = lab.randn(rows, columns)
+        hp = context.randn(rows, columns)
         about = {"size": f"{rows} x {columns}"}
         for kind in (_make_copies, _make_casts):
             named = kind(hp).items()
             yield from catch_failures(
-                (about | {"what": name}, partial(_time_kernel, lab, hp, *kernel)) for name, kernel in named
+                (about | {"what": name}, partial(_time_kernel, context, hp, *kernel)) for name, kernel in named
             )
 
 
@@ -41,8 +41,8 @@ Kernel = tuple[Call, float]
 """The call, and the bytes per element that it must read and write."""
 
 
-def _time_kernel(lab: Lab, hp: Tensor, call: Call, copy_bytes: float) -> Iterator[Row]:
-    measured = lab.time({"it": call}, rounds=20)["it"]
+def _time_kernel(context: PartContext, hp: Tensor, call: Call, copy_bytes: float) -> Iterator[Row]:
+    measured = context.time({"it": call}, rounds=20)["it"]
     moved = copy_bytes * hp.numel()
     yield {
         "timing": make_timing_row(measured),

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
+from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 from quaver.linear.gemm import float8_mm
 from quaver.numerics.accumulation import HOPPER, accumulate
 from quaver.torch_private.hardware import scaled_mm
@@ -21,10 +21,10 @@ from quaver.torch_private.hardware import scaled_mm
 E4M3 = torch.float8_e4m3fn
 
 
-def list_shapes(lab: Lab) -> list[tuple[int, int, int]]:
+def list_shapes(context: PartContext) -> list[tuple[int, int, int]]:
     """Return M, K, N of the forward (k or v, both, q or o, gate or up, down), then of the backward."""
-    dim, hidden, kv = lab.model.dim, lab.model.hidden_dim, lab.model.n_kv_heads * lab.model.head_dim
-    tokens = lab.tokens
+    dim, hidden, kv = context.model.dim, context.model.hidden_dim, context.model.n_kv_heads * context.model.head_dim
+    tokens = context.tokens
     forward = [
         (tokens, dim, kv),
         (tokens, dim, 2 * kv),
@@ -35,22 +35,22 @@ def list_shapes(lab: Lab) -> list[tuple[int, int, int]]:
     return [*forward, (hidden, tokens, dim), (dim, tokens, hidden), (kv, tokens, dim)]
 
 
-def time_matmuls(lab: Lab) -> Iterator[Row]:
+def time_matmuls(context: PartContext) -> Iterator[Row]:
     """Yield a row for each shape and kernel, then one for each kind of accumulation."""
-    named = [({"size": f"{m} x {k} x {n}"}, partial(_time_shape, lab, m, k, n)) for m, k, n in list_shapes(lab)]
+    named = [({"size": f"{m} x {k} x {n}"}, partial(_time_shape, context, m, k, n)) for m, k, n in list_shapes(context)]
     yield from catch_failures(named)
     yield from catch_failures(
-        ({"what": f"sums, {'fast' if fast else 'exact'} accumulation"}, partial(_compare_sums, lab, fast))
+        ({"what": f"sums, {'fast' if fast else 'exact'} accumulation"}, partial(_compare_sums, context, fast))
         for fast in (True, False)
     )
 
 
-def _time_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
-    a, b = lab.randn(m, k), lab.randn(n, k)
+def _time_shape(context: PartContext, m: int, k: int, n: int) -> Iterator[Row]:
+    a, b = context.randn(m, k), context.randn(n, k)
     calls: dict[str, Call] = {"bfloat16": partial(torch.mm, a, b.t())}
     codes = a.to(E4M3), b.to(E4M3).t()
-    scales = torch.ones(m, 1, device=lab.device), torch.ones(1, n, device=lab.device)
-    one = torch.ones((), device=lab.device)
+    scales = torch.ones(m, 1, device=context.device), torch.ones(1, n, device=context.device)
+    one = torch.ones((), device=context.device)
     for fast in (False, True):
         of_sums = "fast" if fast else "exact"
         multiply = partial(
@@ -60,12 +60,12 @@ def _time_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
         calls[f"tensorwise, {of_sums}"] = tensorwise
         calls[f"rowwise, {of_sums}"] = partial(multiply, a_dequant_scale=scales[0], b_dequant_scale=scales[1])
         calls[f"tensorwise, {of_sums}, scales afterwards"] = partial(_scale_after, tensorwise, *scales)
-    of_a, of_rows = (torch.ones(size, -(-k // 128), device=lab.device) for size in (m, n))
-    of_squares = torch.ones(-(-k // 128), -(-n // 128), device=lab.device)
+    of_a, of_rows = (torch.ones(size, -(-k // 128), device=context.device) for size in (m, n))
+    of_squares = torch.ones(-(-k // 128), -(-n // 128), device=context.device)
     multiply = partial(float8_mm, *codes, out_dtype=torch.bfloat16, a_dequant_scale=of_a, scales_are_powers_of_2=True)
     calls["1 x 128 by 128 x 128"] = partial(multiply, b_dequant_scale=of_squares)
     calls["1 x 128 by 1 x 128"] = partial(multiply, b_dequant_scale=of_rows.t())
-    for name, measured in lab.time(calls, rounds=10).items():
+    for name, measured in context.time(calls, rounds=10).items():
         yield {"what": name, "timing": make_timing_row(measured), "tflops": 2e-6 * m * k * n / measured.median_us}
 
 
@@ -76,15 +76,15 @@ def _scale_after(multiply: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     return product.mul_(a_scale).mul_(b_scale)
 
 
-def _compare_sums(lab: Lab, fast: bool) -> Iterator[Row]:
+def _compare_sums(context: PartContext, fast: bool) -> Iterator[Row]:
     """Compare the card's float32 sums of a few rows with the rule's and with exact sums; K is not split."""
-    rows, columns, k = (16, 16, 256) if lab.dry else (4096, 4096, 4096)
-    a, b = lab.randn(rows, k).abs(), lab.randn(columns, k).abs()
+    rows, columns, k = (16, 16, 256) if context.dry else (4096, 4096, 4096)
+    a, b = context.randn(rows, k).abs(), context.randn(columns, k).abs()
     left, right = a.to(E4M3), b.to(E4M3)
-    if lab.dry:
+    if context.dry:
         hardware_sums = accumulate(left, right, HOPPER, use_fast_accum=fast)
     else:
-        one = torch.ones((), device=lab.device)
+        one = torch.ones((), device=context.device)
         hardware_sums = scaled_mm(left, right.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
     few = slice(0, 64)
     rule_sums = accumulate(left[few], right[few], HOPPER, use_fast_accum=fast)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.plan.published_runs import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.model import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import trained_model

@@ -21,7 +21,7 @@ from quaver.lab.plan.layouts import Degrees
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
-from quaver.lab.plan.step import Costs
+from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
@@ -146,7 +146,7 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
 
 def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
-    costs = Costs.from_formulas(run, cluster)
+    costs = ComputeTimes.from_formulas(run, cluster)
     took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:
         took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, costs))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.doctor.gpu import NVIDIA_GPUS, GpuFindings, LayersOnGpu, MatmulOnGpu, describe_gpu
-from quaver.lab.doctor.gpu_model import describe_model_on_gpu
+from quaver.lab.doctor.model_on_gpu import describe_model_on_gpu
 from quaver.lab.terminal.tables import make_table
 from quaver.roofline.device_specs import find_device_spec
 from quaver.runtime.errors import InputError

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import iter_sum_views
+from quaver.lab.doctor.linear_survey import SurveyedLinear
 from quaver.lab.doctor.model_survey import ModelSurvey, survey_model
-from quaver.lab.doctor.survey import SurveyedLinear
-from quaver.lab.doctor.surveyed_model import SurveyedModel, open_surveyed_model
+from quaver.lab.doctor.survey_source import SurveyedModel, open_surveyed_model
 from quaver.lab.output_file import RECIPES_COMMENT, check_option_files, replace_output
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.terminal.counts import format_count

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from quaver.lab.doctor.survey_sums import MatmulSums
+from quaver.lab.doctor.sum_survey import MatmulSums
 from quaver.lab.terminal.tables import make_table
 
 MAX_SHOWN_MATMULS, MAX_NAMED_MATMULS = 12, 4

@@ -20,7 +20,7 @@ from quaver.lab.cli.run_config import load_and_print_turned_off
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
-from quaver.lab.memory.train_step.predict import RunMemory, predict_memory
+from quaver.lab.memory.train_step.predict_run import RunMemory, predict_memory
 from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.output_file import check_option_files, replace_output, write_result
 from quaver.lab.plan.advise import advise

@@ -8,10 +8,10 @@ from typing import Any
 from rich.table import Table
 
 from quaver.lab.memory import CATEGORIES
-from quaver.lab.memory.predict_step import Prediction
+from quaver.lab.memory.predict_module_step import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
 from quaver.lab.memory.reports.pitfalls import strip_phase
-from quaver.lab.memory.train_step.predict import RunMemory
+from quaver.lab.memory.train_step.predict_run import RunMemory
 from quaver.lab.memory.train_step.traffic import StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.report import merge_layers

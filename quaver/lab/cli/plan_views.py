@@ -15,7 +15,7 @@ from quaver.lab.plan.limits import list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR
 from quaver.lab.plan.search import FittingLayout, SearchResult, simulate_step
-from quaver.lab.plan.step import Costs
+from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.progress import show_progress
@@ -158,7 +158,7 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, costs).seconds
-    both = zip(("forward", "backward"), costs.block, Costs.from_formulas(row.run, cluster).block, strict=False)
+    both = zip(("forward", "backward"), costs.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (

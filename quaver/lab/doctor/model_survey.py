@@ -10,9 +10,9 @@ from typing import Any
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
-from quaver.lab.doctor.survey import SurveyedLinear, choose_recipes, compute_float8_share, survey_linears
-from quaver.lab.doctor.survey_sums import MatmulSums, survey_sums
-from quaver.lab.doctor.surveyed_model import SurveyedModel
+from quaver.lab.doctor.linear_survey import SurveyedLinear, choose_recipes, compute_float8_share, survey_linears
+from quaver.lab.doctor.sum_survey import MatmulSums, survey_sums
+from quaver.lab.doctor.survey_source import SurveyedModel
 from quaver.lab.model.float8 import make_linear_config
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extra_statistics import DYNAMIC_RECIPES
@@ -52,7 +52,7 @@ class ModelSurvey:
                 "name": linear.name,
                 "recipe": self.get_recipe(linear.name),
                 "flops_share": linear.multiply_adds / total,
-                "db": {recipe: replace_inf(decibels) for recipe, decibels in linear.db.items()},
+                "db": {recipe: replace_inf(decibels) for recipe, decibels in linear.sqnr_db.items()},
             }
             for linear in self.linears
         ]
@@ -73,7 +73,7 @@ def survey_model(surveyed: SurveyedModel, *, budget_db: float, hardware: str | N
 
     Args:
         budget_db: the SQNR that each operand of a linear in float8 must reach.
-        hardware: a key of `quaver.numerics.accumulation.HARDWARE`, whose sums are surveyed too.
+        hardware: a key of `quaver.numerics.accumulation.ACCUMULATION_BY_GPU`, whose sums are surveyed too.
     Raises:
         InputError: no linear runs forward and backward.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import partial
 
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import (
     Change,

@@ -16,11 +16,11 @@ from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import time_entry
 from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
-from quaver.lab.memory.train_step.predict import fake_run, with_depth
+from quaver.lab.memory.train_step.predict_run import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import BlockTimes, list_linears, time_linear
 from quaver.lab.plan.planned_run import PlannedRun
-from quaver.lab.plan.step import Costs
+from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.roofline.device_specs import DeviceSpec
 
@@ -41,7 +41,7 @@ def check_counts_for(spec: DeviceSpec) -> None:
         )
 
 
-def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
+def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
     """Return the costs of a run's micro-batch, with the kernels of its block counted. Compiling takes seconds.
 
     Args:
@@ -64,7 +64,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all micro-batches
         linears = list_linears(run.model).items()
         forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
-    formulas = Costs.from_formulas(run, cluster)
+    formulas = ComputeTimes.from_formulas(run, cluster)
     recomputed_s = formulas.block.recomputed * forward / formulas.block.forward
     return formulas._replace(block=BlockTimes(forward, backward, recomputed_s))
 

@@ -9,13 +9,13 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_tasks
+from quaver.lab.plan.step import ComputeTimes, build_tasks
 
 _SIMULATED_DEPTHS = (2, 4)
 """Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
-def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
+def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> float:
     """Return the seconds of `simulate(build_tasks(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
@@ -23,7 +23,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or Costs.from_formulas(run, cluster)
+    costs = costs or ComputeTimes.from_formulas(run, cluster)
     seconds = first_s = extrapolate_seconds(run, 1, cluster, costs)
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
@@ -32,7 +32,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = No
     return seconds
 
 
-def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: ComputeTimes) -> float:
     """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks.
 
     None, half or all of the few blocks are checkpointed. Other shares are interpolated between these.
@@ -53,7 +53,7 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
     return seconds + rest / blocks * (extrapolate(halves + 1) - seconds) if rest else seconds
 
 
-def bound_seconds(run: PlannedRun, costs: Costs) -> float:
+def bound_seconds(run: PlannedRun, costs: ComputeTimes) -> float:
     """Return the seconds of the compute of a step's micro-batches, a lower bound of the step."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
@@ -61,7 +61,7 @@ def bound_seconds(run: PlannedRun, costs: Costs) -> float:
 
 
 def _simulate_shallow(
-    run: PlannedRun, depth: int, checkpointed: int, micro_batches: int, cluster: Cluster, costs: Costs
+    run: PlannedRun, depth: int, checkpointed: int, micro_batches: int, cluster: Cluster, costs: ComputeTimes
 ) -> float:
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)

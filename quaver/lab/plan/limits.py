@@ -10,7 +10,7 @@ from quaver.lab.plan.extrapolate import bound_seconds, estimate_seconds
 from quaver.lab.plan.mfu import count_float8_flops_per_token, count_flops_per_token
 from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
-from quaver.lab.plan.step import Costs
+from quaver.lab.plan.step import ComputeTimes
 
 COLLECTIVE_NAMES = {
     "all_gather": "all-gathers",
@@ -103,5 +103,5 @@ def compute_gain(row: FittingLayout, cluster: Cluster) -> Gain:
     bfloat16_s = estimate_seconds(run, cluster)
     share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
     computing_bound = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
-    computing_s = bound_seconds(run, Costs.from_formulas(run, cluster))
+    computing_s = bound_seconds(run, ComputeTimes.from_formulas(run, cluster))
     return Gain(bfloat16_s / row.seconds, share, computing_bound, computing_bound * bfloat16_s / computing_s)

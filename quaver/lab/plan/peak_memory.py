@@ -1,7 +1,7 @@
 """Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
 The peak is what lives during the whole step (parameters, optimizer states and tokens) and the largest of the moments
-in `Estimate.count_moment_bytes`.
+in `PeakEstimate.count_moment_bytes`.
 
 With several micro-batches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
 with training.reduce = last whole float32 sums.
@@ -9,9 +9,9 @@ with training.reduce = last whole float32 sums.
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.
 
-`quaver.lab.memory.train_step.predict.predict_memory` runs the trainer's code with fake tensors, and predicts the peak
-to the byte in seconds to minutes. Nothing runs here: which tensors are alive at each moment is written down. The two
-share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py holds their results together.
+`quaver.lab.memory.train_step.predict_run.predict_memory` runs the trainer's code with fake tensors, and predicts the
+peak to the byte in seconds to minutes. Nothing runs here: formulas state which tensors are alive at each moment. Both
+share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py compares their results.
 docs/design/0020-plan.md says why there are two.
 """
 
@@ -87,10 +87,10 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
         InputError: the degrees do not fit the ranks, as `resolve_config` says.
     """
     config, dims = resolve_config(config, rank=0, world_size=ranks)
-    return Estimate(config, dims).count_peak_bytes()
+    return PeakEstimate(config, dims).count_peak_bytes()
 
 
-class Estimate:
+class PeakEstimate:
     """The bytes of one rank at the moments of a step, for the `config` and `dims` that `resolve_config` returned."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:

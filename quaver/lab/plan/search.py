@@ -22,7 +22,7 @@ from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
-from quaver.lab.plan.step import Costs, build_tasks
+from quaver.lab.plan.step import ComputeTimes, build_tasks
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.terminal.progress import SetActivity
@@ -76,7 +76,7 @@ class TimedLayout:
 
     candidate: Candidate
     run: PlannedRun
-    costs: Costs
+    costs: ComputeTimes
     peak_bytes: int
     compute_seconds_per_token: float
     """A lower bound of the simulated time, which adds communication and the optimizer."""
@@ -144,7 +144,7 @@ def _estimate(
 
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
     """Return a candidate with its compute time."""
-    costs = Costs.from_formulas(run, cluster)
+    costs = ComputeTimes.from_formulas(run, cluster)
     return TimedLayout(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
 
 
@@ -173,7 +173,7 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
             yield timed
 
 
-def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedTimeline:
+def simulate_step(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> SimulatedTimeline:
     """Return the timeline of a step with its share of a checkpoint, extrapolated if the step has very many tasks.
 
     Args:
@@ -181,7 +181,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None)
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or Costs.from_formulas(run, cluster)
+    costs = costs or ComputeTimes.from_formulas(run, cluster)
     tasks_per_micro_batch = len(build_tasks(replace(run, micro_batches=1), cluster, costs))
     simulated_micro_batches = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
     timeline = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches), cluster, costs))

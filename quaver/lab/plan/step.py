@@ -167,7 +167,7 @@ def _add_exchange(
     return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent)
 
 
-class Costs(NamedTuple):
+class ComputeTimes(NamedTuple):
     """The compute seconds of one rank for one micro-batch, by compute_time.py, a ledger or a measurement."""
 
     block: BlockTimes
@@ -175,18 +175,18 @@ class Costs(NamedTuple):
     embedding: PerPass
 
     @classmethod
-    def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> Costs:
+    def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
         """Compute the costs by the formulas of compute_time.py."""
         return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
 
 
-def build_tasks(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> TaskList:
+def build_tasks(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> TaskList:
     """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
         costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
     """
-    builder = _TaskBuilder(run, cluster, costs or Costs.from_formulas(run, cluster))
+    builder = _TaskBuilder(run, cluster, costs or ComputeTimes.from_formulas(run, cluster))
     for number in range(run.micro_batches):
         builder.add_micro_batch(number)
     builder.add_end()
@@ -194,7 +194,7 @@ def build_tasks(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -
 
 
 class _TaskBuilder:
-    def __init__(self, run: PlannedRun, cluster: Cluster, costs: Costs) -> None:
+    def __init__(self, run: PlannedRun, cluster: Cluster, costs: ComputeTimes) -> None:
         self.tasks = TaskList()
         self._run, self._cluster, self._costs = run, cluster, costs
         self._block_groups = list_block_groups(run)

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_parts import __main__ as gpu_parts
 from benchmarks.gpu_parts import categories, gradients
-from benchmarks.gpu_parts.lab import catch_failures
+from benchmarks.gpu_parts.part_context import catch_failures
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.flags import split_flags
 
@@ -144,7 +144,7 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
         yield {"value": 1.0}
         raise ValueError("no such kernel")
 
-    def run_and_interrupt(lab):
+    def run_and_interrupt(context):
         good = ({"what": "good"}, lambda: iter([{"value": 2.0}]))
         yield from catch_failures([({"what": "bad"}, yield_and_fail), good])
         raise KeyboardInterrupt
@@ -156,9 +156,9 @@ def test_an_interrupted_part_keeps_its_rows_and_a_row_that_fails_the_others(tmp_
     assert not results["complete"]
     error = {"what": "bad", "error": "ValueError: no such kernel"}
     assert results["rows"] == [{"what": "bad", "value": 1.0}, error, {"what": "good", "value": 2.0}]
-    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter(results["rows"]))
+    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda context: iter(results["rows"]))
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == 1
-    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda lab: iter([{"what": "wrong", "is_wrong": True}, error]))
+    monkeypatch.setitem(gpu_parts.PARTS, "rates", lambda context: iter([{"what": "wrong", "is_wrong": True}, error]))
     assert gpu_parts.main(["rates", "--dry", "--output", str(path)]) == gpu.EXIT_WRONG_GRADIENTS
 
 

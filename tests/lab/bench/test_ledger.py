@@ -17,7 +17,7 @@ from quaver.lab.bench.ledger.disassembly import Loop, count_issued_instructions
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 from quaver.lab.bench.ledger.kernels import count_float64_operations
-from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch, TritonKernel
+from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch, TritonKernel
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import add_machine_code, compile_kernels
 from quaver.lab.bench.ledger.table import iter_findings
@@ -55,7 +55,7 @@ count_case = cache(lambda part, name: count_launches(WORK[part], name, "B200" if
 
 
 def access(size, stride, dtype=torch.float8_e4m3fn):
-    return Access("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
+    return BufferAccess("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
 
 
 ROWS, COLUMNS, PART = access((M, N), (N, 1)), access((M, N), (1, M)), access((M, N), (2 * N, 1))
@@ -132,7 +132,7 @@ TWO_LOOPS = """
 def test_columns_are_read_again_in_a_second_loop():
     """A reduction along rows finds in a cache what it has read or stored."""
     kernel = TWO_LOOPS.replace("tl.load(in_ptr1 + (r0_1)", "tl.load(out_ptr0 + (r0_1)")
-    tile = Access("tile", (M, N), (N, 1), torch.bfloat16, 2 * M * N)
+    tile = BufferAccess("tile", (M, N), (N, 1), torch.bfloat16, 2 * M * N)
     stored = replace(tile, name="stored")
     pointers = {"tile": "in_ptr0", "stored": "out_ptr0"}
     for hint, expected in (("OUTER", (4 * M * N, 0)), ("INNER", (0, 4 * M * N))):

@@ -8,7 +8,7 @@ from torch import nn
 
 from quaver import Float8Linear, LayerRecipes
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.lab.doctor.survey import choose_recipes, survey_linears
+from quaver.lab.doctor.linear_survey import choose_recipes, survey_linears
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.training_run import prepare_run
 from tests.lab.trainer.runs import changed, run_to_end

@@ -16,7 +16,7 @@ import torch
 
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.bench.ledger.entries import list_entries
-from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
+from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.cli import (
     VERBS,
@@ -34,9 +34,9 @@ from quaver.lab.cli.doctor_model import SHOWN_RECIPES
 from quaver.lab.cli.doctor_model import iter_views as survey_views
 from quaver.lab.cli.errors import print_error
 from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
+from quaver.lab.doctor.linear_survey import SurveyedLinear
 from quaver.lab.doctor.model_survey import ModelSurvey
-from quaver.lab.doctor.survey import SurveyedLinear
-from quaver.lab.doctor.survey_sums import MatmulSums
+from quaver.lab.doctor.sum_survey import MatmulSums
 from quaver.lab.memory.train_step.traffic import Collectives, StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
@@ -250,7 +250,7 @@ def make_survey_views():
 
 
 def make_ledger_views():
-    access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
+    access = BufferAccess("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
     launch = Launch("quaver.to_column_major", (), (access,), (access,), (), "", {}, False)
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", list_entries(graphs, 0), graphs)]

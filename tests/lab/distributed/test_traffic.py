@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quaver.lab.memory.train_step.predict import make_train_step
+from quaver.lab.memory.train_step.predict_run import make_train_step
 from quaver.lab.memory.train_step.traffic import TrafficCounter, name_mesh_dims, predict_traffic
 from quaver.lab.model.parallelize import pretend_mesh
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quaver.lab.memory import explain
-from quaver.lab.memory.train_step.predict import CAN_SEE_GATHERS
+from quaver.lab.memory.train_step.predict_run import CAN_SEE_GATHERS
 from quaver.lab.recorder.allocator import measure_usage
 
 needs_gathers = pytest.mark.skipif(not CAN_SEE_GATHERS, reason="gathers into fake tensors go unseen in this torch")

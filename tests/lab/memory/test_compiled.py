@@ -20,9 +20,9 @@ from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_recording
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_step import predict_step
-from quaver.lab.memory.train_step import predict
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.predict_module_step import predict_module_step
+from quaver.lab.memory.train_step import predict_run
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
@@ -151,7 +151,7 @@ def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fake_mode:
         model = nn.Sequential(*(build_compiled() for _ in range(4)))
         rows, before = torch.randn(ROWS, 64), count_graphs()
-        prediction = predict_step(lambda: train_step(model, rows, lambda: None), model, None, fake_mode)
+        prediction = predict_module_step(lambda: train_step(model, rows, lambda: None), model, None, fake_mode)
         assert count_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
@@ -223,7 +223,7 @@ def test_refused_compile_options_leave_settings_as_before(options, message):
 
 
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
-    monkeypatch.setattr(predict, "CAN_SEE_GATHERS", False)
+    monkeypatch.setattr(predict_run, "CAN_SEE_GATHERS", False)
     with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
         predict_memory(TrainConfig(), 2)
 

@@ -13,8 +13,8 @@ from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_step import explain
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.predict_module_step import explain
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.model.llama import FeedForward, RMSNorm
 from quaver.lab.settings import Model

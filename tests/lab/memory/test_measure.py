@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from quaver.lab.cli.memory_views import make_side_by_side_table
 from quaver.lab.memory.train_step.measure import MAX_RANKS, measure_memory, measure_rank, tabulate_side_by_side
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.model.llama import Block
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training

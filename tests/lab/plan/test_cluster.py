@@ -4,7 +4,7 @@ import operator
 
 import pytest
 
-from benchmarks.plan.here import MeasuredCluster
+from benchmarks.plan.local_ranks import MeasuredCluster
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.roofline.device_specs import find_device_spec
 

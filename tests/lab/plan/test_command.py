@@ -11,7 +11,7 @@ from quaver.lab.cli import plan_views
 from quaver.lab.plan import search
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.compute_time import BlockTimes
-from quaver.lab.plan.step import Costs
+from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -139,7 +139,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, 
         assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
         if not is_counted:
             raise NotImplementedError("expected code that compiles one forward")
-        modeled = Costs.from_formulas(run, cluster)
+        modeled = ComputeTimes.from_formulas(run, cluster)
         return modeled._replace(block=BlockTimes(*(2 * seconds for seconds in modeled.block)))
 
     monkeypatch.setattr(plan_views, "count_costs", costs)

@@ -14,7 +14,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.counted_costs import check_counts_for, compile_block, count_costs, list_block_entries
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_tasks
+from quaver.lab.plan.step import ComputeTimes, build_tasks
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.roofline import matmul
@@ -57,7 +57,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     spans = [span for span in simulate(build_tasks(run, cluster, costs)).spans if "of block 1" in span.task.name]
     seconds = sum(span.end_s - span.start_s for span in spans)
     assert 1e3 * seconds == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
-    assert costs.head == Costs.from_formulas(run, cluster).head
+    assert costs.head == ComputeTimes.from_formulas(run, cluster).head
 
 
 def split_in_two(precision):

@@ -9,7 +9,7 @@ from benchmarks.plan.memory import predict_peak_bytes
 from quaver.lab.model.llama import Llama
 from quaver.lab.model.parallelize import parallelize, pretend_mesh
 from quaver.lab.model.plain_tensors import list_plain_tensors
-from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, Estimate, estimate_peak
+from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, PeakEstimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve_config
@@ -63,7 +63,7 @@ def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
         parallelize(model, config, mesh)
         parts = [tensor for parameter in model.parameters() for tensor in list_plain_tensors(parameter)]
         states = count_state_bytes(build_optimizer(model, config.optimizer))
-    estimate = Estimate(config, dims)
+    estimate = PeakEstimate(config, dims)
     assert estimate.count_parameter_bytes() == sum(tensor.nbytes for tensor in parts)
     assert estimate.count_state_bytes() == states
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.train_step.predict import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from tests.lab.trainer.runs import build_on_rank, changed
 from tests.ranks import run as run_on_ranks

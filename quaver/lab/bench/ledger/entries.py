@@ -26,7 +26,7 @@ from quaver.kernels.native_blocks import _native_block_mm
 from quaver.kernels.operands import FlatOperands
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
-from quaver.lab.bench.ledger.launches import Access, CompiledGraph, Launch
+from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch
 from quaver.lab.bench.ledger.operator_calls import OperatorCall, record_calls
 from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
@@ -83,7 +83,7 @@ def list_entries(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Ledger
     return tuple(entries)
 
 
-def _list_accesses(launches: Sequence[Launch]) -> list[Access]:
+def _list_accesses(launches: Sequence[Launch]) -> list[BufferAccess]:
     return [access for launch in launches for access in (*launch.reads, *launch.writes)]
 
 
@@ -147,7 +147,7 @@ def _count_repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     return again, cached
 
 
-def find_matrices(entry: LedgerEntry) -> tuple[Access, Access]:
+def find_matrices(entry: LedgerEntry) -> tuple[BufferAccess, BufferAccess]:
     """Return the two operands of a matmul, skipping scalar scales."""
     operands = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return operands[0], operands[1]
@@ -254,7 +254,7 @@ def _count_copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
     return [replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)]
 
 
-def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
+def is_contiguous(access: BufferAccess, *, transposed: bool = False) -> bool:
     """Return whether a matrix, or its transpose, is contiguous."""
     size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
     dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
@@ -280,7 +280,7 @@ def _count_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     return [entry]
 
 
-def find_query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
+def find_query_and_key(entry: LedgerEntry) -> tuple[BufferAccess, BufferAccess]:
     """Return query and key of attention. Its backward reads a gradient before them."""
     reads = entry.launch.reads[entry.is_backward :]
     return reads[0], reads[1]

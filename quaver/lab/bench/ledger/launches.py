@@ -27,7 +27,7 @@ FLOAT8_DTYPES = frozenset(FLOAT8_FORMATS)
 
 
 @dataclass(frozen=True)
-class Access:
+class BufferAccess:
     """A buffer that a launch reads or writes."""
 
     name: str
@@ -65,8 +65,8 @@ class Launch:
     """The name of the operator; empty for a fused kernel."""
     kernels: tuple[TritonKernel, ...]
     """The Triton kernels of the node, rarely more than one; none for an operator."""
-    reads: tuple[Access, ...]
-    writes: tuple[Access, ...]
+    reads: tuple[BufferAccess, ...]
+    writes: tuple[BufferAccess, ...]
     fuses: tuple[str, ...]
     """The operators of the model that the node computes."""
     place: str
@@ -82,7 +82,7 @@ class CompiledGraph:
 
     is_backward: bool
     launches: tuple[Launch, ...]
-    saved: tuple[Access, ...]
+    saved: tuple[BufferAccess, ...]
     """Tensors that a forward saves for backward, without parameters and buffers."""
     source: str
 
@@ -90,7 +90,7 @@ class CompiledGraph:
 def read_graph(graph: Any, kernels: Sequence[TritonKernel], source: str) -> CompiledGraph:
     """Read a lowered graph, after Inductor wrote its code and `kernels`."""
     nodes = graph.scheduler.nodes
-    results: dict[str, list[Access]] = {}
+    results: dict[str, list[BufferAccess]] = {}
     for node in nodes:
         if _is_result(node):
             results.setdefault(node.node.inputs[0].get_name(), []).append(_make_access(node.node))
@@ -139,7 +139,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
     )
 
 
-def _make_operator_launch(node: Any, results: Mapping[str, list[Access]]) -> Launch:
+def _make_operator_launch(node: Any, results: Mapping[str, list[BufferAccess]]) -> Launch:
     operator, name = node.node, node.node.get_name()
     reads = [_make_access(buffer) for buffer in _iter_buffers(operator.inputs)]
     written = results.get(name) or [_make_access(operator)]
@@ -168,22 +168,22 @@ def _get_dtype(buffer: Any) -> torch.dtype | None:
     return getattr(layout, "dtype", None) if hasattr(layout, "size") else None
 
 
-def _iter_accesses(moved: Mapping[str, int]) -> Iterator[Access]:
+def _iter_accesses(moved: Mapping[str, int]) -> Iterator[BufferAccess]:
     for name, bytes_ in moved.items():  # `wait_for` seems to mutate its argument, under another name
         buffer = V.graph.try_get_buffer(V.graph.scheduler.mutation_real_name.get(name, name))
         if buffer is not None and _get_dtype(buffer) is not None:
             yield _make_access(buffer, int(bytes_))
 
 
-def _make_access(buffer: Any, moved_bytes: int | None = None) -> Access:
+def _make_access(buffer: Any, moved_bytes: int | None = None) -> BufferAccess:
     """Return the access of a buffer, or of a view of one. By default all its bytes are moved."""
     if _get_dtype(buffer) is None:  # an operator with several results, or without results
-        return Access(buffer.get_name(), (0,), (1,), torch.uint8, 0)
+        return BufferAccess(buffer.get_name(), (0,), (1,), torch.uint8, 0)
     layout = buffer.get_layout()
     hint = V.graph.sizevars.optimization_hint
     size, stride = ([hint(extent) for extent in extents] for extents in (layout.size, layout.stride))
     moved = prod(size) * layout.dtype.itemsize if moved_bytes is None else moved_bytes
-    return Access(buffer.get_name(), tuple(size), tuple(stride), layout.dtype, moved)
+    return BufferAccess(buffer.get_name(), tuple(size), tuple(stride), layout.dtype, moved)
 
 
 def _list_origins(buffer: Any) -> list[fx.Node]:
@@ -245,7 +245,7 @@ def _describe_place(buffers: Sequence[Any]) -> str:
     return "unknown"
 
 
-def _list_saved(graph: Any) -> tuple[Access, ...]:
+def _list_saved(graph: Any) -> tuple[BufferAccess, ...]:
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     if graph.is_backward or metadata is None:
@@ -253,7 +253,7 @@ def _list_saved(graph: Any) -> tuple[Access, ...]:
     first = len(metadata.tokens) + metadata.num_forward_returns
     names = list(graph.graph_input_names)
     resident = {names[index] for index in metadata.static_input_indices if index < len(names)}
-    saved: dict[str, Access] = {}
+    saved: dict[str, BufferAccess] = {}
     for result in graph.graph_outputs[first:]:
         name = result.get_name() if hasattr(result, "get_name") else None
         buffer = None if name is None or name in resident else V.graph.try_get_buffer(name)

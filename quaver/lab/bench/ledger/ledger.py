@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quaver.lab.bench.ledger.entries import KERNEL_CATEGORIES, OVERHEAD_CATEGORIES, LedgerEntry
-from quaver.lab.bench.ledger.launches import Access, CompiledGraph
+from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Ledger:
         return max((access.elements for access in accesses if access.is_float8), default=largest)
 
     @property
-    def stores(self) -> dict[str, list[Access]]:
+    def stores(self) -> dict[str, list[BufferAccess]]:
         """The buffers that store the codes of each conversion, copies included."""
-        buffers: dict[str, list[Access]] = {}
+        buffers: dict[str, list[BufferAccess]] = {}
         conversions: dict[str, str] = {}
         for entry in self.entries:
             side = "backward" if entry.is_backward else "forward"
@@ -161,5 +161,5 @@ def _make_row(entry: LedgerEntry) -> dict[str, Any]:
     return row | {"reads": _list_accesses(entry.launch.reads), "writes": _list_accesses(entry.launch.writes)}
 
 
-def _list_accesses(accesses: Iterable[Access]) -> list[dict[str, Any]]:
+def _list_accesses(accesses: Iterable[BufferAccess]) -> list[dict[str, Any]]:
     return [{**asdict(access), "dtype": str(access.dtype).removeprefix("torch.")} for access in accesses]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.bench.ledger.launches import Access
+from quaver.lab.bench.ledger.launches import BufferAccess
 from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 
@@ -38,7 +38,7 @@ class OperatorCall(NamedTuple):
         return sum(tensor.nbytes for tensor in self.writes)
 
 
-def record_calls(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[OperatorCall]:
+def record_calls(function: Callable[..., Any], accesses: Sequence[BufferAccess], *arguments: Any) -> list[OperatorCall]:
     """Return the operators that `function` calls for tensors like `accesses`, without views and allocations."""
     with imitate_gpu(), FakeMode(), torch.no_grad():
         tensors = [torch.empty_strided(access.size, access.stride, dtype=access.dtype) for access in accesses]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.train_step.predict import fake_run
+from quaver.lab.memory.train_step.predict_run import fake_run
 from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_parts.contestants import make_inputs, make_step
-from benchmarks.gpu_parts.lab import Call, Lab, Row, catch_failures, make_timing_row
+from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 from quaver import convert_to_float8_training, float8_grouped_mm
 from quaver.activations import store_activations_in_float8
 from quaver.lab.bench.modules import BenchedBlock
@@ -26,31 +26,31 @@ from quaver.recipes.config import Float8LinearConfig
 EXPERTS = 8
 
 
-def time_experts(lab: Lab) -> Iterator[Row]:
+def time_experts(context: PartContext) -> Iterator[Row]:
     """Time forward and backward of grouped matmuls of eight ragged experts, gate and down, one contestant at a time."""
-    dim, hidden = lab.model.dim, lab.model.hidden_dim
+    dim, hidden = context.model.dim, context.model.hidden_dim
     multiply: dict[str, Multiply] = {BFLOAT16: lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
     for recipe in ("rowwise", "tensorwise", "blockwise"):
         multiply[f"quaver {recipe}"] = partial(float8_grouped_mm, config=recipe)
     multiply["torchao rowwise"] = _multiply_with_torchao
     for k, n in ((dim, hidden), (hidden, dim)):
-        size = f"{lab.tokens} x {k} x {n}"
-        steps = {name: make_grouped_step(lab, k, n, function)[0] for name, function in multiply.items()}
+        size = f"{context.tokens} x {k} x {n}"
+        steps = {name: make_grouped_step(context, k, n, function)[0] for name, function in multiply.items()}
         yield from catch_failures(
-            ({"what": name, "size": size}, partial(_time_call, lab, step)) for name, step in steps.items()
+            ({"what": name, "size": size}, partial(_time_call, context, step)) for name, step in steps.items()
         )
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def make_grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
+def make_grouped_step(context: PartContext, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
     """Return a step of a grouped matmul of ragged experts, and the tensors that get gradients."""
     torch.manual_seed(0)
-    a, direction = lab.randn(lab.tokens, k).requires_grad_(), lab.randn(lab.tokens, n)
-    weight = nn.Parameter(lab.randn(EXPERTS, n, k))
+    a, direction = context.randn(context.tokens, k).requires_grad_(), context.randn(context.tokens, n)
+    weight = nn.Parameter(context.randn(EXPERTS, n, k))
     shares = torch.arange(1, EXPERTS + 1, dtype=torch.float64).cumsum(0) / 36  # from 1/36 to 8/36 of the tokens
-    ends = ((shares * lab.tokens / 16).round() * 16).to(torch.int32).to(lab.device)
+    ends = ((shares * context.tokens / 16).round() * 16).to(torch.int32).to(context.device)
 
     def step() -> None:
         a.grad = weight.grad = None
@@ -65,11 +65,11 @@ def _multiply_with_torchao(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
     return multiply(a, b_t, offs, pad_token_groups_for_grouped_mm=False)  # groups are multiples of 16
 
 
-def _time_call(lab: Lab, call: Call) -> Iterator[Row]:
-    yield {"timing": make_timing_row(lab.time({"it": call}, rounds=10)["it"])}
+def _time_call(context: PartContext, call: Call) -> Iterator[Row]:
+    yield {"timing": make_timing_row(context.time({"it": call}, rounds=10)["it"])}
 
 
-def time_optimizers(lab: Lab) -> Iterator[Row]:
+def time_optimizers(context: PartContext) -> Iterator[Row]:
     """Time an update of a block's parameters by fused AdamW, and by Float8AdamW with and without `compile`."""
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -78,42 +78,42 @@ def time_optimizers(lab: Lab) -> Iterator[Row]:
     }
 
     def time_optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Iterator[Row]:
-        step = make_step(lab, BFLOAT16, make_inputs(lab), compiled=False)
+        step = make_step(context, BFLOAT16, make_inputs(context), compiled=False)
         step()
-        yield from _time_call(lab, make(list(step.subject.parameters())).step)
+        yield from _time_call(context, make(list(step.subject.parameters())).step)
 
     yield from catch_failures(({"what": name}, partial(time_optimizer, make)) for name, make in makers.items())
 
 
-def time_stored_activations(lab: Lab) -> Iterator[Row]:
+def time_stored_activations(context: PartContext) -> Iterator[Row]:
     """Time the block with and without activations stored in float8, eager and compiled."""
     for name in (BFLOAT16, "quaver rowwise"):
         for compiled in (False, True):
             for change in (None, store_activations_in_float8):
                 how = f"{'compiled' if compiled else 'eager'}, {'keeps' if change is None else 'stores'}"
                 rows = partial(
-                    _time_step, lab, name, compiled=compiled, **({} if change is None else {"change": change})
+                    _time_step, context, name, compiled=compiled, **({} if change is None else {"change": change})
                 )
                 yield from catch_failures([({"what": f"{name}, {how}"}, rows)])
 
 
-def _time_step(lab: Lab, name: str, **options: object) -> Iterator[Row]:
+def _time_step(context: PartContext, name: str, **options: object) -> Iterator[Row]:
     torch.compiler.reset()
-    step = make_step(lab, name, make_inputs(lab), **options)  # type: ignore[arg-type]
+    step = make_step(context, name, make_inputs(context), **options)  # type: ignore[arg-type]
     step.settle()
-    yield from _time_call(lab, step)
+    yield from _time_call(context, step)
 
 
-def time_graphs(lab: Lab) -> Iterator[Row]:
+def time_graphs(context: PartContext) -> Iterator[Row]:
     """Time compiled blocks in the default mode and in mode="reduce-overhead", which replays CUDA graphs."""
     for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise"):
         for mode in (None, "reduce-overhead"):
-            options = {"compiled": True, "mode": None if lab.dry else mode}
+            options = {"compiled": True, "mode": None if context.dry else mode}
             about = {"what": f"{name}, {mode or 'default'}"}
-            yield from catch_failures([(about, partial(_time_step, lab, name, **options))])
+            yield from catch_failures([(about, partial(_time_step, context, name, **options))])
 
 
-def time_fsdp(lab: Lab) -> Iterator[Row]:
+def time_fsdp(context: PartContext) -> Iterator[Row]:
     """Time blocks that FSDP2 shards over one NCCL rank, with and without the float8 all-gather; then run the sanitizer.
 
     One rank sends nothing, but runs the same copies, casts, events and streams as several ranks, which the sanitizer
@@ -121,26 +121,28 @@ def time_fsdp(lab: Lab) -> Iterator[Row]:
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
-        dist.init_process_group("gloo" if lab.dry else "nccl", **options)
+        dist.init_process_group("gloo" if context.dry else "nccl", **options)
         try:
             yield from catch_failures(
                 (
                     {"what": f"{name}{', float8 all-gather' if gathers else ''}"},
-                    partial(_time_sharded, lab, name, gathers),
+                    partial(_time_sharded, context, name, gathers),
                 )
                 for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise_with_tensorwise_weight")
                 for gathers in ((False, True) if name != BFLOAT16 else (False,))
             )
-            yield from catch_failures([({"what": "sanitizer"}, partial(_run_sanitized, lab))])
+            yield from catch_failures([({"what": "sanitizer"}, partial(_run_sanitized, context))])
         finally:
             dist.destroy_process_group()
 
 
-def _shard(lab: Lab, name: str, *, float8_all_gather: bool, blocks: int) -> Call:
+def _shard(context: PartContext, name: str, *, float8_all_gather: bool, blocks: int) -> Call:
     torch.manual_seed(0)
-    mesh = init_device_mesh(lab.device.type, (1,))
-    with lab.device:
-        subjects = nn.Sequential(*(BenchedBlock(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
+    mesh = init_device_mesh(context.device.type, (1,))
+    with context.device:
+        subjects = nn.Sequential(*(BenchedBlock(context.model, context.seq_len) for _ in range(blocks))).to(
+            context.device
+        )
     recipe = name.partition(" ")[2]
     if recipe:
         config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
@@ -149,7 +151,7 @@ def _shard(lab: Lab, name: str, *, float8_all_gather: bool, blocks: int) -> Call
     for subject in subjects:
         fully_shard(subject, mesh=mesh, mp_policy=policy)
     fully_shard(subjects, mesh=mesh, mp_policy=policy)
-    hidden, direction = make_inputs(lab)
+    hidden, direction = make_inputs(context)
 
     def step() -> None:
         hidden.grad = None
@@ -159,16 +161,16 @@ def _shard(lab: Lab, name: str, *, float8_all_gather: bool, blocks: int) -> Call
     return step
 
 
-def _time_sharded(lab: Lab, name: str, float8_all_gather: bool) -> Iterator[Row]:
-    step = _shard(lab, name, float8_all_gather=float8_all_gather, blocks=4)
+def _time_sharded(context: PartContext, name: str, float8_all_gather: bool) -> Iterator[Row]:
+    step = _shard(context, name, float8_all_gather=float8_all_gather, blocks=4)
     step()
-    yield from _time_call(lab, step)
+    yield from _time_call(context, step)
 
 
-def _run_sanitized(lab: Lab) -> Iterator[Row]:
+def _run_sanitized(context: PartContext) -> Iterator[Row]:
     """A small step under torch.cuda._sanitizer, which raises at the first access that no event orders."""
-    step = _shard(Lab(lab.dry), "quaver tensorwise", float8_all_gather=True, blocks=2)
-    if not lab.dry:
+    step = _shard(PartContext(context.dry), "quaver tensorwise", float8_all_gather=True, blocks=2)
+    if not context.dry:
         from torch.cuda._sanitizer import enable_cuda_sanitizer
 
         enable_cuda_sanitizer()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.lab.doctor.survey import hook_linears
+from quaver.lab.doctor.linear_survey import hook_linears
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import MatmulSqnrs, SampledRows, observe_sums, sample_rows

@@ -179,10 +179,10 @@ def explain(
             fake.zero_grad(set_to_none=True)
             _drop_gradients(arguments)
 
-        return predict_step(run_step, fake, fake_optimizer, fake_mode)
+        return predict_module_step(run_step, fake, fake_optimizer, fake_mode)
 
 
-def predict_step(
+def predict_module_step(
     run_step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer | None,

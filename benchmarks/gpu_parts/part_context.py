@@ -32,7 +32,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Lab:
+class PartContext:
     """The device, sizes and time of a part: Llama 3 8B's sizes on a GPU, or a sixteenth of its width on a CPU."""
 
     dry: bool
@@ -137,7 +137,7 @@ def make_timing_row(measured: Timing) -> Row:
     return {name: round(value, 2) for name, value in asdict(measured).items()}
 
 
-def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
+def record(rows: Iterable[Row], context: PartContext, path: Path, part: str) -> list[Row]:
     """Write each row to the file at once, and return all rows. The file says whether it is complete.
 
     Raises:
@@ -145,11 +145,15 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
     """
     written: list[Row] = []
     more = list_versions("triton", "torchao")
-    about = {"part": part, "dry": lab.dry, "environment": describe_provenance("gpu_parts", lab.device.type, **more)}
-    about["state_before"] = lab.read_state()
+    about = {
+        "part": part,
+        "dry": context.dry,
+        "environment": describe_provenance("gpu_parts", context.device.type, **more),
+    }
+    about["state_before"] = context.read_state()
 
     def save(*, complete: bool) -> None:
-        seconds = round(time.monotonic() - lab.started, 1)
+        seconds = round(time.monotonic() - context.started, 1)
         path.write_text(
             json.dumps(about | {"complete": complete, "seconds": seconds, "rows": written}, indent=1) + "\n"
         )
@@ -159,7 +163,7 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
         written.append(row)
         print(format_row(row), flush=True)
         save(complete=False)
-    about["state_after"] = lab.read_state()
+    about["state_after"] = context.read_state()
     save(complete=True)
     return written
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from quaver import Float8GemmConfig, Float8LinearConfig, convert_to_float8_training, monitor
-from quaver.lab.doctor.survey_sums import survey_sums
+from quaver.lab.doctor.sum_survey import survey_sums
 from quaver.numerics.accumulation import HOPPER
 from tests.steps import results_of
 

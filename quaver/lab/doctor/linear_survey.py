@@ -20,22 +20,22 @@ from quaver.runtime.errors import InputError
 
 @dataclass
 class SurveyedLinear:
-    """One linear. `db[recipe][operand]` is the lowest `compute_what_if` of the operand's casts over all calls."""
+    """One linear. `sqnr_db[recipe][operand]` is the lowest `compute_what_if` of the operand's casts over all calls."""
 
     name: str
     multiply_adds: int = 0
     """M * K * N of one matmul, summed over calls."""
-    db: dict[str, dict[str, float]] = field(default_factory=dict)
+    sqnr_db: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, operand: str, db_by_recipe: Mapping[str, float | None]) -> None:
         """Add a call's SQNRs of an operand. None, for an operand of zeros, counts as infinite."""
         for recipe, value in db_by_recipe.items():
-            operands = self.db.setdefault(recipe, {})
+            operands = self.sqnr_db.setdefault(recipe, {})
             operands[operand] = min(operands.get(operand, math.inf), math.inf if value is None else value)
 
     def find_worst(self, recipe: str) -> tuple[str, float]:
         """Return the operand with the lowest SQNR under a recipe, and that SQNR in dB."""
-        return min(self.db[recipe].items(), key=lambda item: item[1])
+        return min(self.sqnr_db[recipe].items(), key=lambda item: item[1])
 
     def choose_recipe(self, budget_db: float, recipes: Sequence[str]) -> str:
         """Return the first of `recipes` whose operands all reach the budget, else high precision."""
@@ -56,7 +56,7 @@ def survey_linears(
     with hook_linears(model, partial(_observe_linear, linears, recipes)):
         forward_backward()
     surveyed = [
-        linear for linear in linears.values() if all("grad_output" in operands for operands in linear.db.values())
+        linear for linear in linears.values() if all("grad_output" in operands for operands in linear.sqnr_db.values())
     ]
     if not surveyed:
         raise InputError(

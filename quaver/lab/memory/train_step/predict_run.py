@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
 from quaver.lab.memory.faking.fakes import FakeMode, fake_tensors
-from quaver.lab.memory.predict_step import Prediction, predict_step
+from quaver.lab.memory.predict_module_step import Prediction, predict_module_step
 from quaver.lab.model.initialize import allocate
 from quaver.lab.model.parallelize import ignore_view_warning, parallelize, pretend_mesh
 from quaver.lab.runs.ranks import Ranks
@@ -86,7 +86,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
         )
     with fake_run(config, ranks, fake_tensors(device, compiled=config.training.compile)) as run:
         model = run.trained.model
-        prediction = predict_step(
+        prediction = predict_module_step(
             run.train_step,
             model,
             run.trained.optimizer,

@@ -1,6 +1,6 @@
 """The simulated step of a small model against real steps of gloo ranks on this machine: a test of bookkeeping.
 
-    python -m benchmarks.plan.here            # 1, 2 and 4 ranks, one thread each; about a minute
+    python -m benchmarks.plan.local_ranks            # 1, 2 and 4 ranks, one thread each; about a minute
 
 Compute and collectives are measured separately, on all ranks at once: steps of an unsharded model, and all-gathers and
 reduce-scatters of the size of a block. The simulation adds their number, order and overlap. gloo runs on the cores that
@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quaver.lab.memory.train_step.predict import make_train_step
+from quaver.lab.memory.train_step.predict_run import make_train_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import BlockTimes
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
-from quaver.lab.plan.step import Costs, build_tasks, list_block_groups
+from quaver.lab.plan.step import ComputeTimes, build_tasks, list_block_groups
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -134,7 +134,7 @@ def main() -> None:
         block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
         rest = parts["few"] - 2 * block
         cluster = MeasuredCluster(replace(spec, memory_gb_per_s=1e9), per_byte=per_byte)
-        costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
+        costs = ComputeTimes(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
         tasks = build_tasks(run, cluster, costs)
         hidden, exposed = simulate(tasks, contention=0.0).seconds, sum(task.seconds for task in tasks)
         times = f"{1e3 * real:.1f} | {1e3 * hidden:.1f} to {1e3 * exposed:.1f}"
