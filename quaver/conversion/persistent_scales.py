@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 def add_persistent_scales(
     model: nn.Module, named_linears: Sequence[tuple[str, Float8Linear]], config: Float8LinearConfig
 ) -> None:
-    """Give these linears of `model` one state for the persistent scales of `config`."""
+    """Give these linears of `model` slots for the persistent scales of `config`."""
     if not config.has_persistent_scales or not named_linears:
         return
     owners = find_input_owners([(name, linear.in_features) for name, linear in named_linears], config)
-    cast_of = find_persistent_casts(config)
+    casts_by_operand = find_persistent_casts(config)
     casts: list[CastConfig] = []
-    slot_of: dict[tuple[str, str], int] = {}
-    slots_of: list[list[int | None]] = []
+    slots_by_key: dict[tuple[str, str], int] = {}
+    linear_slots: list[list[int | None]] = []
     for name, _ in named_linears:
         keys = [(owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")]
         for key in keys:
-            cast = cast_of[key[1]]
-            if cast is not None and key not in slot_of:
-                slot_of[key] = len(casts)
+            cast = casts_by_operand[key[1]]
+            if cast is not None and key not in slots_by_key:
+                slots_by_key[key] = len(casts)
                 casts.append(cast)
-        slots_of.append([slot_of.get(key) for key in keys])
+        linear_slots.append([slots_by_key.get(key) for key in keys])
     device = named_linears[0][1].weight.device
-    state = ConversionScaleSlots(casts, config, torch.device("cpu") if device.type == "meta" else device)
-    for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
-        linear.scale_slots = LinearScaleSlots(state, (input, weight, grad_output))
+    conversion_slots = ConversionScaleSlots(casts, config, torch.device("cpu") if device.type == "meta" else device)
+    for (_, linear), (input, weight, grad_output) in zip(named_linears, linear_slots, strict=True):
+        linear.scale_slots = LinearScaleSlots(conversion_slots, (input, weight, grad_output))
 
 
 def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
@@ -97,18 +97,18 @@ def sync_float8_amax_and_scale_history(
     foreign = [type(layer).__name__ for layer in layers if not isinstance(layer, Float8Linear)]
     if foreign and fp8_layers is not None:
         raise ValueError(f"fp8_layers: expected Float8Linears, got {join_names(foreign)}")
-    states = _list_states(layers)
-    if any(state.calibrating for state in states):
+    all_slots = _list_conversion_slots(layers)
+    if any(conversion_slots.calibrating for conversion_slots in all_slots):
         raise RuntimeError(
             "sync_float8_amax_and_scale_history would discard the amaxes of calibrate_float8_static_scales: call it "
             "after that block"
         )
     group = _find_group(group)
     if group is not None and not torch.compiler.is_compiling():
-        _check_states_agree(model, states, group)
+        _check_ranks_agree(model, all_slots, group)
     with torch.no_grad():
-        for state in states:
-            state.sync(group)
+        for conversion_slots in all_slots:
+            conversion_slots.sync(group)
 
 
 @contextmanager
@@ -129,49 +129,60 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             The scales then stay unchanged.
     """
     check_is_module(model, argument="model")
-    states = _list_states(model.modules())
-    if any(state.calibrating for state in states):
+    all_slots = _list_conversion_slots(model.modules())
+    if any(conversion_slots.calibrating for conversion_slots in all_slots):
         raise RuntimeError(
             "calibrate_float8_static_scales is already open for this model; leave it before you enter it again"
         )
     group = _find_group(group)
     if group is not None:
-        _check_states_agree(model, states, group)
-    named = [(name, state, slot) for name, state, slot in list_named_slots(model) if slot in state.calibrated_slots]
+        _check_ranks_agree(model, all_slots, group)
+    named = [
+        (name, conversion_slots, slot)
+        for name, conversion_slots, slot in list_named_slots(model)
+        if slot in conversion_slots.calibrated_slots
+    ]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
-    slots_of = {state: [slot for _, owner, slot in named if owner is state] for state in states}  # others stay
-    before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
+    slots_to_calibrate = {
+        conversion_slots: [slot for _, owner, slot in named if owner is conversion_slots]
+        for conversion_slots in all_slots
+    }  # others stay
+    saved_scales = [
+        (conversion_slots.quant_scale.clone(), conversion_slots.amax_buffer.clone()) for conversion_slots in all_slots
+    ]
     try:
-        for state, slots in slots_of.items():
-            state.quant_scale[slots] = 0
-            state.refresh_after_load()
-            state.calibrating = True
+        for conversion_slots, slots in slots_to_calibrate.items():
+            conversion_slots.quant_scale[slots] = 0
+            conversion_slots.refresh_after_load()
+            conversion_slots.calibrating = True
         yield
-        amaxes = {state: state.reduce_amax_buffer(group)[:, 0] for state in states}
-        _check_measured({name: float(amaxes[state][slot]) for name, state, slot in named})
-        for (scales, _), (state, slots) in zip(before, slots_of.items(), strict=True):
-            amax, format_max = amaxes[state][slots], state.format_max[slots]
-            scales[slots] = scaling.compute_persistent_scale(amax, format_max, state.delayed_config, state.power_of_2)
+        amaxes = {conversion_slots: conversion_slots.reduce_amax_buffer(group)[:, 0] for conversion_slots in all_slots}
+        _check_measured({name: float(amaxes[conversion_slots][slot]) for name, conversion_slots, slot in named})
+        for (scales, _), (conversion_slots, slots) in zip(saved_scales, slots_to_calibrate.items(), strict=True):
+            amax, format_max = amaxes[conversion_slots][slots], conversion_slots.format_max[slots]
+            scales[slots] = scaling.compute_persistent_scale(
+                amax, format_max, conversion_slots.delayed_config, conversion_slots.power_of_2
+            )
     finally:
-        for (scales, amax_buffer), state in zip(before, states, strict=True):
-            state.calibrating = False
-            state.quant_scale.copy_(state.round_by_rules(scales))
-            state.refresh_after_load()
-            state.amax_buffer.copy_(amax_buffer)
+        for (scales, amax_buffer), conversion_slots in zip(saved_scales, all_slots, strict=True):
+            conversion_slots.calibrating = False
+            conversion_slots.quant_scale.copy_(conversion_slots.round_by_rules(scales))
+            conversion_slots.refresh_after_load()
+            conversion_slots.amax_buffer.copy_(amax_buffer)
 
 
 def _check_measured(amaxes: dict[str, float]) -> None:
-    bad = [name for name, amax in amaxes.items() if not 0 < amax < float("inf")]
-    if bad:
-        problem = f"had an amax of {amaxes[bad[0]]}"
-        if amaxes[bad[0]] < 0:
+    unmeasured = [name for name, amax in amaxes.items() if not 0 < amax < float("inf")]
+    if unmeasured:
+        problem = f"had an amax of {amaxes[unmeasured[0]]}"
+        if amaxes[unmeasured[0]] < 0:
             problem = (
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise RuntimeError(f"calibration: {bad[0]}{more} {problem}; no scale was changed")
+        more = f" (and {len(unmeasured) - 1} more)" if len(unmeasured) > 1 else ""
+        raise RuntimeError(f"calibration: {unmeasured[0]}{more} {problem}; no scale was changed")
 
 
 class TensorScaleReport(NamedTuple):
@@ -198,7 +209,7 @@ class Float8ScalingState:
     def __init__(self, model: nn.Module) -> None:
         check_is_module(model, argument="model")
         self._slots = list_named_slots(model)
-        self._states = _list_states(model.modules())
+        self._all_slots = _list_conversion_slots(model.modules())
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -246,14 +257,19 @@ class Float8ScalingState:
 
     def forget_recorded_amaxes(self) -> None:
         """Forget the amaxes since the last sync, for a step that is skipped: they do not enter the next scales."""
-        for state in self._states:
-            state.reset_amax_buffer()
+        for conversion_slots in self._all_slots:
+            conversion_slots.reset_amax_buffer()
 
     def report(self) -> list[TensorScaleReport]:
         """Compare each scale with its amax in the last synced step. Waits for the device."""
-        steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
+        steps = {
+            id(conversion_slots): torch.cat([conversion_slots.last_step, conversion_slots.format_max.unsqueeze(1)], 1)
+            for conversion_slots in self._all_slots
+        }
         values = {key: step.tolist() for key, step in steps.items()}
-        return [_describe_scaling(name, *values[id(state)][slot]) for name, state, slot in self._slots]
+        return [
+            _describe_scaling(name, *values[id(conversion_slots)][slot]) for name, conversion_slots, slot in self._slots
+        ]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
@@ -301,17 +317,17 @@ def list_named_slots(model: nn.Module) -> list[NamedSlot]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, slot in module.scale_slots.list_named_slots(strip_wrappers(prefix)):
-                slots.setdefault((id(state), slot), (name, state, slot))
+            for name, conversion_slots, slot in module.scale_slots.list_named_slots(strip_wrappers(prefix)):
+                slots.setdefault((id(conversion_slots), slot), (name, conversion_slots, slot))
     return list(slots.values())
 
 
-def _list_states(modules: Iterable[nn.Module]) -> list[ConversionScaleSlots]:
-    states = {}
+def _list_conversion_slots(modules: Iterable[nn.Module]) -> list[ConversionScaleSlots]:
+    all_slots = {}
     for module in modules:
         if isinstance(module, Float8Linear) and isinstance(module.scale_slots, LinearScaleSlots):
-            states[id(module.scale_slots.conversion_slots)] = module.scale_slots.conversion_slots
-    return list(states.values())
+            all_slots[id(module.scale_slots.conversion_slots)] = module.scale_slots.conversion_slots
+    return list(all_slots.values())
 
 
 def _find_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -323,18 +339,19 @@ def _find_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group
 
 
-def _check_states_agree(model: nn.Module, states: list[ConversionScaleSlots], group: ProcessGroup) -> None:
+def _check_ranks_agree(model: nn.Module, all_slots: list[ConversionScaleSlots], group: ProcessGroup) -> None:
     """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
 
     def describe() -> list[str]:
         lines = [
-            f"{name} {state.casts[slot]}, loaded quant_scale {state.loaded_scales[slot]}"
-            for name, state, slot in list_named_slots(model)
+            f"{name} {conversion_slots.casts[slot]}, loaded quant_scale {conversion_slots.loaded_scales[slot]}"
+            for name, conversion_slots, slot in list_named_slots(model)
         ]
         return lines + [
-            f"{state.delayed_config}, powers of two: {state.power_of_2}, {len(state.casts)} tensors converted together"
-            for state in states
+            f"{conversion_slots.delayed_config}, powers of two: {conversion_slots.power_of_2}, "
+            f"{len(conversion_slots.casts)} tensors converted together"
+            for conversion_slots in all_slots
         ]
 
-    fingerprint = [(state, state.loads) for state in states]
+    fingerprint = [(conversion_slots, conversion_slots.loads) for conversion_slots in all_slots]
     check_ranks_agree_once(model, fingerprint, describe, lambda: [group], what="the tensors with persistent scales")

@@ -17,12 +17,12 @@ from quaver.torch_private.tracing import FakeTensor
 def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
     """Return views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
     entries: dict[str, Tensor] = {}
-    for name, state, slot in named_slots:
-        is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED
-        if is_delayed or slot in state.calibrated_slots:
-            entries[f"{name}.quant_scale"] = state.quant_scale[slot]
+    for name, conversion_slots, slot in named_slots:
+        is_delayed = conversion_slots.casts[slot].scaling_type is ScalingType.DELAYED
+        if is_delayed or slot in conversion_slots.calibrated_slots:
+            entries[f"{name}.quant_scale"] = conversion_slots.quant_scale[slot]
         if is_delayed:
-            entries[f"{name}.amax_history"] = state.history[slot]
+            entries[f"{name}.amax_history"] = conversion_slots.history[slot]
     return entries
 
 
@@ -41,7 +41,7 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict: expected a mapping from names to tensors, got {type(saved).__name__}")
-    if any(state.calibrating for _, state, _ in named_slots):
+    if any(conversion_slots.calibrating for _, conversion_slots, _ in named_slots):
         raise RuntimeError("calibrate_float8_static_scales would discard the loaded scales: load them after that block")
     entries = list_entries(named_slots)
     if saved and entries and not entries.keys() & saved.keys():
@@ -49,7 +49,9 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
             f"state_dict: expected names such as {next(iter(entries))}, got {join_names([*map(str, saved)])}; pass the "
             "entry that float8_scaling_state(model).state_dict() returned"
         )
-    may_be_infinite = all(state.delayed_config.nonfinite_amax == "keep_scale" for _, state, _ in named_slots)
+    may_be_infinite = all(
+        conversion_slots.delayed_config.nonfinite_amax == "keep_scale" for _, conversion_slots, _ in named_slots
+    )
     sources = {
         name: _convert_entry(name, saved[name], view.dim(), may_be_infinite=may_be_infinite and view.dim() > 0)
         for name, view in entries.items()
@@ -63,8 +65,8 @@ def load_slots(named_slots: Sequence[NamedSlot], saved: Mapping[str, Any]) -> No
         loaded[name] = torch.empty_like(view).copy_(source.clamp(min=0))  # may fail, so before the first write
     for name, view in entries.items():
         view.copy_(loaded[name])
-    for state in {id(state): state for _, state, _ in named_slots}.values():
-        state.record_load()
+    for conversion_slots in {id(conversion_slots): conversion_slots for _, conversion_slots, _ in named_slots}.values():
+        conversion_slots.record_load()
 
 
 def _convert_entry(name: str, entry: Any, dims: int, *, may_be_infinite: bool) -> Tensor:

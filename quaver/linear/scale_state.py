@@ -28,7 +28,7 @@ that is quantized before the forward (by `cast_weights_once`, or for an all-gath
 training. So its cast records into a separate buffer. Every forward that records gradients merges the maximum of
 this buffer into amax_buffer.
 
-[Note: a forgotten sync] The state counts the forwards that record gradients since the last sync and warns at a number
+[Note: a forgotten sync] The slots count the forwards that record gradients since the last sync and warn at a number
 far above a step's microbatches. If a weight's version changed between two of them, an optimizer has stepped without a
 sync, which `assert_float8_training` reports. The weights that FSDP2 gathers keep their version. Until the first sync
 nothing saturates, because each cast computes a scale from its own amax. Compiled forwards are not counted.
@@ -89,7 +89,7 @@ class ConversionScaleSlots:
 
     @torch.inference_mode(False)
     def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
-        """Make the state of one slot for each of `casts`."""
+        """Make one slot for each of `casts`."""
         self.casts = tuple(casts)
         self.delayed_config = config.delayed_scaling_config
         self.power_of_2 = config.round_scales_to_power_of_2
@@ -168,8 +168,8 @@ class ConversionScaleSlots:
     @torch.inference_mode(False)
     def _renew_views(self) -> None:
         self._persistent.clear()
-        for scales in self.linear_slots:
-            scales.refresh()
+        for slots in self.linear_slots:
+            slots.refresh()
 
     def sync(self, group: ProcessGroup | None) -> None:
         """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
@@ -263,22 +263,24 @@ def find_persistent_casts(config: Float8LinearConfig) -> dict[str, CastConfig | 
 class LinearScaleSlots:
     """The slots of one linear, as its persistent scales."""
 
-    def __init__(self, state: ConversionScaleSlots, slots: tuple[int | None, int | None, int | None]) -> None:
-        self.conversion_slots, self.slots = state, slots
+    def __init__(
+        self, conversion_slots: ConversionScaleSlots, slots: tuple[int | None, int | None, int | None]
+    ) -> None:
+        self.conversion_slots, self.slots = conversion_slots, slots
         self.recorded_weight_amax: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
-        state.linear_slots.append(self)
+        conversion_slots.linear_slots.append(self)
         self.refresh()
 
     def refresh(self) -> None:
-        """Replace the views by new views of the state."""
+        """Replace the views by new views of the slots."""
         self.recorded, self.unrecorded = (
             PersistentScales(*(self.conversion_slots.get_persistent_scale(slot, record=record) for slot in self.slots))
             for record in (True, False)
         )
 
     def get_scales(self, device: torch.device) -> PersistentScales:
-        """Return the scales for casts on `device`, to which the state moves. These casts record no amaxes."""
+        """Return the scales for casts on `device`, to which the conversion's slots move. These casts record no amaxes."""
         if device != self.conversion_slots.device:
             self.move_to(device)
         if self.conversion_slots.has_unknown_static and not self.conversion_slots.calibrating:
@@ -291,26 +293,26 @@ class LinearScaleSlots:
     def begin_forward(self, device: torch.device, weight: Tensor | None) -> PersistentScales:
         """Return the scales for the casts of a forward, which record amaxes; see [Note: who records].
 
-        Counts the forward, and merges `recorded_weight_amax` into the state, which moves to `device`.
+        Counts the forward, and merges `recorded_weight_amax` into the conversion's slots, which move to `device`.
 
         Args:
             weight: the linear's, for [Note: a forgotten sync].
         Raises:
-            NotImplementedError: linears of one state train on two devices. A backward on the first device would write
-                its amax into the buffer that the move has replaced.
+            NotImplementedError: linears of one conversion train on two devices. A backward on the first device would
+                write its amax into the buffer that the move has replaced.
         """
-        state = self.conversion_slots
-        if device != state.device and state.forwards_since_sync and device.type != "meta":
+        conversion_slots = self.conversion_slots
+        if device != conversion_slots.device and conversion_slots.forwards_since_sync and device.type != "meta":
             raise NotImplementedError(
                 "the linears of one conversion keep their delayed or static scales on one device, and since the "
-                f"last sync they trained on {state.device} and {device}: convert the part of each device in a "
+                f"last sync they trained on {conversion_slots.device} and {device}: convert the part of each device in a "
                 "separate call of convert_to_float8_training, or move the model to one device before the step"
             )
         self.get_scales(device)
         if self.recorded.weight is not None and self.recorded_weight_amax is not None:
             update_amax_buffer(self.recorded.weight, self.recorded_weight_amax)
         if not torch.compiler.is_compiling():
-            state.count_forward(id(self), weight)
+            conversion_slots.count_forward(id(self), weight)
         return self.recorded
 
     def begin_weight_cast(self, device: torch.device, recorded_amax: Tensor | None = None) -> PersistentScale | None:
@@ -332,15 +334,15 @@ class LinearScaleSlots:
 
     def fits(self, config: Float8LinearConfig) -> bool:
         """Return whether the slots hold the persistent scales of `config`. Dynamic casts need none."""
-        state = self.conversion_slots
-        if (state.delayed_config, state.power_of_2) != (
+        conversion_slots = self.conversion_slots
+        if (conversion_slots.delayed_config, conversion_slots.power_of_2) != (
             config.delayed_scaling_config,
             config.round_scales_to_power_of_2,
         ):
             return False
-        own = [None if slot is None else state.casts[slot] for slot in self.slots]
+        slot_casts = [None if slot is None else conversion_slots.casts[slot] for slot in self.slots]
         needed = find_persistent_casts(config).values()
-        return all(cast in (None, made) for cast, made in zip(needed, own, strict=True))
+        return all(cast in (None, slot_cast) for cast, slot_cast in zip(needed, slot_casts, strict=True))
 
     def list_named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """Return the slots of this linear, named `<prefix><operand>`."""
@@ -367,7 +369,7 @@ class LinearScaleSlots:
             self.conversion_slots.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LinearScaleSlots, (self.conversion_slots, self.slots)  # a copy has views of the copied state
+        return LinearScaleSlots, (self.conversion_slots, self.slots)  # a copy has views of the copied slots
 
 
 NamedSlot = tuple[str, ConversionScaleSlots, int]
