@@ -78,7 +78,7 @@ def convert_to_float8_training(
 
     An error leaves `module` unchanged. Modules keep their identity, parameters, hooks, attributes and training mode.
     Experts, and subclasses of `nn.Linear` that do not override `forward`, keep everything except `forward`. With
-    delayed or static scaling, the linears of one call share one state (linear/scale_state.py), experts stay in high
+    delayed or static scaling, the linears of one call share slots (linear/scale_state.py), experts stay in high
     precision, and `sync_float8_amax_and_scale_history(model)` must run once a step. With
     `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
     `fully_shard`, and make the optimizer after both. `conversion_report(module)` lists each layer.
@@ -106,41 +106,47 @@ def convert_to_float8_training(
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
     check_is_module(module, argument="module")
-    return convert_with_layer_configs(module, lambda _: config, serving, module_filter_fn, include_subclasses)
+    return convert_with_layer_configs(
+        module,
+        get_config=lambda _: config,
+        serving=serving,
+        module_filter_fn=module_filter_fn,
+        include_subclasses=include_subclasses,
+    )
 
 
 def convert_with_layer_configs(
     module: nn.Module,
-    config_of: Callable[[str], Float8LinearConfig],
+    *,
+    get_config: Callable[[str], Float8LinearConfig],
     serving: str | None,
     module_filter_fn: ModuleFilter | None,
     include_subclasses: bool,
-    *,
     verb: str = "convert",
 ) -> nn.Module:
-    """Run `convert_to_float8_training` with the config that `config_of` returns for the name of each layer.
+    """Run `convert_to_float8_training` with the config that `get_config` returns for the name of each layer.
 
-    Layers with the same config, not merely an equal one, share the state of delayed and static scales. `verb`: what the
+    Layers with the same config, not merely an equal one, share the slots of delayed and static scales. `verb`: what the
     caller does with linears, for the warning that there are none.
     """
     if not isinstance(include_subclasses, bool):
         raise TypeError(f"include_subclasses: expected a bool, got {include_subclasses!r}")
     if serving is not None:
         module_filter_fn = make_serving_filter(module, serving, module_filter_fn)
-    chosen = _choose_layers(module, config_of, module_filter_fn, include_subclasses)
+    plan = _plan_conversion(module, get_config, module_filter_fn, include_subclasses)
     if serving is not None:
-        for layers in chosen.layers:
+        for layers in plan.layers:
             _check_fused(layers.linears, serving, layers.config)
     with ExitStack() as undo:
-        for layers in chosen.layers:
+        for layers in plan.layers:
             _convert_layers(module, layers, undo)
         undo.pop_all()
     share_input_casts(module, Float8Linear)
     drop_stale_quantization_config(module)
-    for child, reason in chosen.reasons:
+    for child, reason in plan.reasons:
         vars(child).pop(FILTER_REASON_ATTRIBUTE, None)
         vars(child).update({FILTER_REASON_ATTRIBUTE: reason} if reason else {})
-    _report_conversion(conversion_report(module), chosen, verb)
+    _report_conversion(conversion_report(module), plan, verb)
     return module
 
 
@@ -178,7 +184,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class _ChosenLayers:
+class _LayersOfConfig:
     """The layers that get one config."""
 
     config: Float8LinearConfig
@@ -187,21 +193,21 @@ class _ChosenLayers:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    layers: list[_ChosenLayers]
+class _ConversionPlan:
+    layers: list[_LayersOfConfig]
     reasons: list[tuple[nn.Module, str]]
     """The reasons for the report, by module."""
     obstacles: dict[str, list[str]]
     """The names of modules that the filter admits, by the obstacle to their conversion."""
 
 
-def _choose_layers(
+def _plan_conversion(
     module: nn.Module,
-    config_of: Callable[[str], Float8LinearConfig],
+    get_config: Callable[[str], Float8LinearConfig],
     module_filter_fn: ModuleFilter | None,
     include_subclasses: bool,
-) -> _Choice:
-    layers: dict[int, _ChosenLayers] = {}
+) -> _ConversionPlan:
+    layers: dict[int, _LayersOfConfig] = {}
     reasons: list[tuple[nn.Module, str]] = []
     obstacles: dict[str, list[str]] = {}
     owners = find_weight_modules(module)
@@ -213,7 +219,7 @@ def _choose_layers(
         if decision and is_linear:
             obstacle = explain_conversion_obstacle(child, include_subclasses=include_subclasses)
         elif decision:
-            obstacle = explain_experts_obstacle(child, config_of(name))
+            obstacle = explain_experts_obstacle(child, get_config(name))
         if decision:
             obstacle = obstacle or explain_dtype(child)
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
@@ -223,14 +229,14 @@ def _choose_layers(
         elif decision:
             tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
             tied += [] if is_linear else _find_other_owners(module, child, name)
-            config = config_of(name)
+            config = get_config(name)
             _check_can_convert(child, name, config, tied)
-            chosen = layers.setdefault(id(config), _ChosenLayers(config))
+            group = layers.setdefault(id(config), _LayersOfConfig(config))
             if isinstance(child, nn.Linear):
-                chosen.linears.append((name, child))
+                group.linears.append((name, child))
             else:
-                chosen.experts.append((name, child))
-    return _Choice([*layers.values()], reasons, obstacles)
+                group.experts.append((name, child))
+    return _ConversionPlan([*layers.values()], reasons, obstacles)
 
 
 def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
@@ -334,35 +340,35 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
 
 def _describe_difference(old: Float8LinearConfig, new: Float8LinearConfig) -> str:
     """Return the recipes of two configs; or the fields that differ, if both are of one recipe or one is of none."""
-    recipe, asked = old.recipe_name, new.recipe_name
-    if recipe is not None and asked is not None and recipe is not asked:
-        return f"{recipe.value}, asked for {asked.value}"
+    old_recipe, new_recipe = old.recipe_name, new.recipe_name
+    if old_recipe is not None and new_recipe is not None and old_recipe is not new_recipe:
+        return f"{old_recipe.value}, asked for {new_recipe.value}"
     differing = [part.name for part in fields(old) if getattr(old, part.name) != getattr(new, part.name)]
     return f"another config; they differ in {', '.join(differing)}"
 
 
-def _convert_layers(module: nn.Module, chosen: _ChosenLayers, undo: ExitStack) -> None:
-    """Convert the chosen layers; `undo` restores them. Layers that are converted already get the state they lack."""
-    config = chosen.config
+def _convert_layers(module: nn.Module, layers: _LayersOfConfig, undo: ExitStack) -> None:
+    """Convert the layers of one config; `undo` restores them. Converted layers get the slots they lack."""
+    config = layers.config
     converted: list[tuple[str, Float8Linear]] = []
-    for name, linear in chosen.linears:
+    for name, linear in layers.linears:
         if not isinstance(linear, Float8Linear):
             linear = change_to_float8(linear, Float8Linear, config)
             undo.callback(restore_class, linear)
         converted.append((name, linear))
     weights = [(name, ModuleWeight(linear)) for name, linear in converted]
-    for name, experts in chosen.experts:
+    for name, experts in layers.experts:
         if not isinstance(experts, Float8Experts):
             undo.callback(restore_class, change_to_float8(experts, Float8Experts, config))
         weights += [(f"{name}.{weight.name}", weight) for weight in iter_module_weights(experts)]
-    stateless = [(name, linear) for name, linear in converted if linear.scale_slots is None]
+    without_slots = [(name, linear) for name, linear in converted if linear.scale_slots is None]
     plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
-    for _, linear in stateless:
+    for _, linear in without_slots:
         undo.callback(setattr, linear, "scale_slots", None)
     for _, weight in plain:
         undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
         undo.callback(restore_plain_weights, weight.module)
-    add_persistent_scales(module, stateless, config)
+    add_persistent_scales(module, without_slots, config)
     if config.enable_fsdp_float8_all_gather:
         if plain and has_fsdp_run(module):
             raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
@@ -405,13 +411,13 @@ def _check_can_restore_class(module: Float8Module, name: str) -> None:
         check_not_split(module)
 
 
-def _report_conversion(report: ConversionReport, chosen: _Choice, verb: str) -> None:
+def _report_conversion(report: ConversionReport, plan: _ConversionPlan, verb: str) -> None:
     logger.info(report.summary())
     for note in report.notes:
         if not note.startswith(SLOW_PATH_HEAD):  # slow paths were logged
             logger.warning(note)
-    for obstacle, names in chosen.obstacles.items():
+    for obstacle, names in plan.obstacles.items():
         layers = "layer stays" if len(names) == 1 else "layers stay"
         logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
-    if not chosen.layers:
+    if not plan.layers:
         warn_user(report.explain_no_conversion(verb=verb))

@@ -99,7 +99,12 @@ def freeze_to_float8(
         raise ValueError(problem)
     high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
     convert_with_layer_configs(
-        module, lambda _: config, None, lambda _, name: decisions[name], include_subclasses, verb="freeze"
+        module,
+        get_config=lambda _: config,
+        serving=None,
+        module_filter_fn=lambda _, name: decisions[name],
+        include_subclasses=include_subclasses,
+        verb="freeze",
     )
     with ExitStack() as undo:
         undo.callback(share_input_casts, module, Float8Linear)

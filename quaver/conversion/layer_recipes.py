@@ -127,7 +127,7 @@ def convert_layers(
     module: nn.Module,
     recipes: LayerRecipes,
     *,
-    config_of: Callable[[str], Float8LinearConfig] = resolve_config,
+    get_config: Callable[[str], Float8LinearConfig] = resolve_config,
     serving: str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
@@ -137,7 +137,7 @@ def convert_layers(
     Args:
         module, serving, include_subclasses: as for `convert_to_float8_training`.
         recipes: the recipe of each layer. All of its `layers` must be linears or experts of `module`.
-        config_of: returns the config for the name of a recipe.
+        get_config: returns the config for the name of a recipe.
         module_filter_fn: false leaves a layer in high precision, regardless of its recipe.
     Returns:
         `module`.
@@ -147,7 +147,7 @@ def convert_layers(
     """
     check_layer_names(module, recipes)
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
-    configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
+    configs = {recipe: get_config(recipe) for recipe in used if recipe != HIGH_PRECISION}
     if serving is not None:
         configs = {recipe: serving_config(serving, config) for recipe, config in configs.items()}
     decide_unlisted = module_filter_fn if serving is None else make_serving_filter(module, serving, module_filter_fn)
@@ -158,5 +158,9 @@ def convert_layers(
         return apply_filter(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
 
     return convert_with_layer_configs(
-        module, lambda name: configs[recipes.get_recipe(name)], serving, admits, include_subclasses
+        module,
+        get_config=lambda name: configs[recipes.get_recipe(name)],
+        serving=serving,
+        module_filter_fn=admits,
+        include_subclasses=include_subclasses,
     )

@@ -280,7 +280,7 @@ class LinearScaleSlots:
         )
 
     def get_scales(self, device: torch.device) -> PersistentScales:
-        """Return the scales for casts on `device`, to which the conversion's slots move. These casts record no amaxes."""
+        """Return the scales for casts on `device`, to which all slots move. These casts record no amaxes."""
         if device != self.conversion_slots.device:
             self.move_to(device)
         if self.conversion_slots.has_unknown_static and not self.conversion_slots.calibrating:
@@ -305,8 +305,8 @@ class LinearScaleSlots:
         if device != conversion_slots.device and conversion_slots.forwards_since_sync and device.type != "meta":
             raise NotImplementedError(
                 "the linears of one conversion keep their delayed or static scales on one device, and since the "
-                f"last sync they trained on {conversion_slots.device} and {device}: convert the part of each device in a "
-                "separate call of convert_to_float8_training, or move the model to one device before the step"
+                f"last sync they trained on {conversion_slots.device} and {device}: convert the part of each device "
+                "in a separate call of convert_to_float8_training, or move the model to one device before the step"
             )
         self.get_scales(device)
         if self.recorded.weight is not None and self.recorded_weight_amax is not None:

@@ -95,7 +95,7 @@ def convert_filtered(model: nn.Module, config: Float8, decide: ModuleFilter) -> 
         convert_layers(
             model,
             recipes,
-            config_of=partial(make_linear_config, config),
+            get_config=partial(make_linear_config, config),
             serving=config.serving or None,
             module_filter_fn=decide,
         )
