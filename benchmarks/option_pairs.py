@@ -41,7 +41,7 @@ BASE = [
 ]
 GATHER = "--float8.enable_fsdp_float8_all_gather"
 CHECKPOINT, OPTION = "--activation_checkpoint.mode=", "--activation_checkpoint.selective_ac_option="
-KEEP = "--activation_checkpoint.selective_ac_also_keep="
+KEEP = "--activation_checkpoint.selective_ac_also_save="
 EXPERTS = "--model.n_experts=4"
 TENSOR, SPLIT, REPLICATE = (
     f"--parallelism.{name}_degree=2" for name in ("tensor_parallel", "expert_parallel", "data_parallel_replicate")

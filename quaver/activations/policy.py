@@ -11,7 +11,7 @@ recomputes everything except the results that a policy saves:
 A policy counts matmuls alike in every precision. So a float8 block saves the results that a bfloat16 block saves, and
 its amaxes. An amax is a few numbers, and saving it avoids another read of the tensor. Never save the result of the
 `abs` before an amax. It is as large as the tensor, which may be an unsharded weight, and float8 then needs more memory
-than bfloat16. `also_keep` and `never_keep` change the policy and can cause that mistake.
+than bfloat16. `also_save` and `never_save` change the policy and can cause that mistake.
 
 [Note: which matmuls] A recomputation ends before the last matmul, because the block's backward does not read its
 result. Saving that result would waste memory. Counting from the first matmul would save it in a Llama block, which has
@@ -84,13 +84,13 @@ SAVED_OPS = frozenset(
 class PolicyChanges(NamedTuple):
     """Changes to the policy at the top of the file. The results of operators in both sets are not saved."""
 
-    also_keep: frozenset[Any] = frozenset()
-    never_keep: frozenset[Any] = frozenset()
+    also_save: frozenset[Any] = frozenset()
+    never_save: frozenset[Any] = frozenset()
 
     @classmethod
-    def parse(cls, also_keep: Iterable[str], never_keep: Iterable[str]) -> PolicyChanges:
+    def parse(cls, also_save: Iterable[str], never_save: Iterable[str]) -> PolicyChanges:
         """Make an instance from names of operators. Raises ValueError."""
-        return cls(find_savable_operations(also_keep), find_operations(never_keep))
+        return cls(find_savable_operations(also_save), find_operations(never_save))
 
 
 NO_CHANGES = PolicyChanges()
@@ -103,8 +103,8 @@ def apply_activation_checkpointing(
     selective_ac_option: str | None = None,
     memory_budget: float | None = None,
     preserve_rng_state: bool = True,
-    also_keep: Iterable[str] = (),
-    never_keep: Iterable[str] = (),
+    also_save: Iterable[str] = (),
+    never_save: Iterable[str] = (),
 ) -> None:
     """Checkpoint `modules` in place, so that they save less between forward and backward.
 
@@ -125,9 +125,9 @@ def apply_activation_checkpointing(
             float8 matmuls (quaver.linear.gemm) as cheap ops, and below 1 saves less than the budget allows. Below 1
             torch does not compile attention in modules of mode "selective": set the budget to 1 first.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
-        also_keep: with mode "selective" and option "op", operators whose results are also saved: "aten.silu" names all
+        also_save: with mode "selective" and option "op", operators whose results are also saved: "aten.silu" names all
             overloads, "aten.silu.default" one.
-        never_keep: operators whose results are not saved.
+        never_save: operators whose results are not saved.
     Raises:
         TypeError: `modules` is one module, or holds something else.
         ValueError: an unknown mode, option or operator; an option or budget for another mode; operators with a mode or
@@ -137,11 +137,11 @@ def apply_activation_checkpointing(
     blocks = list(modules) if isinstance(modules, Iterable) else []
     if not isinstance(modules, Iterable) or not all(isinstance(block, nn.Module) for block in blocks):
         raise TypeError(f"modules: expected blocks, such as model.layers, got {type(modules).__name__}")
-    for option, names in (("also_keep", also_keep), ("never_keep", never_keep)):
+    for option, names in (("also_save", also_save), ("never_save", never_save)):
         if isinstance(names, str):
             raise ValueError(f"{option}: expected a list of names, got one string; give [{names!r}]")
-    also_keep, never_keep = tuple(also_keep), tuple(never_keep)
-    _check_options(mode, selective_ac_option, memory_budget, PolicyChanges.parse(also_keep, never_keep))
+    also_save, never_save = tuple(also_save), tuple(never_save)
+    _check_options(mode, selective_ac_option, memory_budget, PolicyChanges.parse(also_save, never_save))
     if mode == "memory_budget":
         _set_memory_budget(0.5 if memory_budget is None else memory_budget)
     if mode in ("none", "memory_budget"):
@@ -154,7 +154,7 @@ def apply_activation_checkpointing(
         if has_wrapper(module, Checkpointing):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
-        wrap_forward(module, Checkpointing(every is None, preserve_rng_state, also_keep, never_keep))
+        wrap_forward(module, Checkpointing(every is None, preserve_rng_state, also_save, never_save))
 
 
 def _check_options(
@@ -173,7 +173,7 @@ def _check_options(
         )
     if any(changes) and (mode != "selective" or parse_selective_option(selective_ac_option) is not None):
         raise ValueError(
-            "also_keep and never_keep: expected none unless mode is selective and selective_ac_option is op, got "
+            "also_save and never_save: expected none unless mode is selective and selective_ac_option is op, got "
             f"operators with mode {mode!r} and option {selective_ac_option!r}"
         )
 
@@ -282,12 +282,12 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
     matmuls_before = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = operation in SAVED_OPS or operation in changes.also_keep
+        saves = operation in SAVED_OPS or operation in changes.also_save
         if operation in MATMUL_OPS:
             calls[ctx.is_recompute] += 1
             count.matmuls = calls[False]
             saves = saves or (matmuls_before - calls[ctx.is_recompute]) % 2 == 1
-        saves = saves and operation not in changes.never_keep and not _has_dropout(operation, args, kwargs)
+        saves = saves and operation not in changes.never_save and not _has_dropout(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
@@ -337,11 +337,11 @@ class Checkpointing(ForwardWrapper):
 
     by_policy: bool
     preserve_rng_state: bool
-    also_keep: tuple[str, ...] = ()  # names, because operators cannot be pickled
-    never_keep: tuple[str, ...] = ()
+    also_save: tuple[str, ...] = ()  # names, because operators cannot be pickled
+    never_save: tuple[str, ...] = ()
 
     def make_forward(self, cls: type[nn.Module]) -> Callable[..., Any]:
-        by_policy, changes = self.by_policy, PolicyChanges.parse(self.also_keep, self.never_keep)
+        by_policy, changes = self.by_policy, PolicyChanges.parse(self.also_save, self.never_save)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
 
         def compiled_contexts() -> tuple[Any, Any]:  # not in `checkpointed`: torch 2.11 cannot trace its closure there

@@ -107,8 +107,8 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
         selective_ac_option=checkpoint.selective_ac_option if checkpoint.mode == "selective" else None,
         memory_budget=checkpoint.memory_budget if checkpoint.mode == "memory_budget" else None,
         preserve_rng_state=False,  # the model has no dropout
-        also_keep=checkpoint.selective_ac_also_keep,
-        never_keep=checkpoint.selective_ac_never_keep,
+        also_save=checkpoint.selective_ac_also_save,
+        never_save=checkpoint.selective_ac_never_save,
     )
 
 

@@ -17,8 +17,8 @@ def iter_unsimulated(config: TrainConfig) -> Iterator[str]:
         yield "data.document_mask: attention is timed as over one document"
     if checkpoint.mode == "memory_budget":
         yield "activation_checkpoint.mode memory_budget: the compiler chooses what to recompute; the run has no row"
-    if checkpoint.selective_ac_also_keep or checkpoint.selective_ac_never_keep:
-        yield "activation_checkpoint.selective_ac_also_keep and never_keep: not simulated; only row * has them"
+    if checkpoint.selective_ac_also_save or checkpoint.selective_ac_never_save:
+        yield "activation_checkpoint.selective_ac_also_save and never_save: not simulated; only row * has them"
     if optimizer.is_muon:
         yield f"optimizer.name {optimizer.name}: the matmuls of its update are not timed"
     if optimizer.implementation not in ("auto", "fused"):

@@ -113,8 +113,8 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
         "op",
         "With mode = selective, op saves the costly results of every block; a number n recomputes every n-th block.",
     )
-    selective_ac_also_keep: tuple[str, ...] = setting((), "More operators whose results op saves, such as aten.silu.")
-    selective_ac_never_keep: tuple[str, ...] = setting(
+    selective_ac_also_save: tuple[str, ...] = setting((), "More operators whose results op saves, such as aten.silu.")
+    selective_ac_never_save: tuple[str, ...] = setting(
         (), "Operators whose results op does not save, such as aten.amax."
     )
     memory_budget: Share = setting(0.5, "Share of results that the compiler saves; 0 for inputs of blocks only.")
@@ -129,7 +129,7 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
         with blame_input("activation_checkpoint."):
             every = parse_selective_option(self.selective_ac_option)
-        readers = {"selective_ac_also_keep": find_savable_operations, "selective_ac_never_keep": find_operations}
+        readers = {"selective_ac_also_save": find_savable_operations, "selective_ac_never_save": find_operations}
         for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"

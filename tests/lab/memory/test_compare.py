@@ -100,7 +100,7 @@ def test_a_policy_that_saves_an_unread_tensor():
     def multiply_by_amax(rows):
         return torch.relu(rows) * rows.detach().abs().amax()
 
-    a, b = (explain_stack(multiply_by_amax, mode="selective", also_keep=kept) for kept in ([], ["aten.abs"]))
+    a, b = (explain_stack(multiply_by_amax, mode="selective", also_save=kept) for kept in ([], ["aten.abs"]))
     row = compare_reports(a, b).list_rows("saved")[0]
     assert (row.operator, row.saved_by, row.difference_bytes) == ("aten.abs", "selective policy", 3 * HIDDEN_BYTES)
     assert row.first_use is None  # its amax is saved, too

@@ -24,7 +24,7 @@ pytestmark = needs_gathers
 DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
 SAVED = TOKENS * (DIM + HIDDEN) * BFLOAT16
 WEIGHT = DIM * HIDDEN * BFLOAT16
-FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
+FAULTY = {"also_save": ["aten.abs"], "never_save": ["aten.amax"]}
 
 
 class ScaledLinear(nn.Linear):

@@ -396,15 +396,15 @@ def test_every_nth_module_is_checkpointed():
         ({"selective_ac_option": 2}, "selective_ac_option: expected"),
         ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget: expected a number from 0 to 1, got 1.5"),
         ({"mode": "memory_budget", "memory_budget": "1"}, "memory_budget: expected a number from 0 to 1, got '1'"),
-        ({"also_keep": "aten.silu"}, r"also_keep: expected a list of names, got one string; give \['aten.silu'\]"),
-        ({"never_keep": [torch.ops.aten.mm]}, "expected the name of an operator that torch knows, .*got <OpOverload"),
+        ({"also_save": "aten.silu"}, r"also_save: expected a list of names, got one string; give \['aten.silu'\]"),
+        ({"never_save": [torch.ops.aten.mm]}, "expected the name of an operator that torch knows, .*got <OpOverload"),
         ({"mode": "full", "selective_ac_option": "2"}, "none unless mode is selective, got '2' with mode 'full'"),
         ({"mode": "none", "selective_ac_option": "op"}, "selective_ac_option: expected none unless"),
         ({"memory_budget": 0.5}, "expected none unless mode is memory_budget, got 0.5 with mode 'selective'"),
         *(
-            ({**how, **changes}, "also_keep and never_keep: expected none unless mode is selective")
+            ({**how, **changes}, "also_save and never_save: expected none unless mode is selective")
             for how in ({"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"})
-            for changes in ({"also_keep": ["aten.abs"]}, {"never_keep": ["aten.amax"]})
+            for changes in ({"also_save": ["aten.abs"]}, {"never_save": ["aten.amax"]})
         ),
     ],
 )
@@ -447,9 +447,9 @@ def test_a_policy_can_be_told_what_to_keep_and_what_not():
     saved, expected = count_saved_silus()
     assert saved == 0
     for changes, number in (
-        ({"also_keep": ["aten.silu"]}, 1),
-        ({"also_keep": ["aten.silu.default", "aten.abs"]}, 1),
-        ({"also_keep": ["aten.silu"], "never_keep": ["aten.silu"]}, 0),
+        ({"also_save": ["aten.silu"]}, 1),
+        ({"also_save": ["aten.silu.default", "aten.abs"]}, 1),
+        ({"also_save": ["aten.silu"], "never_save": ["aten.silu"]}, 0),
     ):
         saved, gradients = count_saved_silus(**changes)
         assert saved == number
@@ -472,8 +472,8 @@ class WritesInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
-@pytest.mark.parametrize("also_keep", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
-def test_results_that_are_saved_can_be_written_to(also_keep, recipe):
+@pytest.mark.parametrize("also_save", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
+def test_results_that_are_saved_can_be_written_to(also_save, recipe):
     def gradients(mode, **changes):
         torch.manual_seed(0)
         block = WritesInPlace()
@@ -483,7 +483,7 @@ def test_results_that_are_saved_can_be_written_to(also_keep, recipe):
         block(torch.ones(32, 64, requires_grad=True)).square().sum().backward()
         return [parameter.grad for parameter in block.parameters()]
 
-    assert_same(gradients("selective", also_keep=also_keep), gradients("none"))
+    assert_same(gradients("selective", also_save=also_save), gradients("none"))
 
 
 class FlashAttention(nn.Module):
@@ -525,7 +525,7 @@ def test_attention_that_draws_random_numbers_is_not_saved(module, recomputed):
 )
 def test_operators_without_a_result_to_save_are_refused(name, reason):
     with pytest.raises(ValueError, match="expected an operator whose result can be saved") as raised:
-        apply_activation_checkpointing([], also_keep=[name])
+        apply_activation_checkpointing([], also_save=[name])
     assert f"got {name!r}, {reason}" in str(raised.value)
 
 

@@ -43,7 +43,7 @@ def convert(model: nn.Module) -> None:
 
 
 def checkpoint(model: nn.Module) -> None:
-    apply_activation_checkpointing([model.experts, model.grouped, model.out], also_keep=["aten.silu"])
+    apply_activation_checkpointing([model.experts, model.grouped, model.out], also_save=["aten.silu"])
 
 
 def store(model: nn.Module) -> None:
