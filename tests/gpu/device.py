@@ -42,7 +42,7 @@ def host_and_gpu() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def waiting_refused() -> Iterator[None]:
+def host_sync_refused() -> Iterator[None]:
     """Raise RuntimeError inside the block if the host reads a number from the device."""
     if not VIRTUAL:
         torch.cuda.synchronize()
@@ -77,7 +77,7 @@ class Graph:
 
     def __init__(self, function: Callable[[], list[torch.Tensor | None]]) -> None:
         self.function, self.graph = function, None if VIRTUAL else torch.cuda.CUDAGraph()
-        with waiting_refused() if self.graph is None else torch.cuda.graph(self.graph):
+        with host_sync_refused() if self.graph is None else torch.cuda.graph(self.graph):
             self.results = function()
 
     def replay(self) -> None:
@@ -85,7 +85,7 @@ class Graph:
         if self.graph is not None:
             self.graph.replay()
             return
-        with waiting_refused():
+        with host_sync_refused():
             results = self.function()
         for result, new in zip(self.results, results, strict=True):
             if result is not None:

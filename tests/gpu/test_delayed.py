@@ -17,7 +17,7 @@ from quaver import (
 from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
-from tests.gpu.device import BACKEND, DEVICE, host, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, host, host_sync_refused
 from tests.recipes import E4M3, E5M2, PERSISTENT_RECIPES
 from tests.reference import assert_same_bits
 
@@ -88,7 +88,7 @@ def test_nothing_waits_for_the_device():
     model = make("delayed").to(DEVICE)
     step(model, model, 0, DEVICE)  # the first sync says how many scales were unknown
     input = torch.randn(128, 64, device=DEVICE)
-    with waiting_refused():
+    with host_sync_refused():
         for _ in range(3):
             model(input).sum().backward()
             sync_float8_amax_and_scale_history(model)

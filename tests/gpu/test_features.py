@@ -11,7 +11,7 @@ import quaver
 from quaver import convert_to_float8_training, freeze_to_float8, use_float8_primary_weights
 from quaver.activations import store_activations_in_float8
 from quaver.optim import Float8AdamW, Float8Muon
-from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, needs_silicon, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, host_sync_refused, needs_silicon
 from tests.library.activations.nets import LOWEST_DB, SAVED, build_net
 from tests.library.experts.operands import ENDS, make_operands, step
 from tests.recipes import DYNAMIC_RECIPES
@@ -43,7 +43,7 @@ def test_experts_do_not_wait_for_the_device():
     a, b_t, ends = (tensor.to(DEVICE) for tensor in make_operands())
     grad_output = torch.randn(310, 160, dtype=torch.bfloat16, device=DEVICE)
     step(a, b_t, ends, grad_output, "rowwise")
-    with waiting_refused():
+    with host_sync_refused():
         step(a, b_t, ends, grad_output, "rowwise")
 
 
@@ -85,7 +85,7 @@ def test_skipped_parts_are_warned_of_and_no_step_waits_for_the_device(make):
 
     def step_and_save():
         # The step reads its copy of the counter, which the memory of a virtual GPU holds, too.
-        with contextlib.nullcontext() if VIRTUAL else waiting_refused():
+        with contextlib.nullcontext() if VIRTUAL else host_sync_refused():
             optimizer.step()
         optimizer.state_dict()
 

@@ -11,7 +11,7 @@ from quaver.linear.gemm import float8_mm
 from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import get_compute_capability
-from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, smaller, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, host_sync_refused, smaller
 from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
 from tests.reference import assert_matmul_exact, lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same, results_of
@@ -111,7 +111,7 @@ def test_no_synchronization_in_forward_or_backward(recipe):
     module = Float8Linear(size, size, dtype=torch.bfloat16, device=DEVICE, config=recipe)
     input = torch.randn(128, size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     module(input).sum().backward()
-    with waiting_refused():
+    with host_sync_refused():
         module(input).sum().backward()
 
 

@@ -22,7 +22,7 @@ SMALL = [
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
+def arguments(tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 2)
@@ -39,16 +39,16 @@ def read_numbers(run):
 
 @pytest.mark.parametrize("async_mode", ["async", "async_with_pinned_mem"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_a_run_goes_on_to_the_bit(words, tmp_path, recipe, async_mode):
-    words += [f"--float8.recipe_name={recipe}", f"--checkpoint.async_mode={async_mode}", "--checkpoint.interval=2"]
-    assert main(["train", *words, "--job.name=a", "--training.steps=4"]) == 0
+def test_a_run_goes_on_to_the_bit(arguments, tmp_path, recipe, async_mode):
+    arguments += [f"--float8.recipe_name={recipe}", f"--checkpoint.async_mode={async_mode}", "--checkpoint.interval=2"]
+    assert main(["train", *arguments, "--job.name=a", "--training.steps=4"]) == 0
     assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=8"]) == 0
-    assert main(["train", *words, "--job.name=b", "--training.steps=8"]) == 0
+    assert main(["train", *arguments, "--job.name=b", "--training.steps=8"]) == 0
     assert read_numbers(tmp_path / "runs" / "a") == read_numbers(tmp_path / "runs" / "b")
 
 
-def test_records_have_both_peaks_of_the_allocator(words, tmp_path):
-    assert main(["train", *words, "--job.name=a", "--training.steps=3", "--compare"]) == 0
+def test_records_have_both_peaks_of_the_allocator(arguments, tmp_path):
+    assert main(["train", *arguments, "--job.name=a", "--training.steps=3", "--compare"]) == 0
     for record in read_records(tmp_path / "runs" / "a"):
         assert 0 < record["memory_active_bytes"] <= record["memory_reserved_bytes"]
         assert 0 < record["memory_active_share"] <= record["memory_reserved_share"] < 1
@@ -57,19 +57,19 @@ def test_records_have_both_peaks_of_the_allocator(words, tmp_path):
     assert summary["comparison"]["peak_memory_ratio"] is not None
 
 
-def test_a_run_writes_snapshots_and_traces(words, tmp_path):
-    words = [*words, "--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
-    words += ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=3"]
-    assert main(["train", *words]) == 0
+def test_a_run_writes_snapshots_and_traces(arguments, tmp_path):
+    arguments += ["--job.name=a", "--training.steps=6", "--profiling.enable_profiling", "--profiling.profile_freq=6"]
+    arguments += ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=3"]
+    assert main(["train", *arguments]) == 0
     run = tmp_path / "runs" / "a"
     (snapshot,) = (run / "memory_snapshot").rglob("*.pickle")
     assert pickle.loads(snapshot.read_bytes())["segments"]
     assert list((run / "profile_trace").rglob("*.json.gz"))
 
 
-def test_compiled_blocks_train_and_go_on(words, tmp_path):
-    words = [*words, "--training.compile", "--job.name=a"]
-    assert main(["train", *words, "--training.steps=3"]) == 0
+def test_compiled_blocks_train_and_go_on(arguments, tmp_path):
+    arguments = [*arguments, "--training.compile", "--job.name=a"]
+    assert main(["train", *arguments, "--training.steps=3"]) == 0
     assert main(["train", f"--resume={tmp_path / 'runs' / 'a'}", "--training.steps=5"]) == 0
     assert [step for step, *_ in read_numbers(tmp_path / "runs" / "a")] == [1, 2, 3, 4, 5]
     assert all(torch.tensor(loss).isfinite() for _, loss, _ in read_numbers(tmp_path / "runs" / "a"))

@@ -14,7 +14,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scale_rules import SCALE_RULES, has_cast_kernel
-from tests.gpu.device import DEVICE, Graph, host, needs_silicon, smaller, waiting_refused
+from tests.gpu.device import DEVICE, Graph, host, host_sync_refused, needs_silicon, smaller
 from tests.library.kernels.triton_kernels import (
     BOTH,
     E4M3,
@@ -167,7 +167,7 @@ def flatten(operands):
 def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
     hp, quant_scale = torch.randn(304, 144, device=DEVICE), torch.zeros((), device=DEVICE)
     run_casts(hp, quant_scale)  # compiles
-    with waiting_refused():
+    with host_sync_refused():
         run_casts(hp, quant_scale)
     graph = Graph(lambda: run_casts(hp, quant_scale))
     for scale, magnitude in ((0.0, 1.0), (100.0, 3.0), (0.0, 0.1), (20.0, 50.0)):

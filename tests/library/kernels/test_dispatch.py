@@ -58,9 +58,9 @@ LAYOUTS = {
 }
 CASES = [(dtype, "contiguous") for dtype in DTYPES]
 CASES += [(dtype, layout) for dtype in (torch.bfloat16, E4M3) for layout in LAYOUTS if layout != "contiguous"]
-TAKEN = dict.fromkeys(OPERATIONS, (HP_DTYPES, ("contiguous", "off 16 bytes")))
+SUPPORTED = dict.fromkeys(OPERATIONS, (HP_DTYPES, ("contiguous", "off 16 bytes")))
 COPIED = (E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices")
-TAKEN |= {"to_column_major": COPIED, "to_row_major": COPIED}
+SUPPORTED |= {"to_column_major": COPIED, "to_row_major": COPIED}
 """The dtypes and the layouts that the kernel of an operation takes; the reference computes the others."""
 
 
@@ -145,7 +145,7 @@ def run_grouped_matmuls():
 def test_an_operation_gives_a_kernel_what_it_takes_and_the_rest_to_the_reference(interpreter):
     expected = {
         (name, dtype, layout)
-        for name, (dtypes, layouts) in TAKEN.items()
+        for name, (dtypes, layouts) in SUPPORTED.items()
         for dtype, layout in CASES
         if dtype in dtypes and layout in layouts
     }

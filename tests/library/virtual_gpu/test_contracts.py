@@ -100,7 +100,7 @@ def scaled_ranges():
     return dataclasses.replace(ranged(E4M3), scale_a=torch.rand(3 * 32), scale_b=torch.rand(3 * 80))
 
 
-TAKEN = {
+SUPPORTED = {
     "scaled_mm": (tensorwise, rowwise),
     "scaled_mm_v2": (blockwise, blocks_of_rows),
     "grouped_mm": (grouped, ranged),
@@ -111,7 +111,7 @@ TAKEN = {
 @pytest.mark.parametrize(
     ("operator", "make", "card"),
     [
-        *((operator, make, "h100") for operator, makes in TAKEN.items() for make in makes),
+        *((operator, make, "h100") for operator, makes in SUPPORTED.items() for make in makes),
         ("scaled_mm", tensorwise, "l40s"),
         ("scaled_mm", tensorwise, "rtx5090"),
         ("scaled_mm_v2", tiled, "b200"),
