@@ -53,7 +53,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scale_layout import ROWWISE
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, CastScales, PersistentScales
-from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
+from quaver.runtime.compile_hints import add_dependency, store_once, wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.autograd import find_wanted_gradients, get_forward_ad_level
@@ -134,9 +134,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
     args.probe.observe_operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
-        materialize(grad_output, row.dequant_scale)
+        store_once(grad_output, before=row.dequant_scale)
         if saved_input is not None and saved_input.dequant_scale is not None:
-            materialize(saved_input.data, row.dequant_scale)
+            store_once(saved_input.data, before=row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -176,7 +176,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         operands = quantizer(input, row=True, column=needs_grad_weight)
         row = require(operands.row, "the input's row operand")
         if row.dequant_scale is not None:
-            materialize(row.data, row.dequant_scale)  # stored once for q, k and v
+            store_once(row.data, before=row.dequant_scale)  # stored once for q, k and v
     args.probe.observe_operands("input", input, operands)
     return operands
 

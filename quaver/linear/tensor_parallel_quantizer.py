@@ -31,7 +31,7 @@ from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
 from quaver.recipes.scaling import PLAIN_TYPES, CastScales, PersistentScale, choose_factor, compute_scales
-from quaver.runtime.compile_hints import is_compiling, materialize
+from quaver.runtime.compile_hints import is_compiling, store_once
 from quaver.runtime.float8_collectives import all_gather, max_over_ranks
 
 
@@ -145,7 +145,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
         row_op = None if local.row is None else self._gather(local.row, hp.shape, token_dim, row_tokens)
         column_op = None if local.column is None else self._gather(local.column, hp.shape, token_dim, column_tokens)
         if row_op is not None and row_op.dequant_scale is not None:
-            materialize(row_op.data, row_op.dequant_scale)  # stored once for all readers
+            store_once(row_op.data, before=row_op.dequant_scale)  # stored once for all readers
         if one_cast:
             column_op = row_op
         if casts.is_dequantized and row_op is not None:

@@ -178,8 +178,8 @@ def _measure_dead(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged, because their units idle
     by chance.
     """
-    zeros, before = tensor.zeros, sample.list_earlier(tensor)
-    if tensor.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
+    zeros, earlier_samples = tensor.zeros, sample.list_earlier(tensor)
+    if tensor.key.operand != "grad_weight" or zeros is None or zeros == 1 or not earlier_samples:
         return None
     if not tensor.about.get("experts") and any(
         _get_usual_zeros(operand, sample) > DEAD_SHARE for operand in _list_operands(tensor, sample)
@@ -190,8 +190,8 @@ def _measure_dead(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
 
 def _get_usual_zeros(tensor: TensorStatistics, sample: Sample) -> float:
     """Return the largest share of zeros in the older half of the earlier samples."""
-    before = sample.list_earlier(tensor)
-    return max((earlier.zeros or 0.0 for earlier in before[: len(before) // 2 + 1]), default=0.0)
+    earlier_samples = sample.list_earlier(tensor)
+    return max((earlier.zeros or 0.0 for earlier in earlier_samples[: len(earlier_samples) // 2 + 1]), default=0.0)
 
 
 def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStatistics]:
@@ -209,8 +209,8 @@ def _measure_jump(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     with those and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """
     is_gradient = tensor.key.operand.startswith("grad")
-    before = sample.list_earlier(tensor)
-    levels = [sampled.get_log2("rms" if is_gradient else "amax") for sampled in [*before[-8:], tensor]]
+    earlier_samples = sample.list_earlier(tensor)
+    levels = [sampled.get_log2("rms" if is_gradient else "amax") for sampled in [*earlier_samples[-8:], tensor]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
     usual = [level for level in past if level is not None]
     is_early = len(usual) < 3
@@ -223,7 +223,7 @@ def _measure_jump(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     low, high = min(usual[-4:]), max(usual[-4:])
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)
-    since = before[-1].step if is_gradient else tensor.step
+    since = earlier_samples[-1].step if is_gradient else tensor.step
     return TensorMeasurement(
         value, raise_at, raise_at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:])
     )
@@ -308,8 +308,8 @@ def _measure_vanishing(tensor: TensorStatistics, sample: Sample) -> TensorMeasur
 
 def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure whether a weight with a gradient stays bit-identical while others change: no optimizer holds it."""
-    before = sample.list_earlier(tensor)
-    if tensor.key.operand != "weight" or not before or not _has_gradient(tensor, sample):
+    earlier_samples = sample.list_earlier(tensor)
+    if tensor.key.operand != "weight" or not earlier_samples or not _has_gradient(tensor, sample):
         return None
     layer, candidates = tensor.key.layer, sample.tensors
     weights = [weight for weight in candidates if weight.key.operand == "weight" and weight.key.layer != layer]
@@ -318,9 +318,9 @@ def _measure_unchanged(tensor: TensorStatistics, sample: Sample) -> TensorMeasur
 
 
 def _is_unchanged(tensor: TensorStatistics, sample: Sample) -> bool:
-    before = sample.list_earlier(tensor)
-    return bool(before) and all(
-        getattr(before[-1], name) == getattr(tensor, name) for name in ("amax", "rms", "smallest")
+    earlier_samples = sample.list_earlier(tensor)
+    return bool(earlier_samples) and all(
+        getattr(earlier_samples[-1], name) == getattr(tensor, name) for name in ("amax", "rms", "smallest")
     )
 
 

@@ -96,10 +96,8 @@ RuleKey = tuple[str, str, str]
 class _AlarmState:
     """The history of one rule on one tensor."""
 
-    bad: int = 0
-    """Bad samples in a row."""
-    good: int = 0
-    """Good samples in a row."""
+    bad_in_a_row: int = 0
+    good_in_a_row: int = 0
     since: int = 0
     usual: float | None = None
     """The level before the first bad sample (`TensorMeasurement.usual`)."""
@@ -115,7 +113,7 @@ class _Finding:
     rule: AlarmRule
     rule_number: int
     tensor: TensorStatistics
-    measure: TensorMeasurement
+    measurement: TensorMeasurement
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int], int]:
@@ -173,7 +171,9 @@ class Alarms:
     def suspects(self) -> set[str]:
         """The layers that may soon alarm by a rule with remedies; their next sample should have what-if figures."""
         rules = {rule.name for rule in self.rules if rule.has_remedies}
-        return {key[1] for key, state in self._states.items() if state.bad and key[0] in rules and not state.cause}
+        return {
+            key[1] for key, state in self._states.items() if state.bad_in_a_row and key[0] in rules and not state.cause
+        }
 
     def _forget_changed(self, header: Mapping[str, Any]) -> None:
         """Forget alarms of tensors that have another recipe now or are not measured any more."""
@@ -188,13 +188,13 @@ class Alarms:
         findings: dict[RuleKey, _Finding] = {}
         for tensor in sample.tensors:
             for rule_number, rule in enumerate(self.rules):
-                measure = rule.measure(tensor, sample)
-                if measure is None:
+                measurement = rule.measure(tensor, sample)
+                if measurement is None:
                     continue
                 key = rule.name, tensor.key.layer, tensor.key.operand
                 worst = findings.get(key)
-                if worst is None or measure.excess > worst.measure.excess:
-                    findings[key] = _Finding(key, rule, rule_number, tensor, measure)
+                if worst is None or measurement.excess > worst.measurement.excess:
+                    findings[key] = _Finding(key, rule, rule_number, tensor, measurement)
         return findings
 
     def _clear_if_recovered(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> AlarmCleared | None:
@@ -205,28 +205,28 @@ class Alarms:
         state, finding = self._states.get(key), findings[key]
         if state is None or state.cause is None:
             return None
-        state.good = 0 if finding.measure.is_near else state.good + 1
+        state.good_in_a_row = 0 if finding.measurement.is_near else state.good_in_a_row + 1
         is_cause = state.cause == key
         followers = [name for name, follower in self._states.items() if follower.cause == key != name]
         lasting = [name for name in followers if name[1:] == key[1:] or (name[0] == key[0] and name in findings)]
-        if state.good < finding.rule.samples or (is_cause and lasting):
+        if state.good_in_a_row < finding.rule.samples or (is_cause and lasting):
             return None
         self._states[key] = _AlarmState()
-        level, usual = finding.measure.level, state.usual
-        stays = level is not None and usual is not None and abs(level - usual) > finding.measure.clear_at
+        level, usual = finding.measurement.level, state.usual
+        stays = level is not None and usual is not None and abs(level - usual) > finding.measurement.clear_at
         return AlarmCleared(step, *key, stays) if is_cause else None
 
     def _turns_bad(self, key: RuleKey, finding: _Finding, step: int) -> bool:
-        if not finding.measure.is_bad:
+        if not finding.measurement.is_bad:
             if key in self._states:
-                self._states[key].bad = 0
+                self._states[key].bad_in_a_row = 0
             return False
         state = self._states.setdefault(key, _AlarmState())
-        if not state.bad:
-            state.since = finding.measure.since or step
-            state.usual = finding.measure.usual if state.cause is None else state.usual
-        state.bad += 1
-        return state.cause is None and state.bad >= finding.rule.samples
+        if not state.bad_in_a_row:
+            state.since = finding.measurement.since or step
+            state.usual = finding.measurement.usual if state.cause is None else state.usual
+        state.bad_in_a_row += 1
+        return state.cause is None and state.bad_in_a_row >= finding.rule.samples
 
     def _raise_alarms(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
         """Raise an alarm for the first finding, then for the first that does not follow it, and so on."""
@@ -235,7 +235,7 @@ class Alarms:
             lasting = self._find_cause(first)
             followers = [finding for finding in rest if lasting or _follows(finding, first)]
             for finding in (first, *followers):
-                self._states[finding.key].cause, self._states[finding.key].good = lasting or first.key, 0
+                self._states[finding.key].cause, self._states[finding.key].good_in_a_row = lasting or first.key, 0
             if lasting is None:
                 self._states[first.key].recipe = first.tensor.about.get("recipe")
                 self._changed.discard(first.key)
@@ -253,17 +253,17 @@ class Alarms:
         return None if is_harmed or finding.rule.name == "nonfinite" != key[0] else key
 
     def _make_alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
-        rule, tensor, measure = finding.rule, finding.tensor, finding.measure
+        rule, tensor, measurement = finding.rule, finding.tensor, finding.measurement
         state = self._states[finding.key]
         remedies = rule.suggest(tensor, sample)
         rank = sample.ranks.get(tensor.position) if rule.name == "ranks" else None
-        text = rule.text.format(value=measure.value, threshold=measure.raise_at, rank=rank)
+        text = rule.text.format(value=measurement.value, threshold=measurement.raise_at, rank=rank)
         message = f"{tensor.key.layer} {tensor.key.operand}: {text}, since step {state.since:,}"
         if followers:
             message += f"; {followers} more tensor{'s' if followers > 1 else ''} followed"
         if words := describe_remedies(remedies):
             message += f". {words}"
-        values = float(measure.value), float(measure.raise_at)
+        values = float(measurement.value), float(measurement.raise_at)
         about = sample.step, state.since, rule.name, tensor.key.layer, tensor.key.operand
         return Alarm(*about, rank, *values, message, remedies, followers, self.action)
 

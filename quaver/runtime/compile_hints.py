@@ -46,8 +46,8 @@ def add_dependency(waiting: Tensor, computed: Tensor) -> None:
         torch.ops.quaver.wait_for(waiting, computed)
 
 
-def materialize(tensor: Tensor, waiting: Tensor) -> None:
-    """Make Inductor store `tensor` once instead of recomputing it in each of its readers. Does nothing on a CPU.
+def store_once(tensor: Tensor, *, before: Tensor) -> None:
+    """Make Inductor store `tensor` before `before` is read, and not recompute it in each reader. Does nothing on a CPU.
 
     Casts read grad_output two to four times. Inductor for GPUs would fuse SwiGLU's gradient into each read. If the
     fused expression is too long, it stores an intermediate result in float32, twice the size of `tensor`. On a CPU
@@ -55,10 +55,10 @@ def materialize(tensor: Tensor, waiting: Tensor) -> None:
 
     Args:
         tensor: any tensor.
-        waiting: as for `add_dependency`, or the result of a matmul, which is stored anyway.
+        before: a small tensor that was created in the graph, or the result of a matmul, which is stored anyway.
     """
     if not is_cpu(tensor):
-        add_dependency(waiting, tensor)
+        add_dependency(before, tensor)
 
 
 def wait_for_codes(scale: Tensor, codes: Tensor) -> Tensor:

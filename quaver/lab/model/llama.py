@@ -19,7 +19,7 @@ from quaver.lab.model.mixture import Mixture
 from quaver.lab.settings import Model
 from quaver.lab.settings.model import RopeScaling
 from quaver.linear.function import get_output_dtype
-from quaver.runtime.compile_hints import materialize
+from quaver.runtime.compile_hints import store_once
 
 INIT_STD = 0.02
 
@@ -175,7 +175,7 @@ class Block(nn.Module):
         output = self.mlp(self.post_attention_layernorm(hidden))
         if torch.compiler.is_compiling():
             # Otherwise Inductor adds again in each of five readers. The norm comes before, and so stays recomputable.
-            materialize(hidden.detach(), output.detach())
+            store_once(hidden.detach(), before=output.detach())
         return hidden + output
 
 
