@@ -125,7 +125,7 @@ def describe_grouped_backends(
 
 def _has_native(device: torch.device, *, emulate: bool) -> bool:
     return (
-        choose_backend(device, ScaleKind.GROUPS, emulate=emulate, run_trial=_run_trial_as_constant)
+        choose_backend(device, ScaleKind.GROUPS, emulate=emulate, is_native=_run_trial_as_constant)
         is GemmBackend.NATIVE
     )
 

@@ -56,7 +56,7 @@ def explain_config_obstacle(config: Float8LinearConfig) -> str:
     return ""
 
 
-class _Args(NamedTuple):
+class GroupedMMArgs(NamedTuple):
     """The arguments of a grouped matmul other than its tokens, weight and ends."""
 
     config: Float8LinearConfig
@@ -80,7 +80,7 @@ class _Args(NamedTuple):
 
 class _GroupedMMFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
+    def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: GroupedMMArgs) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
         quantized_weight = _get_or_quantize_weight(weight, args, column=needs_grad_a and args.saves_weight_codes)
@@ -108,7 +108,9 @@ class _GroupedMMFunction(torch.autograd.Function):
         return *run_backward(_backward, ctx, grad_output), None, None
 
 
-def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp: Tensor, weight_hp: Tensor) -> Tensor:
+def _compute_output(
+    a: Operand, weight: Operand, ends: Tensor, args: GroupedMMArgs, a_hp: Tensor, weight_hp: Tensor
+) -> Tensor:
     output = grouped_mm(
         a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
     )
@@ -117,7 +119,7 @@ def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    args: _Args = ctx.args
+    args: GroupedMMArgs = ctx.args
     matmuls = args.config.matmuls
     needs_grad_a, needs_grad_weight = find_wanted_gradients(ctx, 2)
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
@@ -169,7 +171,7 @@ def quantize_groups(
     return Operands(row_operand, by_columns.column)
 
 
-def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: bool, column: bool) -> Operands:
+def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *, row: bool, column: bool) -> Operands:
     """Quantize "input" or "grad_output" (`name`), and send the rows to their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
     dispatch = args.dispatch if name == "input" else args.combine
@@ -181,14 +183,14 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, *, row: b
     return operands
 
 
-def _get_or_quantize_weight(weight: Tensor, args: _Args, *, column: bool) -> Operands:
+def _get_or_quantize_weight(weight: Tensor, args: GroupedMMArgs, *, column: bool) -> Operands:
     if args.weight_operands is None:
         return _quantize_weight(weight, args, row=True, column=column)
     args.probe.observe_operands("weight", weight, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
     return args.weight_operands
 
 
-def _quantize_weight(weight: Tensor, args: _Args, *, row: bool, column: bool) -> Operands:
+def _quantize_weight(weight: Tensor, args: GroupedMMArgs, *, row: bool, column: bool) -> Operands:
     operands = quantize_weight(weight, args.config, args.transposed, row=row, column=column)
     args.probe.observe_operands("weight", weight, operands, Groups(weight.shape[0], None, args.transposed))
     return operands
@@ -304,7 +306,9 @@ def multiply_by_weight(
     """
     _check_arguments(a, weight, ends, transposed)
     saves_weight_codes = operands is not None or config.keep_float8_weight_for_backward
-    args = _Args(config, get_output_dtype(a), transposed, operands, saves_weight_codes, dispatch, combine, probe)
+    args = GroupedMMArgs(
+        config, get_output_dtype(a), transposed, operands, saves_weight_codes, dispatch, combine, probe
+    )
     a = a.contiguous()
     check_transforms(a, weight)
     if needs_autograd():

@@ -138,9 +138,9 @@ class RoutedExperts(nn.Module):
         return out if dispatch is None else send_back(out, dispatch)
 
     def _multiply_and_add_bias(
-        self, name: str, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, **between_ranks: Dispatch | None
+        self, name: str, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, **exchanges: Dispatch | None
     ) -> Tensor:
-        out = self._multiply_tokens(name, tokens, ends, **between_ranks)
+        out = self._multiply_tokens(name, tokens, ends, **exchanges)
         if row_experts is None or not getattr(self, "has_bias", False):
             return out
         return out + self._get_local(f"{name}_bias")[row_experts].to(out.dtype)
@@ -149,7 +149,7 @@ class RoutedExperts(nn.Module):
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
         """Multiply sorted tokens by the weight `name` in a grouped matmul."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class Float8Experts(Float8GroupedModule, RoutedExperts):
         super()._init_float8(config)
         self.dispatcher = self.external_dispatcher
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
@@ -182,7 +182,7 @@ class Float8Experts(Float8GroupedModule, RoutedExperts):
         record_run(self, tokens.device, has_row_codes_only=has_row_codes_only)
         probe = self.get_probe(name)
         return multiply_by_weight(
-            tokens, weight, ends, config, transposed=transposed, operands=operands, **between_ranks, probe=probe
+            tokens, weight, ends, config, transposed=transposed, operands=operands, **exchanges, probe=probe
         )
 
 

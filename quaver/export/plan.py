@@ -243,6 +243,6 @@ def find_frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
 def _list_names(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return one name of each tensor, and all names of tied parameters."""
     owners = [[strip_wrappers(name) for name in names] for names in find_parameter_names(model).values()]
-    again = {name for names in owners for name in names[1:]}
+    later_aliases = {name for names in owners for name in names[1:]}
     tied = [name for names in owners if len(names) > 1 for name in names]
-    return [name for name in get_named_tensors(model) if name not in again], tied
+    return [name for name in get_named_tensors(model) if name not in later_aliases], tied

@@ -108,7 +108,7 @@ def cast_column_codes(
     return codes.contiguous().t()
 
 
-def _convert_to_column_major(codes: Tensor) -> Tensor:
+def _lay_out_column_codes(codes: Tensor) -> Tensor:
     """Run `to_column_major` on codes with no other reader, which compiled code converts directly into this layout."""
     return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else to_column_major(codes)
 
@@ -170,7 +170,7 @@ def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
     operands = cast_by_layout(quantize, row, column, cast.row_layout)
     if is_cpu(hp) or operands.column is None:
         return operands
-    return Operands(operands.row, operands.column._replace(data=_convert_to_column_major(operands.column.data)))
+    return Operands(operands.row, operands.column._replace(data=_lay_out_column_codes(operands.column.data)))
 
 
 def _cast_blockwise_cpu(hp: Tensor, cast: BlockCast) -> Operands | None:
@@ -224,12 +224,12 @@ def lay_out_codes(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None
     return codes.contiguous() if row else None, to_column_major(codes) if column else None
 
 
-def _to_column_major(codes: Tensor) -> Tensor:
+def _copy_to_column_major(codes: Tensor) -> Tensor:
     """Copy `codes` [..., R, C] so that each matrix has strides (1, R)."""
     return codes.new_empty(codes.mT.shape).copy_(codes.mT).mT
 
 
-to_column_major = register_operation(_to_column_major, results=1, gpu="to_column_major", in_graphs=True)
+to_column_major = register_operation(_copy_to_column_major, results=1, gpu="to_column_major", in_graphs=True)
 
 
 def to_row_major(codes: Tensor) -> Tensor:

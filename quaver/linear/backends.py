@@ -48,16 +48,16 @@ def choose_backend(
     kind: ScaleKind | None,
     *,
     emulate: bool = False,
-    run_trial: Callable[[int, ScaleKind], bool] | None = None,
+    is_native: Callable[[int, ScaleKind], bool] | None = None,
 ) -> GemmBackend:
     """Return the backend of `device` for a kind of scales.
 
     Args:
         kind: None if no hardware supports the scales.
-        run_trial: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
+        is_native: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
     """
-    run_trial = run_trial or _run_trial_as_constant
-    if kind is None or emulate or not is_cuda_device(device) or not run_trial(device.index or 0, kind):
+    is_native = is_native or _run_trial_as_constant
+    if kind is None or emulate or not is_cuda_device(device) or not is_native(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 

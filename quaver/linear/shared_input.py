@@ -196,7 +196,7 @@ class CachedQuantizer(Quantizer):
             scales=scales or self.derive_scales(missing, cached),
         )
         operands = Operands(cached.row or operands.row, cached.column or operands.column)
-        kept = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
+        operands_to_cache = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
         forwards.cached_operands = SharedOperands(
             weakref.ref(hp, forwards.clear_dead_operands),
@@ -206,7 +206,7 @@ class CachedQuantizer(Quantizer):
             self.hp_dtype,
             self.scale,
             _get_version(self.scale),
-            kept,
+            operands_to_cache,
             linear_ids,
         )
         return operands

@@ -72,9 +72,9 @@ class Float8PrimaryOptimizer(Optimizer):
         self.inner, self.primaries, self._rounds_masters = inner, primaries, rounds_masters
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
-        self._is_made = self._is_stepping = False
+        self._is_initialized = self._is_stepping = False
         super().__init__(groups, dict(inner.defaults))
-        self._is_made = True
+        self._is_initialized = True
         self.load_state_dict(inner.state_dict())  # converts existing state to the masters' dtype
         inner.register_step_pre_hook(self._check_caller)
 
@@ -85,7 +85,7 @@ class Float8PrimaryOptimizer(Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Any]) -> None:
-        if self._is_made:  # else Optimizer.__init__ sets an empty state
+        if self._is_initialized:  # else Optimizer.__init__ sets an empty state
             replace_states(self.state, states)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,7 +94,7 @@ class Float8PrimaryOptimizer(Optimizer):
         Raises:
             RuntimeError: a primary weight of the model was replaced.
         """
-        with self._open_masters():
+        with self._update_masters():
             self._is_stepping = True
             if closure is None:
                 self._pass_gradients()
@@ -112,14 +112,14 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the wrapped optimizer, or of the same optimizer on ordinary parameters."""
-        # Inside `_open_masters`, because torch converts the state to the dtype that the masters have there.
-        with load_with_hooks(self, state_dict) as state_dict, self._open_masters():
+        # Inside `_update_masters`, because torch converts the state to the dtype that the masters have there.
+        with load_with_hooks(self, state_dict) as state_dict, self._update_masters():
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to both optimizers, or to neither. They do not become primary weights."""
         super().add_param_group(param_group)
-        if self._is_made:
+        if self._is_initialized:
             try:
                 self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
             except BaseException:
@@ -130,7 +130,7 @@ class Float8PrimaryOptimizer(Optimizer):
         state = super().__getstate__()
         del state["state"]
         state |= {"inner": self.inner, "primaries": self.primaries, "_rounds_masters": self._rounds_masters}
-        return {**state, "_is_made": True, "_is_stepping": False}
+        return {**state, "_is_initialized": True, "_is_stepping": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -141,7 +141,7 @@ class Float8PrimaryOptimizer(Optimizer):
             raise RuntimeError("step the optimizer that use_float8_primary_weights returned, not the one that it wraps")
 
     @contextmanager
-    def _open_masters(self) -> Iterator[None]:
+    def _update_masters(self) -> Iterator[None]:
         """Give the wrapped optimizer the current options and float32 masters, in the block.
 
         At the exit, bfloat16 masters are rounded and all primary weights are quantized.

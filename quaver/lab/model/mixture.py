@@ -90,8 +90,8 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
+        dispatch, combine = exchanges.get("dispatch"), exchanges.get("combine")
         dtype = get_output_dtype(tokens)  # autocast does not cast the operands of a grouped matmul
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else send_to_experts(tokens, dispatch)
