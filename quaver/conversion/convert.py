@@ -416,8 +416,10 @@ def _report_conversion(report: ConversionReport, plan: _ConversionPlan, verb: st
     for note in report.notes:
         if not note.startswith(SLOW_PATH_HEAD):  # slow paths were logged
             logger.warning(note)
+    problem = "" if plan.layers else report.explain_no_conversion(verb=verb)
+    if problem:
+        warn_user(problem)
     for obstacle, names in plan.obstacles.items():
-        layers = "layer stays" if len(names) == 1 else "layers stay"
-        logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)
-    if not plan.layers:
-        warn_user(report.explain_no_conversion(verb=verb))
+        if obstacle not in problem:
+            layers = "layer stays" if len(names) == 1 else "layers stay"
+            logger.warning("%d %s in high precision (%s): %s", len(names), layers, join_names(names), obstacle)

@@ -122,7 +122,8 @@ class ConversionReport:
         if not self.layers:
             return f"nothing to {verb}: the module has no nn.Linear"
         reasons = [f"{format_module_name(layer.name)}: {layer.reason}" for layer in self.layers]
-        return f"nothing to {verb}: all {len(reasons)} matmul weights were skipped ({join_names(reasons, '; ')})"
+        skipped = "the only matmul weight was" if len(reasons) == 1 else f"all {len(reasons)} matmul weights were"
+        return f"nothing to {verb}: {skipped} skipped ({join_names(reasons, '; ')})"
 
     def summary(self) -> str:
         """Return the counts in one line."""
