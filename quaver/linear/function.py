@@ -346,8 +346,8 @@ def check_transforms(*tensors: Tensor) -> None:
         or (is_forward_mode and any(unpack_dual(tensor).tangent is not None for tensor in tensors))
     ):
         raise RuntimeError(
-            "float8 matmuls support no torch.func.grad, vjp or jvp, no forward-mode autodiff, and vmap under "
-            "torch.no_grad() alone: use torch.autograd.grad, or call convert_to_high_precision(model) before"
+            "float8 matmuls do not support torch.func.grad, vjp, jvp, forward-mode autodiff, or vmap outside of "
+            "torch.no_grad(); use torch.autograd.grad, or call convert_to_high_precision(model) first"
         )
 
 

@@ -359,9 +359,8 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     if accepted is not config:
         return resolve_config(accepted)
     raise TypeError(
-        "config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None "
-        "(for LayerRecipes call prepare_model_for_float8, or this once for each recipe with a filter of its layers), "
-        f"got {config!r}"
+        f"config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None, got {config!r}; "
+        "for several, pass LayerRecipes to prepare_model_for_float8, or convert once per recipe with a module_filter_fn"
     )
 
 

@@ -136,7 +136,7 @@ def test_dynamic_shapes_compile_once(recipe, backend):
 def test_functorch_transforms_are_refused(transformed):
     """Dynamo would drop the backward, and return zeros."""
     compiled = torch.compile(transformed(lambda x: float8_linear(x, torch.ones(16, 16))), backend="eager")
-    with pytest.raises(RuntimeError, match=r"float8 matmuls support no torch\.func\.grad"):
+    with pytest.raises(RuntimeError, match=r"float8 matmuls do not support torch\.func\.grad"):
         compiled(torch.ones(16, 16))
 
 

@@ -124,7 +124,7 @@ def test_a_recipe_or_its_name_stands_for_its_config():
 
 
 def test_recipes_of_layers_are_no_config():
-    with pytest.raises(TypeError, match=r"\(for LayerRecipes call prepare_model_for_float8, .* got LayerRecipes\("):
+    with pytest.raises(TypeError, match=r"got LayerRecipes\(.*; for several, pass LayerRecipes to prep"):
         convert_to_float8_training(torch.nn.Linear(16, 16), config=LayerRecipes("rowwise"))
 
 
