@@ -16,9 +16,9 @@ from quaver.torch_private.versions import get_version
 class CastOnceShard:
     """This rank's shard of a weight, quantized once while the scope is open, and a check that it does not change."""
 
-    def __init__(self, weight: ModuleWeight, opened_by: str) -> None:
-        """`opened_by`: see `open_scope`."""
-        self._weight, self._config, self.opened_by = weight, weight.config, opened_by
+    def __init__(self, weight: ModuleWeight, *, full_name: str, opened_by: str) -> None:
+        """`full_name`, `opened_by`: see `open_scope`."""
+        self._weight, self._config, self.opened_by, self._full_name = weight, weight.config, opened_by, full_name
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version at that time."""
@@ -42,15 +42,15 @@ class CastOnceShard:
         includes it.
         """
         weight, parameter = self._weight.local_tensor, self._weight.parameter
-        check_same_config(parameter, self._weight.config, self._config)
+        check_same_config(self._full_name, self._weight.config, self._config)
         if isinstance(weight, ScaledShard):  # else FSDP2 has unsharded it
             if self._shard_state is None:
                 self._shard_state, self._version = weight.shard_state, get_version(parameter)
                 self._writes = weight.shard_state.writes
             if weight.shard_state is not self._shard_state:
-                raise make_scope_error(parameter, "replaced")
+                raise make_scope_error(self._full_name, "replaced")
             if get_version(parameter) != self._version:
-                raise make_scope_error(parameter, "changed")
+                raise make_scope_error(self._full_name, "changed")
         written = self._shard_state is not None and self._shard_state.writes != self._writes
         if written or (self._cast_from is not None and get_version(self._cast_from[0]) != self._cast_from[1]):
-            raise make_scope_error(parameter, "changed")
+            raise make_scope_error(self._full_name, "changed")

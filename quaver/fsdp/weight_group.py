@@ -32,6 +32,7 @@ from quaver.recipes.scaling import CastScales
 from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_after_change, check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
+from quaver.runtime.module_names import format_module_name
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,11 @@ class AllGatherState:
 def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
     local = weight.local_tensor
     if not isinstance(local, ScaledShard):
+        named_weights = get_all_gather_state(weight.module).weight_group.named_weights
+        name = next((name for name, member in named_weights if member == weight), "")
         raise RuntimeError(
-            f"a weight {list(weight.parameter.shape)} that FSDP2 all-gathers in float8 was replaced after fully_shard, "
-            "but FSDP2 still holds the original; write values with copy_ or load_state_dict"
+            f"the weight of {format_module_name(name)}, which FSDP2 all-gathers in float8, was replaced after "
+            "fully_shard, but FSDP2 still holds the original; write values with copy_ or load_state_dict"
         )
     return local
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quaver.kernels.operands import Operands
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.module_names import format_module_name
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
 
@@ -21,9 +22,11 @@ class HasFloat8Config(Protocol):
 class CastOnceWeight:
     """The operands of a whole weight while the scope is open, and a check that the weight does not change."""
 
-    def __init__(self, module: HasFloat8Config, name: str, operands: Operands, opened_by: str) -> None:
-        """`operands`: the casts of the parameter `name` of `module`. `opened_by`: see `open_scope`."""
-        self.operands, self.opened_by = operands, opened_by
+    def __init__(
+        self, module: HasFloat8Config, name: str, operands: Operands, *, full_name: str, opened_by: str
+    ) -> None:
+        """`operands`: the casts of the parameter `name` of `module`; others: see `open_scope`."""
+        self.operands, self.opened_by, self._full_name = operands, opened_by, full_name
         self._module, self._config = module, module.float8_config
         self._weight: Tensor = getattr(module, name)
         self._memory, self._version = self._weight.detach(), get_version(self._weight)
@@ -31,22 +34,22 @@ class CastOnceWeight:
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
         if weight is not self._weight:
-            raise make_scope_error(weight, "replaced")
-        check_same_config(weight, self._module.float8_config, self._config)
+            raise make_scope_error(self._full_name, "replaced")
+        check_same_config(self._full_name, self._module.float8_config, self._config)
         if get_version(weight) != self._version or _get_address(weight) != _get_address(self._memory):  # `.data = ...`
-            raise make_scope_error(weight, "changed")
+            raise make_scope_error(self._full_name, "changed")
 
 
-def check_same_config(weight: Tensor, config: Float8LinearConfig, config_at_entry: Float8LinearConfig) -> None:
-    """Raise RuntimeError if the module of `weight` has another config than at the entry of the scope."""
+def check_same_config(name: str, config: Float8LinearConfig, config_at_entry: Float8LinearConfig) -> None:
+    """Raise RuntimeError if the module of the weight `name` has another config than at the entry of the scope."""
     if config is not config_at_entry and config != config_at_entry:
-        raise make_scope_error(weight, "given another config")
+        raise make_scope_error(name, "given another config")
 
 
-def make_scope_error(weight: Tensor, how: str) -> RuntimeError:
-    """Make the error for a weight that was "changed", "replaced" or "given another config" (`how`)."""
+def make_scope_error(name: str, how: str) -> RuntimeError:
+    """Make the error for the weight `name` that was "changed", "replaced" or "given another config" (`how`)."""
     return RuntimeError(
-        f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
+        f"the weight of {format_module_name(name)} was {how} inside cast_weights_once; "
         "leave the scope before you change weights or pass others to torch.func.functional_call"
     )
 

@@ -52,13 +52,18 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def open_scope(model: nn.Module, *, opened_by: str) -> Iterator[None]:
-    """Run `cast_weights_once`. The error of a second scope names `opened_by`, unless it is empty."""
+    """Run `cast_weights_once`. The error of a second scope names `opened_by`, unless it is empty.
+
+    The error about a weight has its `full_name` in `model`.
+    """
     check_is_module(model, argument="model")
-    weights = [weight for _, weight in iter_model_weights(model)]
-    whole = [weight for weight in weights if _is_plain_and_whole(weight)]
-    gathered = [(get_all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
-    openers = {weight.cast_once.opened_by for weight in whole if weight.cast_once is not None}
-    openers |= {shard.opened_by for state, _ in gathered for shard in state.cast_once_shards.values()}
+    weights = list(iter_model_weights(model))
+    whole = [(name, weight) for name, weight in weights if _is_plain_and_whole(weight)]
+    gathered = [
+        (name, get_all_gather_state(weight.module), weight) for name, weight in weights if is_all_gather_weight(weight)
+    ]
+    openers = {weight.cast_once.opened_by for _, weight in whole if weight.cast_once is not None}
+    openers |= {shard.opened_by for _, state, _ in gathered for shard in state.cast_once_shards.values()}
     if openers:
         names = ", ".join(sorted(filter(None, openers)))
         raise RuntimeError(
@@ -66,25 +71,27 @@ def open_scope(model: nn.Module, *, opened_by: str) -> Iterator[None]:
             "you enter it again"
         )
     try:
-        for weight in whole:
+        for name, weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
-                cast_once = CastOnceWeight(weight.module, weight.name, weight.quantize(), opened_by)
+                cast_once = CastOnceWeight(
+                    weight.module, weight.name, weight.quantize(), full_name=name, opened_by=opened_by
+                )
             weight.module.cast_once_weights[weight.name] = cast_once
-        for state, weight in gathered:
-            state.cast_once_shards[weight.name] = CastOnceShard(weight, opened_by)
+        for name, state, weight in gathered:
+            state.cast_once_shards[weight.name] = CastOnceShard(weight, full_name=name, opened_by=opened_by)
         yield
-        for weight in whole:
+        for _, weight in whole:
             if weight.cast_once is not None:
                 weight.cast_once.check(weight.parameter)
-        for state, _ in gathered:
+        for _, state, _ in gathered:
             for shard in state.cast_once_shards.values():
                 shard.check()
     finally:
-        for weight in whole:
+        for _, weight in whole:
             weight.module.cast_once_weights.pop(weight.name, None)
             if weight.scale_slots is not None:
                 weight.scale_slots.recorded_weight_amax = None
-        for state, _ in gathered:
+        for _, state, _ in gathered:
             state.cast_once_shards.clear()
 
 

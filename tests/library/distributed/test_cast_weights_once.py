@@ -106,11 +106,20 @@ def test_a_change_before_the_cast_is_never_stale():
         with cast_weights_once(model):
             state_dict["0.up.weight"].to_local().mul_(2)
             scoped = model(part_of(batch))
-        with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model):
+        with pytest.raises(RuntimeError, match="the weight of 1.up was changed inside"), cast_weights_once(model):
             model[1].up.weight.mul_(2)
             model(part_of(batch))
         model[1].up.weight.div_(2)
         assert scoped.equal(model(part_of(batch)))
+
+
+@on_ranks(2)
+def test_a_weight_that_was_replaced_after_fully_shard_is_named():
+    model, batch = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    model(batch)
+    model[0].up.weight = torch.nn.Parameter(model[0].up.weight.full_tensor().detach())
+    with pytest.raises(RuntimeError, match="the weight of 0.up, which FSDP2 all-gathers .*, was replaced after"):
+        model(batch)
 
 
 @on_ranks(2)

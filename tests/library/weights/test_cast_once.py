@@ -153,13 +153,13 @@ def replace(module, name):
     [
         (build_model, lambda model, layer: model[layer].weight.mul_(2), "was changed inside cast_weights_once"),
         (build_model, lambda model, layer: load_own_state(model[layer]), "was changed inside"),
-        (build_model, lambda model, layer: replace(model[layer], "weight"), "was replaced inside"),
+        (build_model, lambda model, layer: replace(model[layer], "weight"), "the weight of [02] was replaced"),
         (
             build_mixture,
             lambda model, layer: model.experts.down_proj[1].mul_(2),
             "was changed inside cast_weights_once",
         ),
-        (build_mixture, lambda model, layer: replace(model.experts, "down_proj"), "was replaced inside"),
+        (build_mixture, lambda model, layer: replace(model.experts, "down_proj"), "of experts.down_proj was replaced"),
     ],
 )
 def test_a_change_inside_is_an_error_at_the_next_use_and_at_the_exit(make, change, message):
