@@ -31,7 +31,7 @@ from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forwa
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.module_names import format_module_name, iter_enclosing_modules
+from quaver.runtime.module_names import iter_enclosing_modules, quote_module_name
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import is_exporting
 
@@ -76,12 +76,12 @@ def store_activations_in_float8(
     matmuls = _find_matmuls(chosen.values())
     for name, module in chosen.items():
         if has_wrapper(module, _Storing):
-            raise ValueError(f"{format_module_name(name)} stores its activations in float8 already")
+            raise ValueError(f"{quote_module_name(name)} stores its activations in float8 already")
     for name, module in model.named_modules():
         bypassed = name in chosen or (module in matmuls and not isinstance(module, Float8Linear))
         if bypassed and "forward" in vars(module):
             raise ValueError(
-                f"{format_module_name(name)} overrides `forward` on the instance, which bypasses storing; patch the "
+                f"{quote_module_name(name)} overrides `forward` on the instance, which bypasses storing; patch the "
                 "class instead, or name other modules"
             )
     _prepare_compiler()

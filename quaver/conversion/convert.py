@@ -42,7 +42,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.serving import serving_config
 from quaver.runtime.errors import InputError, check_is_module
-from quaver.runtime.module_names import find_weight_modules, format_module_name, join_names
+from quaver.runtime.module_names import find_weight_modules, format_module_name, join_names, quote_module_name
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.fsdp import has_fsdp_run
 from quaver.weights.cast_once import is_cast_once
@@ -259,7 +259,7 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         if isinstance(module, nn.Linear):
             raise
         raise TypeError(
-            f"module_filter_fn was written for linears, and {format_module_name(name)} is a {type(module).__name__}, "
+            f"module_filter_fn was written for linears, and {quote_module_name(name)} is a {type(module).__name__}, "
             f"experts with 3-D weights: {error}; return False for modules other than nn.Linear, or handle experts"
         ) from error
     if isinstance(decision, FilterDecision):
@@ -321,7 +321,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
     if isinstance(module, Float8Module) and module.float8_config != config:
         difference = _describe_difference(module.float8_config, config)
         raise ValueError(
-            f"{format_module_name(name)} is already converted with {difference}; filter it out, or "
+            f"{quote_module_name(name)} is already converted with {difference}; filter it out, or "
             "call convert_to_high_precision first"
         )
     weights = {"weight": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
@@ -379,11 +379,11 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     is_whole = weight.local_tensor is weight.parameter
     if is_cast_once(weight):
         raise RuntimeError(
-            f"{format_module_name(name)} cannot be converted back inside cast_weights_once; leave the scope before that"
+            f"{quote_module_name(name)} cannot be converted back inside cast_weights_once; leave the scope before that"
         )
     if isinstance(weight.parameter, Float8PrimaryWeight):
         raise RuntimeError(
-            f"{format_module_name(name)} cannot be converted back: its weight is a float8 primary weight; load the "
+            f"{quote_module_name(name)} cannot be converted back: its weight is a float8 primary weight; load the "
             "model's state_dict, which holds the masters, into a model in high precision"
         )
     if isinstance(weight.local_tensor, FrozenFloat8Weight) and not is_whole:
@@ -394,11 +394,11 @@ def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
         obstacle = "DistributedDataParallel holds its weight, which is a Float8AllGatherWeight"
     else:
         return
-    raise RuntimeError(f"{format_module_name(name)} cannot be converted back: {obstacle}; convert back before that")
+    raise RuntimeError(f"{quote_module_name(name)} cannot be converted back: {obstacle}; convert back before that")
 
 
 def _check_can_restore_class(module: Float8Module, name: str) -> None:
-    name = format_module_name(name)
+    name = quote_module_name(name)
     if parametrize.is_parametrized(module):
         raise RuntimeError(f"{name} cannot be converted back: it is parametrized; remove the parametrizations first")
     if issubclass(original := get_class_parts(module).original, Float8Module):

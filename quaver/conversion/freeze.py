@@ -39,7 +39,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import compute_amax
 from quaver.runtime.errors import check_is_module
-from quaver.runtime.module_names import find_parameter_names, format_module_name
+from quaver.runtime.module_names import find_parameter_names, format_module_name, quote_module_name
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 from quaver.weights.primary_weight import Float8PrimaryWeight
 
@@ -233,7 +233,7 @@ def _find_problems(
     for name, module in chosen.items():
         if isinstance(module, Float8Module) and not isinstance(module, FrozenModule) and module.float8_config != config:
             yield (
-                f"freeze_to_float8 expects a model in high precision: {format_module_name(name)} is already converted; "
+                f"freeze_to_float8 expects a model in high precision: {quote_module_name(name)} is already converted; "
                 "call convert_to_high_precision first, or filter it out (module_filter_fn)"
             )
         module_weights = {"": module.weight} if isinstance(module, nn.Linear) else get_expert_weights(module)
@@ -241,7 +241,7 @@ def _find_problems(
     training = [name for name, weight in weights.items() if weight.requires_grad]
     if 0 < len(training) < len(weights):
         yield (
-            f"{format_module_name(training[0])} requires a gradient and other weights do not: call freeze_to_float8 "
+            f"{quote_module_name(training[0])} requires a gradient and other weights do not: call freeze_to_float8 "
             "before adapters are added, or filter out what trains (module_filter_fn)"
         )
     for name, weight in weights.items():

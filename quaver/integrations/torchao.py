@@ -28,7 +28,7 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.convert import convert_to_float8_training as _convert
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.runtime.module_names import format_module_name
+from quaver.runtime.module_names import quote_module_name
 
 USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
 TORCHAO_MODULES = tuple(
@@ -59,7 +59,7 @@ def convert_to_float8_training(
     for name, child in module.named_modules():
         if is_torchao_linear(child):
             raise RuntimeError(
-                f"{format_module_name(name)} was converted by torchao: call install() before the conversion"
+                f"{quote_module_name(name)} was converted by torchao: call install() before the conversion"
             )
     if isinstance(module, nn.Linear) and next(module.children(), None) is not None:
         raise AssertionError("Does not support a root nn.Linear with children")  # torchao's callers expect this error

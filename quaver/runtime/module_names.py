@@ -76,6 +76,11 @@ def format_module_name(name: str) -> str:
     return name or "the module"
 
 
+def quote_module_name(name: str) -> str:
+    """Return the name of a module in quotes, for a sentence: the name of a root's child may be a number."""
+    return repr(name) if name else format_module_name(name)
+
+
 def join_names(names: Sequence[str], separator: str = ", ") -> str:
     """Return the first three of `names` and the number of remaining names, for a message; see `format_module_name`."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -590,9 +590,9 @@ def test_habits_of_users_have_the_gradients_of_a_plain_step():
         (
             lambda net: setattr(net.layers[0].mlp, "forward", len),
             {},
-            "layers.0.mlp overrides `forward` on the instance",
+            "'layers.0.mlp' overrides `forward` on the instance",
         ),
-        (store_activations_in_float8, {}, "layers.0.self_attn stores its activations in float8 already"),
+        (store_activations_in_float8, {}, "'layers.0.self_attn' stores its activations in float8 already"),
     ],
 )
 def test_bad_input_is_refused_in_one_line_and_changes_nothing(prepare, options, message):

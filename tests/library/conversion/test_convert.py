@@ -312,11 +312,11 @@ def test_sharded_models_are_reported_and_converted_back(one_rank):
 
 def test_a_refused_conversion_back_changes_nothing(one_rank):
     gathered = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
-    with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
+    with pytest.raises(RuntimeError, match="'module.0' cannot be converted back: DistributedDataParallel holds"):
         convert_to_high_precision(nn.parallel.DistributedDataParallel(gathered))
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     nn.utils.parametrizations.weight_norm(model[1])
-    with pytest.raises(RuntimeError, match="1 cannot be converted back: it is parametrized"):
+    with pytest.raises(RuntimeError, match="'1' cannot be converted back: it is parametrized"):
         convert_to_high_precision(model)
     assert isinstance(model[0], Float8Linear)
 

@@ -76,6 +76,6 @@ def test_a_name_that_is_no_layer_is_refused_before_any_is_converted(name):
 
 def test_an_error_of_one_recipe_leaves_the_layers_of_all_unchanged():
     model = convert_to_float8_training(build_model(), config="mxfp8", module_filter_fn=lambda _, name: name == "2")
-    with pytest.raises(ValueError, match="2 is already converted with mxfp8, asked for blockwise; filter it out"):
+    with pytest.raises(ValueError, match="'2' is already converted with mxfp8, asked for blockwise; filter it out"):
         convert_layers(model, LayerRecipes("tensorwise", {"1": "rowwise", "2": "blockwise"}))
     assert [*get_recipes(model).values()] == ["high_precision", "high_precision", "mxfp8", "high_precision"]

@@ -301,7 +301,7 @@ def test_what_cannot_be_sharded_says_so():
     message = refusal(model, torch.ones(3, DIM))
     assert "NotImplementedError: expected weights of experts that FSDP2 shards along dim 0 or 1 and" in message
     message = refusal(convert_to_high_precision, model)
-    assert "0.experts.gate_up_proj cannot be converted back: fully_shard gathers its weight in float8" in message
+    assert "'0.experts.gate_up_proj' cannot be converted back: fully_shard gathers its weight in float8" in message
 
 
 @on_ranks(2)

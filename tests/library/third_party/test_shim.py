@@ -72,7 +72,7 @@ def check_refusals(kind):
     elif kind == "converted before":
         package.convert_to_float8_training(linear)
         shim.install()
-        expected = "0 was converted by torchao: call install"
+        expected = "'0' was converted by torchao: call install"
     else:
         sys.modules["torchao.float8"] = None
         expected = "cannot import torchao.float8"
