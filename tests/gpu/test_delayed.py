@@ -19,7 +19,7 @@ from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
 from tests.gpu.device import BACKEND, DEVICE, host, host_sync_refused
 from tests.recipes import E4M3, E5M2, PERSISTENT_RECIPES
-from tests.reference import assert_same_bits
+from tests.reference import assert_same_bits, lowest_sqnr_db
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +63,19 @@ def step(model, forward, seed, device):
     return loss.detach()
 
 
+def relative_error(*mantissa_bits):
+    """Return the error, relative to the rms, of a result with a rounding to each of these numbers of bits."""
+    return 10 ** (-lowest_sqnr_db(*mantissa_bits) / 20)
+
+
+CODES = relative_error(3, 3)
+"""The second linear's input has another scale where its amax in bfloat16 differs, and then both devices round it."""
+LOSS = 4 * 2 * CODES / (128 * 64) ** 0.5 + CODES**2
+"""Four standard deviations of the sum of output * error, and the sum of error**2, over the sum of output**2."""
+AMAX = {"2.input": 2**-6, "2.grad_output": CODES, "0.grad_output": relative_error(3, 3, 2, 2)}
+"""Two ulps of bfloat16; the output's error; with that of the codes of the gradient. Other tensors have equal bits."""
+
+
 @pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_follows_that_on_a_cpu_and_is_compiled_once_more_when_scales_are_known(recipe, compiled):
@@ -78,10 +91,10 @@ def test_training_follows_that_on_a_cpu_and_is_compiled_once_more_when_scales_ar
             loss = step(on_gpu, forward, seed, DEVICE)
         with host():
             expected = step(on_cpu, on_cpu, seed, "cpu")
-        torch.testing.assert_close(loss.cpu(), expected, rtol=2e-2, atol=0)
+        torch.testing.assert_close(loss.cpu(), expected, rtol=LOSS, atol=0)
     actual, expected = (float8_scaling_state(model).state_dict() for model in (on_gpu, on_cpu))
     for name, value in actual.items():
-        torch.testing.assert_close(value.cpu(), expected[name], rtol=0.1, atol=0)
+        torch.testing.assert_close(value.cpu(), expected[name], rtol=AMAX.get(name.rpartition(".")[0], 0), atol=0)
 
 
 def test_nothing_waits_for_the_device():
