@@ -91,15 +91,16 @@ def read_hf_config(config: dict[str, Any]) -> Model:
             f"head_dim in config.json must be hidden_size / num_attention_heads = {width} / {heads}, got "
             f"{config['head_dim']!r}; quaver's Llama supports no other head size"
         )
+    settings = {
+        **sizes,
+        **experts,
+        "n_kv_heads": _get(config, "num_key_value_heads", "a positive integer", heads),
+        "norm_eps": float(_get(config, "rms_norm_eps", "a number", 1e-6)),
+        "tie_word_embeddings": _get(config, "tie_word_embeddings", "true or false", False),
+        **_read_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
+    }
     with blame_input("config.json does not make a model: "):
-        return Model(
-            **sizes,
-            **experts,
-            n_kv_heads=_get(config, "num_key_value_heads", "a positive integer", heads),
-            norm_eps=float(_get(config, "rms_norm_eps", "a number", 1e-6)),
-            tie_word_embeddings=_get(config, "tie_word_embeddings", "true or false", False),
-            **_read_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
-        )
+        return Model(**settings)
 
 
 def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[st
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise InputError(f"rope_scaling must be an object, got {rope!r}")
+        raise InputError(f"rope_scaling in config.json must be an object, got {rope!r}")
     unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
         raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {join_names(unknown)}")
@@ -200,7 +201,7 @@ def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> A
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise InputError(f"{name} is missing")
+        raise InputError(f"{name} in config.json must be {kind}, but is missing")
     if not _VALUE_CHECKS[kind](value):
-        raise InputError(f"{name} must be {kind}, got {value!r}")
+        raise InputError(f"{name} in config.json must be {kind}, got {value!r}")
     return value
