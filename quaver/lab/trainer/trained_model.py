@@ -262,7 +262,8 @@ class TrainedModel:
             place = describe_nonfinite(
                 self.model, partial(self.forward_backward, batches), self.ranks.all_gather_objects
             )
-        where = f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {place}"
+        reason = f"loss {loss:.4f} and gradient norm {grad_norm:.4f}, {place}"
+        where = f"{self.name}: step {step} has {reason}"
         self.scaling.forget_recorded_amaxes()
         pop_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
@@ -271,7 +272,7 @@ class TrainedModel:
         if self._skipped_in_a_row > training.max_nonfinite_steps:
             limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
             raise NonFiniteError(f"{where}; the previous steps were non-finite too, and {limit} of them were skipped")
-        return where
+        return reason
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Batch]) -> ValidationResult:
