@@ -1,4 +1,4 @@
-"""`quaver doctor --gpu NAME [--model CONFIG_TOML|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU multiplies natively.
+"""`quaver doctor --gpu NAME [--model CONFIG.toml|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU multiplies natively.
 
 The GPU need not be in this machine.
 """

@@ -1,4 +1,4 @@
-"""The options of `quaver doctor`. doctor_model.py runs `--model RUN|FOLDER`; doctor_gpu.py runs `--gpu NAME`."""
+"""The options of `quaver doctor`. doctor_model.py runs `--model RUN|HF-FOLDER`; doctor_gpu.py runs `--gpu NAME`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,7 +28,7 @@ class DoctorOptions(Settings):
     model: UserPath | None = setting(
         None,
         "A run or a Hugging Face folder whose linears are surveyed instead, with a recipe chosen for each. With "
-        "--gpu they are listed by their shapes alone.",
+        "--gpu, also a config TOML: the linears are listed by their shapes alone.",
     )
     data: str | None = setting(
         None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
