@@ -48,7 +48,7 @@ class Job(Settings, section="job"):
 class Metrics(Settings, section="metrics"):
     """Printed lines and logs; metrics.jsonl always has every step."""
 
-    log_freq: AtLeast1 = setting(10, "Steps between two printed lines.")
+    log_freq: AtLeast1 = setting(10, "Steps between two printed lines; each validation prints one.")
     float8_scales_freq: NotNegative = setting(
         1, "Steps between two lines of float8_scales.jsonl with a delayed recipe; 0 for none."
     )
