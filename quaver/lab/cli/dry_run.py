@@ -8,6 +8,7 @@ from rich.table import Table
 from quaver.lab.cli.run_config import load_and_print_turned_off
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import RankCount, Settings, setting
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
 from quaver.lab.terminal.tables import make_table
 from quaver.lab.trainer.dry_run import DryRun, dry_run
@@ -38,12 +39,14 @@ def plan_run(run_flags: list[str], ranks: int) -> DryRun:
 def iter_views(run: DryRun) -> Iterator[str | Table]:
     """Yield the model, steps and data of a run, its linears, and which weights are not in float8."""
     config, training = run.config, run.config.training
+    sequences, files = format_count(training.step_batch_size, "sequence"), format_count(len(run.source.files), "file")
+    steps, tokens = format_count(training.steps, "step"), format_count(run.tokens, "token")
     lines = {
         "model": f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}",
-        "step": f"{training.step_batch_size} sequences of {training.seq_len:,} = {training.step_tokens:,} tokens",
-        "run": f"{training.steps:,} steps, {run.tokens:,} tokens, {run.tokens * run.flops_per_token:.3g} FLOPs",
+        "step": f"{sequences} of {training.seq_len:,} = {format_count(training.step_tokens, 'token')}",
+        "run": f"{steps}, {tokens}, {run.tokens * run.flops_per_token:.3g} FLOPs",
         "FLOPs": f"{run.flops_per_token:,} per token, forward and backward",
-        "data": f"{config.data.path}: {len(run.source.files):,} files, {run.source.total_bytes:,} bytes; not read",
+        "data": f"{config.data.path}: {files}, {run.source.total_bytes:,} bytes; not read",
         "tokenizer": run.tokenizer,
         "ranks": str(run.dims),
     }
@@ -70,7 +73,7 @@ def _iter_linear_views(run: DryRun) -> Iterator[str | Table]:
         operands = (f"{matmul:<13}{casts.replace('dynamic ', '')}" for matmul, casts in linear.operands.items())
         number = schemes.setdefault(tuple(operands), len(schemes) + 1)
         rows.append((linear.name, str(count), shape, f"({number})"))
-    title = "Effective quantization of each matmul (dynamic scaling unless stated)"
+    title = "Effective quantization (dynamic scaling unless stated)"
     columns = ("linear", "number", "in -> out", "matmuls")
     yield make_table(title, columns, rows=rows, wrapped=columns[:1], right=columns[1:2])
     for scheme, number in schemes.items():

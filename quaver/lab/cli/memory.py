@@ -158,8 +158,8 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
                 quick=True,
                 set_activity=set_activity,
             )
-    peak = f"about {format_bytes(estimate)} at the peak of one of {format_count(options.ranks, 'rank')}"
-    print_views([f"{peak}, estimated within {ESTIMATE_ERROR:.0%}"])
+    place = "" if options.ranks == 1 else f" of one of {options.ranks:,} ranks"
+    print_views([f"about {format_bytes(estimate)} at the peak{place}, estimated within {ESTIMATE_ERROR:.0%}"])
     if advice is not None:
         print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})

@@ -29,10 +29,8 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
         f"{format_count(memory.micro_batches, 'micro-batch')} of {format_count(training.local_batch_size, 'sequence')} "
         f"of {format_count(training.seq_len, 'token')}"
     )
-    moment = (
-        f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
-        f"by {prediction.operator_of_peak or 'nothing'}"
-    )
+    place = f"of {prediction.module_of_peak}" if prediction.module_of_peak else "outside of modules"
+    moment = f"{prediction.phase_of_peak} {place}, by {prediction.operator_of_peak or 'nothing'}"
     lines = [
         ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
         ("ranks", f"{memory.dims}; what follows is of one"),

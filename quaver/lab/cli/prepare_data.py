@@ -9,6 +9,7 @@ from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.flags import exit_if_help
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.trainer.display import ShownProgress
 
 
@@ -29,10 +30,12 @@ def main(argv: list[str]) -> int:
         config_path, flags = parse_arguments(argv, prog="quaver prepare-data")
         data = load_data(load_and_print_turned_off(config_path, flags), ShownProgress())
     origin = data.origin
-    print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
+    files = format_count(origin["files"], "file")
+    print(f"source       {origin['path']}: {files}, {origin['other_files']:,} others not read")
     print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")
     for split in ("train", "validation"):
-        print(f"{split:<12} {origin[f'{split}_documents']:,} documents, {origin[f'{split}_tokens']:,} tokens")
+        documents, tokens = (format_count(origin[f"{split}_{noun}s"], noun) for noun in ("document", "token"))
+        print(f"{split:<12} {documents}, {tokens}")
     print(f"left out     {origin['empty']:,} empty, {origin['corrupt']:,} corrupt")
     for place in origin["corrupt_places"]:
         print(f"  {place}")

@@ -21,6 +21,7 @@ from quaver.lab.data.token_files import (
 )
 from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, TrainConfig
+from quaver.lab.terminal.counts import format_count
 from quaver.runtime.errors import InputError
 
 MAX_GROUP_CHARACTERS = 1 << 22
@@ -116,7 +117,7 @@ def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _describe_skipped(corrupt: int, places: list[str]) -> str:
-    return f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
+    return f"; {format_count(corrupt, 'corrupt item')} skipped, the first at {places[0]}" if corrupt else ""
 
 
 def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:

@@ -4,6 +4,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.lab.terminal.console import print_line
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.trainer.display import Display
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
@@ -36,12 +37,11 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
     places = origin["corrupt_places"]
     left_out = f" (left out: {origin['corrupt']:,}, such as {places[0]})" if places else ""
     display.print_line(
-        f"data         {origin['path']}: {origin['files']:,} files{left_out}, "
+        f"data         {origin['path']}: {format_count(origin['files'], 'file')}{left_out}, "
         f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
     )
-    display.print_line(
-        f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}"
-    )
+    steps = format_count(config.training.steps, "step")
+    display.print_line(f"step         {config.training.step_tokens:,} tokens; {steps} on {run.device}")
     if not run.ranks.is_alone:
         display.print_line(f"ranks        {run.dims}")
         for note in dict.fromkeys(note for model in run.models for note in list_model_notes(model)):

@@ -96,7 +96,7 @@ def test_digest_sees_content_and_order(text_folder, load):
         ("none", None, FileNotFoundError, "does not exist; give stdlib, a text file or a folder"),
         (".", None, ValueError, "holds no text"),
         ("data.txt", b"", ValueError, "holds no text"),
-        ("data.txt", b"\0\0", ValueError, "holds no text.*1 corrupt were skipped, the first at data.txt: a 0 byte"),
+        ("data.txt", b"\0\0", ValueError, "holds no text.*1 corrupt item skipped, the first at data.txt: a 0 byte"),
         ("data.txt", b"short", ValueError, r"train split .* has 6 tokens, .* needs training.seq_len \+ 1 = 17"),
         ("data.txt", b"x" * 100, ValueError, "validation split .* has 11 tokens"),
     ],
