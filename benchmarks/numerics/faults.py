@@ -197,9 +197,6 @@ def shorten(alarm: Alarm) -> dict[str, Any]:
     }
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 def make_tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the table of results/numerics.md by name."""
     faults, healthy = results["faults"], results["healthy"]

@@ -25,9 +25,6 @@ def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-# ---- high precision --------------------------------------------------------------------------------------------------
-
-
 def change_input(stack: ExitStack, linear: nn.Module, change: Change) -> None:
     stack.callback(linear.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]),)).remove)
 
@@ -48,9 +45,6 @@ def change_grad_output(stack: ExitStack, linear: nn.Module, change: Change) -> N
 def change_weight(linear: nn.Module, change: Change) -> None:
     weight = linear.get_parameter("weight")
     weight.copy_(change(weight.clone()))
-
-
-# ---- float8 ----------------------------------------------------------------------------------------------------------
 
 
 def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:

@@ -65,7 +65,7 @@ class Training:
         )
 
 
-Make = Callable[[], Training]
+TrainingFactory = Callable[[], Training]
 
 
 def read_text() -> Tensor:
@@ -123,7 +123,7 @@ def make_training(
     prepare: Callable[[nn.Module, Callable[[int], Tensor]], None] | None = None,
     primary: bool = False,
     **loop_options: Any,
-) -> Make:
+) -> TrainingFactory:
     """Return a function that makes the training of a decoder in float8, after `pretrained` steps without it.
 
     `model_options` are for `build_architecture`, `batch_shape` has sequences and tokens, `loop_options` are fields of
@@ -167,7 +167,7 @@ def _train(training: Training, steps: int) -> None:
         training.step(step)
 
 
-def make_regression(seed: int) -> Make:
+def make_regression(seed: int) -> TrainingFactory:
     """Return a function that makes the training of a deep MLP to match a smaller one, on Gaussian inputs."""
 
     def make() -> Training:

@@ -89,7 +89,7 @@ def _make_cells(
         for tensor in row:
             row_of_tensor.setdefault((tensors[tensor]["layer"], tensors[tensor]["operand"]), at)
     steps = record.steps.tolist()
-    edges = [*(steps[first] for first in grid.columns[:-1]), steps[-1] + get_sampling_interval(record)]
+    edges = [*(steps[first] for first in grid.column_edges[:-1]), steps[-1] + get_sampling_interval(record)]
     return grid.merge(codes[:, has_value]), edges, names, row_of_tensor
 
 

@@ -21,7 +21,7 @@ DOWN, Q, UP = "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj",
 LAST = "model.layers.3.mlp.down_proj"
 EXPERTS = "model.layers.1.mlp"
 
-Inject = Callable[[TrainedModel, ExitStack], Any]
+FaultInjector = Callable[[TrainedModel, ExitStack], Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Fault:
 
     name: str
     rules: tuple[str, ...]
-    inject: Inject
+    inject: FaultInjector
     layer: str | None = None
     """The layer that an alarm must name; None if the fault is not in one layer."""
     operand: str | None = None
@@ -90,15 +90,12 @@ HEALTHY = (
 )
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def inject_into(layer: str, how: Callable[..., Any], *arguments: Any) -> Inject:
+def inject_into(layer: str, how: Callable[..., Any], *arguments: Any) -> FaultInjector:
     """Return an injection that calls `how(stack, linear, *arguments)` with the linear `layer`."""
     return lambda trained, stack: how(stack, trained.model.get_submodule(layer), *arguments)
 
 
-def inject_into_weight(layer: str, change: inject.Change) -> Inject:
+def inject_into_weight(layer: str, change: inject.Change) -> FaultInjector:
     return lambda trained, stack: inject.change_weight(trained.model.get_submodule(layer), change)
 
 
@@ -121,7 +118,7 @@ def change_nothing(trained: TrainedModel, stack: ExitStack) -> None:
     """Change nothing: the fault is in the batches."""
 
 
-def scale_loss(factor: float) -> Inject:
+def scale_loss(factor: float) -> FaultInjector:
     """Return an injection that multiplies the loss."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
@@ -136,7 +133,7 @@ def raise_learning_rate(trained: TrainedModel, stack: ExitStack) -> None:
     inject.patch(stack, trained, "config", replace(trained.config, optimizer=optimizer))
 
 
-def forget_weight(layer: str) -> Inject:
+def forget_weight(layer: str) -> FaultInjector:
     """Return an injection that removes the weight of `layer` from the optimizer."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:
@@ -147,7 +144,7 @@ def forget_weight(layer: str) -> Inject:
     return change
 
 
-def grow_input(layer: str, factor: float) -> Inject:
+def grow_input(layer: str, factor: float) -> FaultInjector:
     """Return an injection that multiplies the input by `factor` once more in each forward."""
 
     def change(trained: TrainedModel, stack: ExitStack) -> None:

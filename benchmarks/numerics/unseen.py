@@ -37,8 +37,8 @@ from benchmarks.numerics.faults import (
     shorten,
 )
 from benchmarks.numerics.loops import (
-    Make,
     Training,
+    TrainingFactory,
     calibrate,
     calibrate_static_scales,
     make_muon,
@@ -61,7 +61,7 @@ class Run:
     """A run, with a fault from `FAULT_STEP` on if `break_it` is given. A fault without it exists from the beginning."""
 
     name: str
-    make: Make
+    make: TrainingFactory
     steps: int = 50
     every: int = 2
     break_it: Callable[[Training, ExitStack], Any] | None = None
@@ -130,12 +130,10 @@ HEALTHY = (
 )
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-Break = Callable[[Training, ExitStack], Any]
+TrainingFault = Callable[[Training, ExitStack], Any]
 
 
-def inject_into_weight(name: str, change: inject.Change) -> Break:
+def inject_into_weight(name: str, change: inject.Change) -> TrainingFault:
     return lambda run, stack: inject.change_weight(run.model.get_submodule(name), change)
 
 
@@ -147,11 +145,11 @@ def change_part(index: Any, value: float) -> inject.Change:
     return change
 
 
-def inject_into_operand(name: str, how: Callable[..., None], change: inject.OnOperand) -> Break:
+def inject_into_operand(name: str, how: Callable[..., None], change: inject.OnOperand) -> TrainingFault:
     return lambda run, stack: how(stack, run.model.get_submodule(name), change)
 
 
-def inject_into_output(name: str, change: inject.Change) -> Break:
+def inject_into_output(name: str, change: inject.Change) -> TrainingFault:
     """Change the output of a module."""
     return lambda run, stack: inject.change_output(stack, run.model.get_submodule(name), change)
 
@@ -250,7 +248,7 @@ def ascend(run: Training, stack: ExitStack) -> None:
     run.compute_loss = lambda tokens: -compute_loss(tokens)
 
 
-def multiply_norm_gain(name: str, factor: float) -> Break:
+def multiply_norm_gain(name: str, factor: float) -> TrainingFault:
     def change(run: Training, stack: ExitStack) -> None:
         with torch.no_grad():
             run.model.get_submodule(name).get_parameter("weight").mul_(factor)
@@ -391,9 +389,6 @@ FAULTS = (
         layers=("layers.2.mlp.up_proj",),
     ),
 )
-
-
-# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def run_monitored(scenario: Run, records: Path | None) -> tuple[RecordingSink, list[float]]:

@@ -14,7 +14,7 @@ from quaver.runtime.files import MAX_NAME_BYTES, make_folder, replace_file
 
 RECIPES_COMMENT = "# Written by quaver doctor"
 
-_BEGINNINGS = {
+_SIGNATURES_BY_KIND = {
     "JSON result": re.compile(rb'\{\s*"(environment|benchmark)"'),
     "HTML page": re.compile(rb"<!doctype html>"),
     "PNG picture": re.compile(rb"\x89PNG\r\n"),
@@ -26,7 +26,7 @@ _BEGINNINGS = {
 class Output(NamedTuple):
     """A file that a command will write, the option that names it, and its kind.
 
-    A file that exists is replaced only if its kind is a key of `_BEGINNINGS` and it begins so.
+    A file that exists is replaced only if its kind is a key of `_SIGNATURES_BY_KIND` and it begins so.
     """
 
     path: Path
@@ -131,9 +131,9 @@ def _check_access(nearest: Path, path: Path, option: str) -> None:
 def _check_replaceable(target: Path, option: str, kind: str) -> None:
     if target.name in RUN_FILES and (target.parent / CONFIG_FILE).exists():
         raise InputError(f"{option}: {target} is a file of a run; give another file")
-    if kind not in _BEGINNINGS:
+    if kind not in _SIGNATURES_BY_KIND:
         raise InputError(f"{option}: {str(target)!r} exists already; give another file or remove it")
     with target.open("rb") as file:
         beginning = file.read(64)
-    if beginning and not _BEGINNINGS[kind].match(beginning):
+    if beginning and not _SIGNATURES_BY_KIND[kind].match(beginning):
         raise InputError(f"{option}: {target} exists and is no {kind} of quaver; give another file or remove it")

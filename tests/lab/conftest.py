@@ -133,10 +133,10 @@ def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run_refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
 
-    def refused(*words: object) -> str:
+    def run_refused(*words: object) -> str:
         from quaver.lab.cli import main  # importing it takes seconds
 
         capsys.readouterr()
@@ -151,4 +151,4 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert line.startswith("quaver: error: "), error
         return line
 
-    return refused
+    return run_refused

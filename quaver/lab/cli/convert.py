@@ -77,4 +77,4 @@ def _export(argv: list[str]) -> None:
             tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         )
     step = exported.record["progress"]["step"]
-    print(f"{target}: the model {exported.weights.name} of step {step:,} in {options.dtype}")
+    print(f"{target}: the model {exported.weights_path.name} of step {step:,} in {options.dtype}")

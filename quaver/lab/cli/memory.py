@@ -112,8 +112,8 @@ def main(argv: list[str]) -> int:
         options.check_files()
         config_path, flags = parse_arguments(run_flags, MemoryOptions, prog="quaver memory")
         config = load_and_print_turned_off(config_path, flags)
-        trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
-        device = options.device or trained_on
+        default_device = resolve_device(config.training.device).type if options.measure else "cuda"
+        device = options.device or default_device
         if options.traffic:
             return _print_traffic(options, config, device)
         if options.quick:

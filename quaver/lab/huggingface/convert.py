@@ -67,14 +67,14 @@ _DERIVED_BUFFER_NAME = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.i
 class CheckedModel:
     """One model of a checkpoint, after `open_checkpoint` has checked it."""
 
-    weights: Path
+    weights_path: Path
     """The model's folder in the checkpoint."""
     model: Model
     record: dict[str, Any]
 
     def open_weights(self) -> CheckpointWeights:
         """Return the weights by their names in Hugging Face's files."""
-        return CheckpointWeights(self.weights, self.model)
+        return CheckpointWeights(self.weights_path, self.model)
 
 
 def import_hf(folder: Path, target: Path, dtype: str = "float32") -> Model:
@@ -186,13 +186,13 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     if name is not None and name not in names:
         raise InputError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
     checked = CheckedModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
-    stored = read_metadata(CheckpointReader(checked.weights)).state_dict_metadata
+    stored = read_metadata(CheckpointReader(checked.weights_path)).state_dict_metadata
     shapes = {
         name.removeprefix("model."): list(tensor.size)
         for name, tensor in stored.items()
         if isinstance(tensor, TensorStorageMetadata)
     }
-    _check_shapes(shapes, make_stored_state(checked.model), checked.weights)
+    _check_shapes(shapes, make_stored_state(checked.model), checked.weights_path)
     return checked
 
 

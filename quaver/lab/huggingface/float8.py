@@ -46,8 +46,8 @@ def make_run_source(
     decisions = _list_decisions(checked, config)
     if recipe is None and not decisions:
         raise InputError(
-            f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
-            "for example --recipe rowwise"
+            f"the model {checked.weights_path.name!r} was trained in high precision: give the recipe whose codes to "
+            "export, for example --recipe rowwise"
         )
     if decisions and tuple(filter_fqns) != DEFAULT_FILTER:
         raise InputError(
@@ -58,7 +58,7 @@ def make_run_source(
     decide = partial(_decide_as_run, decisions) if decisions else make_name_filter(filter_fqns)
     if recipe is None:
         convert_filtered(model, _without_all_gather(config), decide)
-        _load_scales(model, CheckpointReader(checked.weights))
+        _load_scales(model, CheckpointReader(checked.weights_path))
     else:
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     progress = checked.record["progress"]
@@ -74,7 +74,7 @@ def make_run_source(
         weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.open_weights())),
         config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage_settings(checked)),
         make_hp_model=make_hp_model,
-        origin={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
+        origin={"source": f"{checkpoint.name}/{checked.weights_path.name} of quaver train", "step": progress["step"]},
         rounded_from=_choose_forward_dtype(checked, config),
     )
 
@@ -92,12 +92,17 @@ def _without_all_gather(config: Float8) -> Float8:
 def _list_decisions(checked: CheckedModel, config: Float8) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
     is_of_run = "huggingface" not in checked.record
-    if not is_of_run or not config.enable_float8_linear or checked.weights.name in ("bfloat16", "float32", "float16"):
+    if (
+        not is_of_run
+        or not config.enable_float8_linear
+        or checked.weights_path.name in ("bfloat16", "float32", "float16")
+    ):
         return {}
     report = checked.record.get("conversion_report")
     if report is None:
         raise InputError(
-            f"{str(checked.weights.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; {CHECKPOINT_HINT}"
+            f"{str(checked.weights_path.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; "
+            f"{CHECKPOINT_HINT}"
         )
     return {
         layer["name"]: FilterDecision(convert=layer["converted"], reason=layer["reason"]) for layer in report["layers"]
@@ -126,7 +131,7 @@ def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype 
 
     See [Note: precision under FSDP2] in quaver/lab/model/parallelize.py.
     """
-    checkpoint = checked.weights.parent
+    checkpoint = checked.weights_path.parent
     tensor_parallel = make_section(Parallelism, checked.record, checkpoint).tensor_parallel_degree
     if checked.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None

@@ -39,15 +39,15 @@ def describe_health(run: RunData) -> str:
 
 def has_failed(run: RunData) -> bool:
     """Return whether an error ended the run."""
-    return run.end is not None and run.end["status"].is_error
+    return run.summary is not None and run.summary["status"].is_error
 
 
 def describe_end(run: RunData) -> str:
     """Return how the run ended, such as "finished after step 400"; "" if no end is known."""
-    if run.end is None:
+    if run.summary is None:
         return ""
-    reason = f": {run.end['reason']}" if run.end["reason"] else ""
-    return f"{run.end['status']} after step {run.end['steps']:,}{reason}"
+    reason = f": {run.summary['reason']}" if run.summary["reason"] else ""
+    return f"{run.summary['status']} after step {run.summary['steps']:,}{reason}"
 
 
 def _describe_numerics(run: RunData) -> str:

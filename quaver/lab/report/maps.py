@@ -44,13 +44,13 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
     shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
     grid = choose_grid(len(record.steps), kinds, len(shown), int(share * MAX_MAP_CELLS))
-    steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
+    steps, last = record.steps.tolist(), [end - 1 for end in grid.column_edges[1:]]
     return {
         "every": get_sampling_interval(record),
         "samples": len(steps),
         "tensors": _encode_tensors(record.tensors),
         "rows": None if len(grid.rows) == len(record.tensors) else grid.rows,
-        "columns": [[steps[first] for first in grid.columns[:-1]], [steps[at] for at in last]],
+        "columns": [[steps[first] for first in grid.column_edges[:-1]], [steps[at] for at in last]],
         "maps": {
             statistic.name: _make_map(encode_statistic(record, statistic, limits[statistic.name]), grid)
             for statistic in shown

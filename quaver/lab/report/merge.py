@@ -22,14 +22,14 @@ MIN_MAP_COLUMNS = 200
 class Grid:
     """Which samples share a column, and which tensors share a row."""
 
-    columns: list[int]
+    column_edges: list[int]
     """The first sample of each column, and the number of samples."""
     rows: list[list[int]]
     """The tensors of each row."""
 
     def merge(self, cells: CellBytes) -> CellBytes:
         """Return the worst byte of each cell, [rows, columns], of `cells`, [samples, tensors]."""
-        by_column = np.maximum.reduceat(cells, self.columns[:-1], axis=0)
+        by_column = np.maximum.reduceat(cells, self.column_edges[:-1], axis=0)
         if len(self.rows) == cells.shape[1]:
             return by_column.T
         return np.stack([by_column[:, row].max(1) for row in self.rows])
@@ -47,11 +47,12 @@ def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: i
     """
     per_sample = max(1, len(kinds) * statistics)
     columns = min(samples, MAX_MAP_COLUMNS, max(MIN_MAP_COLUMNS, cells // per_sample))
-    together = max(1, -(-per_sample * columns // cells))
+    tensors_per_row = max(1, -(-per_sample * columns // cells))
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
-    if together == 1:
+    if tensors_per_row == 1:
         return Grid(edges, [[at] for at in range(len(kinds))])
-    return Grid(edges, [row for kind in _group_positions_by_kind(kinds) for row in _split_into_chunks(kind, together)])
+    groups = _group_positions_by_kind(kinds)
+    return Grid(edges, [row for group in groups for row in _split_into_chunks(group, tensors_per_row)])
 
 
 def _group_positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:

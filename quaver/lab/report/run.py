@@ -65,7 +65,7 @@ class RunData:
     """conversion_report.json, or None if it was not written."""
     starts: list[RunStart] = field(default_factory=list)
     """The lines of provenance.jsonl, one per start of the run."""
-    end: RunSummary | None = None
+    summary: RunSummary | None = None
     """How the last start ended; None while the run goes on, after it was killed, and for a record alone."""
 
     torn_files: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
 def _read(path: Path, label: str) -> RunData:
     if not path.exists():
         raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
-    metrics, numerics, conversion, starts, summary = (path / name for name in _REPORTED_FILES)
+    metrics, numerics, conversion, provenance, summary = (path / name for name in _REPORTED_FILES)
     if path.is_file():
         return RunData(label, path, torn_files=_list_torn_files([path]), **_read_numerics(path))
     if not metrics.is_file() and not numerics.is_file():
@@ -108,7 +108,7 @@ def _read(path: Path, label: str) -> RunData:
             f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}"
             + _name_runs_in(path)
         )
-    for file in (numerics, metrics, conversion, starts, summary):
+    for file in (numerics, metrics, conversion, provenance, summary):
         if file.exists() and not file.is_file():  # reading a FIFO would block
             raise InputError(f"{str(file)!r} is not a file; remove it")
     records = read_json_lines(metrics) if metrics.exists() else []
@@ -117,9 +117,9 @@ def _read(path: Path, label: str) -> RunData:
         path,
         records=records,
         conversion=read_json(conversion, _CONVERSION_ADAPTER, "remove the file") if conversion.exists() else None,
-        starts=read_starts(starts) if starts.exists() else [],
-        end=read_summary(summary),
-        torn_files=_list_torn_files([metrics, numerics, starts]),
+        starts=read_starts(provenance) if provenance.exists() else [],
+        summary=read_summary(summary),
+        torn_files=_list_torn_files([metrics, numerics, provenance]),
         **(_read_numerics(numerics) if numerics.exists() else {}),
     )
 

@@ -45,9 +45,9 @@ class Outputs:
 
     def record_step(self, model: TrainedModel, step: int, result: StepResult, *, is_loss_spike: bool) -> None:
         """Write and show one step of `model`."""
-        if result.nonfinite:
-            self.write_nonfinite(RecordKind.SKIPPED_STEP, model, step, result.nonfinite)
-            self.display.print_skipped_step(step, model.name, result.nonfinite)
+        if result.nonfinite_reason:
+            self.write_nonfinite(RecordKind.SKIPPED_STEP, model, step, result.nonfinite_reason)
+            self.display.print_skipped_step(step, model.name, result.nonfinite_reason)
             return
         scaling = model.scaling.report() if self.run.ranks.is_first and model.precision == model.name else []
         record = _make_step_record(self.run, model, step, result) | summarize_saturation(scaling)
@@ -136,7 +136,7 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
         "lr": result.lr,
         "step_seconds": result.seconds,
         "tokens_per_s": tokens_per_s,
-        **({"measures_memory": True} if result.measures_memory else {}),
+        **({"measures_memory": True} if result.is_memory_measured else {}),
         **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
         **read_device_memory(run.device),
         **_find_fullest_expert(model),

@@ -139,7 +139,7 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
 def _note_result(run: TrainingRun, model: TrainedModel, result: StepResult) -> bool:
     """Count a skipped step, or add the loss to the recent ones, in the progress; return whether the loss is a spike."""
     progress = run.progress
-    if result.nonfinite:
+    if result.nonfinite_reason:
         progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
         return False
     recent = progress.recent_losses.setdefault(model.name, [])

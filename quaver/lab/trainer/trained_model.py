@@ -67,16 +67,16 @@ def make_autocast(training: Training, device: torch.device) -> torch.autocast:
 class StepResult:
     """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time.
 
-    `nonfinite` says what was not finite in a skipped step; otherwise it is empty. `measures_memory`: the time includes
-    the measuring of memory.
+    `nonfinite_reason` says what was not finite in a skipped step; otherwise it is empty. If `is_memory_measured`, the
+    time includes the measuring of memory.
     """
 
     loss: float
     grad_norm: float
     lr: float
     seconds: float
-    nonfinite: str = ""
-    measures_memory: bool = False
+    nonfinite_reason: str = ""
+    is_memory_measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,24 +180,24 @@ class TrainedModel:
                 them in a row.
         """
         self._schedule.apply(step)
-        measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
-        measures = measure_memory and self.precision == self.name
-        if measures:
-            measure = measure_peak(
+        peak_context: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
+        is_memory_measured = measure_memory and self.precision == self.name
+        if is_memory_measured:
+            peak_context = measure_peak(
                 self.iter_resident_tensors(), device=self.device, is_countable=self.has_countable_memory
             )
         synchronize(self.device)
         start = time.perf_counter()
-        with measure as peak:
-            loss, grad_norm, rate, nonfinite = self._update(step, batches)
+        with peak_context as peak:
+            loss, grad_norm, rate, nonfinite_reason = self._update(step, batches)
             synchronize(self.device)
         seconds = time.perf_counter() - start
-        if not nonfinite:  # a skipped step is repeated in `measure`
+        if not nonfinite_reason:  # the peak of a skipped step includes its repetition in `_skip_step`
             self.peak = peak
-        is_late_measurement = measures and len(self.step_seconds) >= WARMUP_STEPS
-        if self.precision == self.name and not nonfinite and not is_late_measurement:
+        is_late_measurement = is_memory_measured and len(self.step_seconds) >= WARMUP_STEPS
+        if self.precision == self.name and not nonfinite_reason and not is_late_measurement:
             self.step_seconds.append(seconds)
-        return StepResult(loss, grad_norm, rate, seconds, nonfinite, measures)
+        return StepResult(loss, grad_norm, rate, seconds, nonfinite_reason, is_memory_measured)
 
     def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config

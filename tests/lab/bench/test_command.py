@@ -143,10 +143,10 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("words", BAD_INPUT)
-def test_bad_input_is_one_line_and_exit_code_2(words, refused):
+def test_bad_input_is_one_line_and_exit_code_2(words, run_refused):
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("this machine has what it should lack")
-    assert BAD_INPUT[words] in refused(*words.split())
+    assert BAD_INPUT[words] in run_refused(*words.split())
 
 
 def test_a_full_disk_is_one_line_and_exit_code_4(capsys):

@@ -356,6 +356,6 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_ledger_without_triton_is_refused(refused, monkeypatch):
+def test_the_ledger_without_triton_is_refused(run_refused, monkeypatch):
     monkeypatch.setattr(counting, "find_spec", lambda name: None)
-    assert "triton is not installed" in refused("bench", "ledger")
+    assert "triton is not installed" in run_refused("bench", "ledger")

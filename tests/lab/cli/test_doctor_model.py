@@ -11,7 +11,7 @@ from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.lab.doctor.linear_survey import choose_recipes, survey_linears
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.training_run import prepare_run
-from tests.lab.trainer.runs import changed, run_to_end
+from tests.lab.trainer.runs import run_to_end, with_settings
 
 
 class Outlier(nn.Module):
@@ -51,7 +51,7 @@ def list_recipes(model):
 def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_quaver):
     """Also a run with delayed scales, whose settings no dynamic recipe has."""
     delayed = {"enable_float8_linear": True, "recipe_name": "delayed", "delayed_margin": 1}
-    run = run_to_end(changed(tiny_config, float8=delayed))
+    run = run_to_end(with_settings(tiny_config, float8=delayed))
     out = tmp_path / "recipes.toml"
     options = ["--budget-db", 29, "--output", out, "--hardware", "h100", "--json"]
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, *options))
@@ -68,7 +68,7 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
 
 def test_linears_that_a_run_does_not_convert_are_skipped(tiny_config, run_quaver):
     float8 = {"enable_float8_linear": True, "skip_first_layers": 1, "filter_fqns": ("lm_head", "q_proj")}
-    run = run_to_end(changed(tiny_config, float8=float8))
+    run = run_to_end(with_settings(tiny_config, float8=float8))
     linears = json.loads(run_quaver("doctor", "--model", run.folder.path, "--json"))["linears"]
     surveyed = {linear["name"] for linear in linears if linear["recipe"] != "skipped"}
     assert surveyed == list_recipes(run.models[0].model).keys()
@@ -104,9 +104,9 @@ def test_the_vocabulary_of_a_model_of_images_and_text_is_that_of_its_embedding(t
     assert "model.language_model.layers.0" in printed
 
 
-def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quaver, refused, tmp_path):
+def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quaver, run_refused, tmp_path):
     float8 = {"enable_float8_linear": True, "backward": "dequantized"}
-    run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}, float8=float8))
+    run = run_to_end(with_settings(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}, float8=float8))
     names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
     printed = run_quaver("doctor", "--model", run.folder.path)
     assert f"not surveyed: 2 layers of experts, in tensorwise: {names}" in printed
@@ -115,7 +115,7 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
     assert 0 < report["float8_share"] < 1 / 3  # the forward alone
     unreached = ["doctor", "--model", str(run.folder.path), "--budget-db", "1000"]
     assert f"not surveyed: 2 layers of experts, in high precision: {names}" in run_quaver(*unreached)
-    assert "--budget-db: expected decibels" in refused(*unreached, "--output", str(tmp_path / "recipes.toml"))
+    assert "--budget-db: expected decibels" in run_refused(*unreached, "--output", str(tmp_path / "recipes.toml"))
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
 )
-def test_bad_input_is_one_line(words, message, tmp_path, refused):
-    assert message in refused("doctor", *(word.format(tmp=tmp_path) for word in words))
+def test_bad_input_is_one_line(words, message, tmp_path, run_refused):
+    assert message in run_refused("doctor", *(word.format(tmp=tmp_path) for word in words))

@@ -36,7 +36,7 @@ def test_export_says_what_was_written(folder, tmp_path, capsys):
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype is torch.float32
 
 
-def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_path, refused):
+def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_path, run_refused):
     model = convert_to_float8_training(LlamaForCausalLM.from_pretrained(folder), config="rowwise")
     save_float8(model, tmp_path / "without")
     scales = {f"model.layers.0.self_attn.{leaf}": 2.0 for leaf in ("k_scale", "v_scale")}
@@ -44,15 +44,15 @@ def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_
     save_float8(model, tmp_path / "with")
     export = ["export", str(folder), str(tmp_path / "out"), "--recipe=rowwise", "--kv-scales"]
     nowhere = ["export", tmp_path / "nowhere", *export[2:]]  # refused before the source is read
-    assert "--kv-scales must be a folder with scales of a KV cache" in refused(*nowhere, tmp_path / "without")
+    assert "--kv-scales must be a folder with scales of a KV cache" in run_refused(*nowhere, tmp_path / "without")
     assert main([*export, str(tmp_path / "with")]) == 0
     assert load_float8(tmp_path / "out").kv_scales == scales
 
 
-def test_own_scales_are_refused_where_scales_are_not_per_tensor(folder, tmp_path, refused):
+def test_own_scales_are_refused_where_scales_are_not_per_tensor(folder, tmp_path, run_refused):
     words = ["export", folder, tmp_path / "out", "--own-scales", "--recipe"]
     for recipe in ("rowwise", "blockwise"):
-        assert "--own-scales must be its default, False, unless a folder's" in refused(*words, recipe)
+        assert "--own-scales must be its default, False, unless a folder's" in run_refused(*words, recipe)
     assert main([*map(str, words), "tensorwise"]) == 0
 
 
@@ -63,16 +63,18 @@ def test_import_says_what_was_written(tmp_path, capsys):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-def test_bad_input_is_one_line(tmp_path, refused):
+def test_bad_input_is_one_line(tmp_path, run_refused):
     folder = saved(tmp_path / "float8")
-    assert "is quantized already" in refused("export", folder, tmp_path / "out", "--recipe=rowwise")
+    assert "is quantized already" in run_refused("export", folder, tmp_path / "out", "--recipe=rowwise")
     words = (tmp_path / "nowhere", tmp_path / "out", "--recipe=rowwise", "--max-shard-size=much")
-    assert "--max-shard-size must be a size" in refused("export", *words)
+    assert "--max-shard-size must be a size" in run_refused("export", *words)
     words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
-    assert "--max-shard-size must be its default" in refused("import", *words)
-    assert "config.json': expected a folder or a .safetensors file" in refused("import", folder / "config.json", "out")
+    assert "--max-shard-size must be its default" in run_refused("import", *words)
+    assert "config.json': expected a folder or a .safetensors file" in run_refused(
+        "import", folder / "config.json", "out"
+    )
     (folder / "config.json").unlink()
-    assert "has no config.json" in refused("import", folder, tmp_path / "out")
+    assert "has no config.json" in run_refused("import", folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["float8"]
 
 
@@ -88,10 +90,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_source_is_one_line(damage, folder, tmp_path, refused):
+def test_a_damaged_source_is_one_line(damage, folder, tmp_path, run_refused):
     name, change, message = DAMAGES[damage]
     (folder / name).write_text("{" if change is None else json.dumps(json.loads((folder / name).read_text()) | change))
-    assert re.search(message, refused("export", folder, tmp_path / "out", "--recipe=rowwise"))
+    assert re.search(message, run_refused("export", folder, tmp_path / "out", "--recipe=rowwise"))
     assert not (tmp_path / "out").exists()
 
 
@@ -119,16 +121,16 @@ def test_biases_that_a_folder_lacks_are_named(folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("section", [{"config": {"float8": 7}}, {"conversion_report": {"layers": [{"name": 7}]}}])
-def test_a_damaged_section_of_a_checkpoint_is_one_line(section, folder, tmp_path, refused):
+def test_a_damaged_section_of_a_checkpoint_is_one_line(section, folder, tmp_path, run_refused):
     assert main(["convert", "hf-to-quaver", str(folder), str(tmp_path / "checkpoint")]) == 0
     record = read_record(tmp_path / "checkpoint")
     record["config"] |= section.pop("config", {})
     write_record(tmp_path / "checkpoint", record | section)
-    assert "checkpoint.json' is damaged: con" in refused("export", tmp_path / "checkpoint", tmp_path / "out")
+    assert "checkpoint.json' is damaged: con" in run_refused("export", tmp_path / "checkpoint", tmp_path / "out")
 
 
-def test_a_name_that_leaves_no_room_for_a_partial_folder_is_refused_before_the_work(folder, tmp_path, refused):
+def test_a_name_that_leaves_no_room_for_a_partial_folder_is_refused_before_the_work(folder, tmp_path, run_refused):
     for length in (247, 255, 256):
-        line = refused("export", tmp_path / "nowhere", tmp_path / ("n" * length), "--recipe=rowwise")
+        line = run_refused("export", tmp_path / "nowhere", tmp_path / ("n" * length), "--recipe=rowwise")
         assert line.endswith(f"expected a name of at most 246 bytes, got {length}")
     assert main(["export", str(folder), str(tmp_path / ("n" * 246)), "--recipe=rowwise"]) == 0

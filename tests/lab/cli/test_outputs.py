@@ -53,7 +53,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         "bench roofline --model llama-8b --output {config}",
     ],
 )
-def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refused):
+def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, run_refused):
     config, run = tmp_path / "c.toml", tmp_path / "run"
     run.mkdir()
     config.write_text("[model]\nn_layers = 2\n")
@@ -62,7 +62,9 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, refuse
     (run / "curves.png").write_bytes(b"\x89PNG\r\n")
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     option = "--" + words.format(tmp="", config="", run="").rpartition(" --")[2].split()[0]
-    assert refused(*words.format(tmp=tmp_path, config=config, run=run).split()).startswith(f"quaver: error: {option}")
+    assert run_refused(*words.format(tmp=tmp_path, config=config, run=run).split()).startswith(
+        f"quaver: error: {option}"
+    )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 

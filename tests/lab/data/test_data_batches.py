@@ -17,7 +17,7 @@ from quaver.lab.model.parallelize import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, TrainConfig, Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.training_run import prepare_run
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 from tests.thinned import at_night
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=12, seed=3)
@@ -236,7 +236,7 @@ def test_a_run_with_the_mask_is_another_run(tiny_config, tmp_path, text_folder):
         (text_folder / f"more{number}.txt").write_text(f"{number} times {number} is {number * number}")
     losses = []
     for name, mask in (("with", True), ("without", False)):
-        run = prepare_run(changed(tiny_config, job={"name": name}, data={"document_mask": mask}))
+        run = prepare_run(with_settings(tiny_config, job={"name": name}, data={"document_mask": mask}))
         batches = run.data.make_step_batches(run.config.training, 0)
         assert (batches[0].documents is not None) == mask
         losses.append(run.models[0].train_step(1, batches).loss)

@@ -355,5 +355,5 @@ def test_places_of_corrupt_items_are_listed(config, text_folder, run_quaver):
     assert "left out     0 empty, 1 corrupt\n  latin.txt: not UTF-8" in run_quaver("prepare-data", config)
 
 
-def test_bad_input_is_one_line_and_exit_code_2(config, refused):
-    assert "data.tokenizer 'none' does not exist" in refused("prepare-data", config, "--data.tokenizer=none")
+def test_bad_input_is_one_line_and_exit_code_2(config, run_refused):
+    assert "data.tokenizer 'none' does not exist" in run_refused("prepare-data", config, "--data.tokenizer=none")

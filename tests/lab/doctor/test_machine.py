@@ -128,12 +128,12 @@ def test_a_model_needs_its_config_alone(tmp_path, run_quaver):
     assert "in blockwise, linears native" in printed
 
 
-def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refused):
+def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, run_refused):
     pytest.importorskip("transformers")
     (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     brings = {"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}
     (tmp_path / "config.json").write_text(json.dumps(brings))
-    line = refused("doctor", "--gpu=h100", f"--model={tmp_path}")
+    line = run_refused("doctor", "--gpu=h100", f"--model={tmp_path}")
     assert "auto_map in config.json), which is not run; expected a model_type of transformers, got 'x'" in line
     assert not (tmp_path / "ran").exists()
 

@@ -192,13 +192,13 @@ def test_import_reads_what_older_versions_of_transformers_wrote(copy, hf, tmp_pa
     assert configs[0]["model"]["rope_scaling_factor"] == 8
 
 
-def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy, hf, tmp_path, refused):
+def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy, hf, tmp_path, run_refused):
     embedding = load_file(hf("tied") / "model.safetensors")[EMBEDDING]
     folder = copy("tied", **{HEAD: embedding.clone()})
     convert("hf-to-quaver", folder, tmp_path / "out")
     shutil.rmtree(folder)
     folder = copy("tied", **{HEAD: embedding + 1})
-    line = refused("convert", "hf-to-quaver", folder, tmp_path / "other")
+    line = run_refused("convert", "hf-to-quaver", folder, tmp_path / "other")
     assert "but lm_head.weight and model.embed_tokens.weight differ" in line
 
 
@@ -333,16 +333,16 @@ BAD_TENSORS: dict[str, tuple[dict[str, Tensor | None], str]] = {
 
 
 @pytest.mark.parametrize("case", [*BAD_CONFIGS, *BAD_TENSORS])
-def test_folders_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, refused):
+def test_folders_that_do_not_fit_are_refused_in_one_line(copy, case, tmp_path, run_refused):
     config, message = BAD_CONFIGS.get(case, ({}, ""))
     tensors, message = BAD_TENSORS.get(case, ({}, message))
-    assert message in refused("convert", "hf-to-quaver", copy(config=config, **tensors), tmp_path / "out")
+    assert message in run_refused("convert", "hf-to-quaver", copy(config=config, **tensors), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, refused):
+def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_path, run_refused):
     def refuse(folder: Path) -> str:
-        return refused("convert", "hf-to-quaver", folder, tmp_path / "out")
+        return run_refused("convert", "hf-to-quaver", folder, tmp_path / "out")
 
     assert "has no config.json" in refuse(tmp_path / "nowhere")
     folder = copy()
@@ -382,13 +382,13 @@ WORDS = {
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_bad_words_and_places_are_refused_in_one_line(words, hf, out, tmp_path, refused):
+def test_bad_words_and_places_are_refused_in_one_line(words, hf, out, tmp_path, run_refused):
     (tmp_path / "file").touch()
-    assert WORDS[words] in refused("convert", *words.format(hf=hf("plain"), out=out, tmp=tmp_path).split())
+    assert WORDS[words] in run_refused("convert", *words.format(hf=hf("plain"), out=out, tmp=tmp_path).split())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, refused):
+def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, run_refused):
     checkpoint = Path(shutil.copytree(out, tmp_path / "out"))
     record = json.loads((checkpoint / "checkpoint.json").read_text())
 
@@ -396,7 +396,7 @@ def test_checkpoints_that_are_damaged_are_refused_in_one_line(out, tmp_path, ref
         config = {"model": {**record["config"]["model"], **changes}} if changes else record["config"]
         (checkpoint / "checkpoint.json").write_text(json.dumps({**record, "config": config}))
         write_manifest(checkpoint, {})
-        return refused("convert", "quaver-to-hf", checkpoint, tmp_path / "back")
+        return run_refused("convert", "quaver-to-hf", checkpoint, tmp_path / "back")
 
     assert "does not have the tensors that its config requires: model.layers.2." in refuse(n_layers=3)
     assert "lm_head.weight must be [256, 64], is [300, 64]" in refuse(vocab_size=256)

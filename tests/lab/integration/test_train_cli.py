@@ -105,25 +105,25 @@ def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
         (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message, run_words, tmp_path, monkeypatch, refused):
+def test_bad_input_is_one_line_and_exit_code_2(words, message, run_words, tmp_path, monkeypatch, run_refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("to be")
-    line = refused("train", *TINY, *run_words, "--training.steps", "1", *words)
+    line = run_refused("train", *TINY, *run_words, "--training.steps", "1", *words)
     assert any(part in line for part in message.split("|")), line
     assert not (tmp_path / "runs" / "r").exists()  # nothing is written for a run that never starts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_where_there_is_none(run_words, refused):
-    line = refused("train", *TINY, *run_words, "--training.device", "cuda")
+def test_cuda_where_there_is_none(run_words, run_refused):
+    line = run_refused("train", *TINY, *run_words, "--training.device", "cuda")
     assert "torch sees no CUDA device here; choose cpu" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(run_words, tmp_path, refused):
+def test_a_folder_without_write_permission(run_words, tmp_path, run_refused):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    assert "cannot write the run folder" in refused("train", *TINY, *run_words, "--job.dump_folder", locked)
+    assert "cannot write the run folder" in run_refused("train", *TINY, *run_words, "--job.dump_folder", locked)
 
 
 def test_a_bug_in_training_is_a_traceback(run_words, tmp_path, monkeypatch):
@@ -146,11 +146,11 @@ def test_blocks_of_five_recipes_compile_to_train_and_to_validate(run_words, tmp_
     assert main(["train", *TINY, *run_words, *words, "--validation.freq=1", "--job.compare"]) == 0
 
 
-def test_help_lists_flags_and_an_unknown_verb_is_refused(run_quaver, refused):
+def test_help_lists_flags_and_an_unknown_verb_is_refused(run_quaver, run_refused):
     assert all(verb in run_quaver("--help") for verb in ("train", "prepare-data"))
     assert run_quaver("--version").startswith("quaver ")
-    assert "unknown command 'trian'; did you mean 'train'?" in refused("trian")
-    assert "choose from train, doctor, bench" in refused("zzz")
+    assert "unknown command 'trian'; did you mean 'train'?" in run_refused("trian")
+    assert "choose from train, doctor, bench" in run_refused("zzz")
     help_text = run_quaver("train", "--help")
     for flag in ("--float8.recipe_name", "--training.compile", "--compare", "--data"):
         assert flag in help_text

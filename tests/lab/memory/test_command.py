@@ -142,5 +142,5 @@ def test_a_quick_estimate_is_of_a_gpu():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message, refused):
-    assert message in refused("memory", *words)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, run_refused):
+    assert message in run_refused("memory", *words)

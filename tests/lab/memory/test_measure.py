@@ -20,7 +20,7 @@ from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.lab.memory.models import needs_gathers
-from tests.lab.trainer.runs import CONFIGS, changed, run_to_end
+from tests.lab.trainer.runs import CONFIGS, run_to_end, with_settings
 from tests.ranks import run as run_on_ranks
 
 WITHIN = 0.01
@@ -40,7 +40,7 @@ def check_ratios(predicted, measured, names=ALL):
 
 
 def test_the_debug_model_is_measured_as_it_is_predicted():
-    config = changed(load_config(CONFIGS / "llama3_debug.toml"), model={"n_layers": 1}, training={"seq_len": 64})
+    config = with_settings(load_config(CONFIGS / "llama3_debug.toml"), model={"n_layers": 1}, training={"seq_len": 64})
     predicted, measured = predict_memory(config), measure_memory(config)
     check_ratios(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     # The allocator's log has the same peak.
@@ -95,7 +95,7 @@ def test_a_measured_run_has_the_predicted_memory(tiny_config, ranks, section):
 
 
 def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
-    config = changed(tiny_float8_config, job={"compare": False}, model={"n_layers": 1})
+    config = with_settings(tiny_float8_config, job={"compare": False}, model={"n_layers": 1})
     prediction = predict_memory(config).prediction
     (model,) = run_to_end(config).models
     inputs = prediction.report["resident_bytes"]["inputs"]
@@ -105,12 +105,12 @@ def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
 def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     """The backend does not matter here: test_compiled.py measures the code of Inductor."""
     monkeypatch.setattr(Block, "compile", compile_quickly)
-    config = changed(tiny_config, model={"n_layers": 1})
-    eager, measured = measure_memory(config), measure_memory(changed(config, training={"compile": True}))
+    config = with_settings(tiny_config, model={"n_layers": 1})
+    eager, measured = measure_memory(config), measure_memory(with_settings(config, training={"compile": True}))
     assert any("training.compile" in note for note in measured.notes)
     assert not any("training.compile" in note for note in eager.notes)
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
-    (model,) = run_to_end(changed(config, training={"compile": True})).models  # what the trainer's table shows
+    (model,) = run_to_end(with_settings(config, training={"compile": True})).models  # what the trainer's table shows
     inputs = eager.prediction.by_category["inputs"]
     assert model.peak.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=WITHIN)
     assert measured.prediction.saved_by_forward_bytes > 0
@@ -165,7 +165,7 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
 
     monkeypatch.setattr(TrainedModel, "train_step", record_size)
     batch = {"global_batch_size": 3 * tiny_config.training.local_batch_size}
-    predict_memory(changed(tiny_config, model={"n_layers": 1}, training=batch))
+    predict_memory(with_settings(tiny_config, model={"n_layers": 1}, training=batch))
     assert sizes == [1, 3]
 
 
@@ -173,7 +173,7 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
 def test_a_prediction_is_the_same_again(tiny_config):
     """DTensor caches what it derives from a shape; for a new shape, too, it allocates nothing that is counted."""
     unseen = {"vocab_size": 2 * 331, "n_layers": 1}
-    config = changed(tiny_config, model=unseen, parallelism={"tensor_parallel_degree": 2})
+    config = with_settings(tiny_config, model=unseen, parallelism={"tensor_parallel_degree": 2})
     first, second = (predict_memory(config, 2).prediction.report["timeline"] for _ in range(2))
     assert [row[2:] for row in first] == [row[2:] for row in second]
 
@@ -189,11 +189,11 @@ def test_ranks_that_cannot_be_measured_are_refused(tiny_config):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_measured_by_both(tiny_float8_config):
-    config = changed(tiny_float8_config, job={"compare": False})
-    measured = measure_memory(changed(config, training={"device": "cuda"}))
+    config = with_settings(tiny_float8_config, job={"compare": False})
+    measured = measure_memory(with_settings(config, training={"device": "cuda"}))
     assert measured.device == torch.cuda.get_device_name()
     assert measured.allocator_tensor_peak_bytes is None
     # The allocator rounds up to 512 bytes, and counts what operators free themselves.
     assert measured.allocator_peak_bytes >= measured.prediction.peak_bytes
     with pytest.raises(NotImplementedError, match="expected one rank on a GPU"):
-        measure_memory(changed(config, training={"device": "cuda"}), 2)
+        measure_memory(with_settings(config, training={"device": "cuda"}), 2)

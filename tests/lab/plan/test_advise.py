@@ -25,7 +25,7 @@ from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 
 LLAMA_8B = CONFIGS / "llama3_8b.toml"
 H100 = find_device_spec("H100")
@@ -88,7 +88,7 @@ def test_costs_follow_recomputation_precision_and_batch():
 
 
 def test_flags_of_a_change_parse_to_its_config():
-    config = changed(load_config(LLAMA_8B), training={"local_batch_size": 4})
+    config = with_settings(load_config(LLAMA_8B), training={"local_batch_size": 4})
     _, dims = resolve_config(config, world_size=8)
     changes = [*list_single_changes(config, dims, 32), *list_combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
@@ -105,7 +105,7 @@ def test_flags_of_a_change_parse_to_its_config():
 
 
 def test_settings_that_the_trainer_refuses_have_its_error(tiny_config):
-    config = changed(tiny_config, training={"compile": True}, parallelism={"tensor_parallel_degree": 2})
+    config = with_settings(tiny_config, training={"compile": True}, parallelism={"tensor_parallel_degree": 2})
     changes = {
         change.name: change for change in list_single_changes(config, resolve_config(config, world_size=2)[1], 2)
     }

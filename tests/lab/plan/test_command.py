@@ -16,7 +16,7 @@ from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 
 GIB = 2**30
 LLAMA_8B = "train_configs/llama3_8b.toml"
@@ -79,7 +79,7 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, run_quaver, t
 
 
 def test_settings_that_are_not_simulated_are_listed():
-    config = changed(TrainConfig(), training={"compile": True})
+    config = with_settings(TrainConfig(), training={"compile": True})
     assert list(iter_unsimulated(config)) == []
     settings = {
         "training": {"compile": False},
@@ -92,13 +92,13 @@ def test_settings_that_are_not_simulated_are_listed():
             "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
         },
     }
-    sentences = list(iter_unsimulated(changed(config, **settings)))
+    sentences = list(iter_unsimulated(with_settings(config, **settings)))
     names = ["layer_recipes", "high_precision_schedule", "serving", "training.compile", "document_mask", "Muon"]
     assert len(sentences) == len([*names, "compare"])
     assert [name for name in [*names, "compare"] if not any(name in sentence for sentence in sentences)] == []
-    only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
+    only_high = with_settings(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
     assert list(iter_unsimulated(only_high)) == []
-    (sentence,) = iter_unsimulated(changed(config, activation_checkpoint={"mode": "memory_budget"}))
+    (sentence,) = iter_unsimulated(with_settings(config, activation_checkpoint={"mode": "memory_budget"}))
     assert sentence.endswith("the run has no row")
 
 
@@ -194,16 +194,16 @@ def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, 
         ("--write run.txt", "--write must be a file whose name ends with .toml"),
     ],
 )
-def test_bad_input_is_one_line(words, message, refused):
-    assert message in refused("plan", LLAMA_8B, "--model.n_layers", "2", *words.split())
+def test_bad_input_is_one_line(words, message, run_refused):
+    assert message in run_refused("plan", LLAMA_8B, "--model.n_layers", "2", *words.split())
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.jobset.yaml"])
-def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, refused, tmp_path, monkeypatch):
+def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, run_refused, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "search", lambda *_, **__: pytest.fail("searched"))
     (tmp_path / name).write_text("another")
     words = ["plan", LLAMA_8B, "--write", str(tmp_path / "run.toml"), "--output", str(tmp_path / "plan.json")]
-    assert f"{name}' exists already" in refused(*words)
+    assert f"{name}' exists already" in run_refused(*words)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

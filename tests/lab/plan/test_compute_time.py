@@ -17,7 +17,7 @@ from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline import matmul
 from quaver.roofline.attention import choose_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 
 RECORDED = json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]
 LINEARS = list(SPLIT_DIMS)
@@ -101,7 +101,7 @@ def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
 def test_states_of_bfloat16_parameters_have_their_bytes(tiny_config, name, expected):
-    config = changed(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
+    config = with_settings(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
     assert make_planned_run(*resolve_config(config)).state_bytes == expected
 
 

@@ -19,7 +19,7 @@ from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.roofline import matmul
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 from tests.thinned import at_night
 
 pytest.importorskip("triton")
@@ -61,7 +61,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
 
 
 def split_in_two(precision):
-    return changed(with_precision(CONFIG, precision), parallelism={"tensor_parallel_degree": 2})
+    return with_settings(with_precision(CONFIG, precision), parallelism={"tensor_parallel_degree": 2})
 
 
 @pytest.mark.nightly
@@ -85,7 +85,7 @@ def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(pre
 
 
 def test_blocks_that_differ_are_not_counted():
-    config = changed(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
+    config = with_settings(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
     run = make_planned_run(*resolve_config(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
         count_costs(config, 1, run, Cluster(H200))

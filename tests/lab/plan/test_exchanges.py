@@ -15,7 +15,7 @@ from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.memory.models import needs_gathers
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 from tests.thinned import at_night
 
 pytestmark = needs_gathers
@@ -49,7 +49,7 @@ def count_block_exchanges(config):
     """The numbers and bytes of the collectives of one block, by mesh dims and kind, in the trainer."""
     numbers, sizes = Counter(), Counter()
     for layers, sign in ((2, 1), (1, -1)):
-        for collective in predict_traffic(changed(config, model={"n_layers": layers}), RANKS, "cuda").collectives:
+        for collective in predict_traffic(with_settings(config, model={"n_layers": layers}), RANKS, "cuda").collectives:
             numbers[collective.mesh_dims, collective.kind] += sign * collective.number
             sizes[collective.mesh_dims, collective.kind] += sign * collective.tensor_bytes
     return {key: (number, sizes[key]) for key, number in numbers.items() if number}
@@ -99,7 +99,7 @@ LAYOUTS = {
     "replicas": make_config("tensorwise", gather=True, replicate=2),
     "whole blocks of the sequence": make_config("blockwise", tensor=2, seq_len=512),
     "experts split": make_config("tensorwise", "op", gather=True, expert=2, model=MIXTURE),
-    "tokens sent as codes": changed(
+    "tokens sent as codes": with_settings(
         make_config("blockwise", expert=2, model=MIXTURE), float8={"grad_weight_from_codes": True}
     ),
     "experts split, shared experts": make_config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
@@ -114,7 +114,7 @@ def test_modeled_exchanges_are_the_counted_ones(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
 def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
-    config = changed(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
+    config = with_settings(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
     modeled, counted = model_block_exchanges(config), count_block_exchanges(config)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
     assert modeled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
@@ -147,7 +147,7 @@ def gather_codes(recipe):
         make_step_config(gather_codes("rowwise"), replicate=2),
         make_step_config(gather_codes("blockwise")),
         make_step_config(gather_codes("delayed")),
-        changed(make_config("rowwise", gather=True, expert=2, model=MIXTURE), training={"global_batch_size": -1}),
+        with_settings(make_config("rowwise", gather=True, expert=2, model=MIXTURE), training={"global_batch_size": -1}),
     ],
     ids=["rowwise, replicas", "blockwise", "delayed", "experts split"],
 )

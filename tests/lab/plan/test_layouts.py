@@ -9,7 +9,7 @@ from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 
 
 def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, less_precise_storage=False):
@@ -55,7 +55,7 @@ def test_experts_are_split_and_dense_models_are_not():
 
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
     """With a batch of its own it would be compared with steps of other tokens."""
-    config = changed(TrainConfig(), training={"local_batch_size": 4, "global_batch_size": 16})
+    config = with_settings(TrainConfig(), training={"local_batch_size": 4, "global_batch_size": 16})
     layouts = list_layouts(
         config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_sequences=4, less_precise_storage=False
     )

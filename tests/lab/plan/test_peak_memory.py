@@ -22,7 +22,7 @@ from quaver.optim.state import make_state
 from quaver.runtime.errors import InputError
 from quaver.torch_private.dtensor import get_local_tensor
 from tests.lab.memory.models import needs_gathers
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 from tests.thinned import at_night
 
 EP = {"model": {"n_experts": 4, "n_shared_experts": 1}, "parallelism": {"expert_parallel_degree": 2}}
@@ -57,7 +57,7 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     ],
 )
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
-    config, dims = resolve_config(changed(tiny_config, **sections), rank=0, world_size=ranks)
+    config, dims = resolve_config(with_settings(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
     with pretend_mesh(dims) as mesh:
         parallelize(model, config, mesh)
@@ -73,7 +73,7 @@ def make_config(name: str, tensor: int, batch: int, mode: str, recipe: str, is_c
     float8 |= {"recipe_name": "tensorwise" if recipe == "bfloat16" else recipe}
     names = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
     float8 |= dict.fromkeys(names, recipe == "tensorwise")
-    return changed(
+    return with_settings(
         load_config(CONFIGS / f"{name}.toml"),
         training={"local_batch_size": batch, "compile": is_compiled},
         parallelism={"tensor_parallel_degree": tensor},
@@ -134,14 +134,14 @@ CHANGES = [
 
 @pytest.mark.parametrize(("sections", "added"), CHANGES)
 def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
-    estimated = (estimate_peak(changed(SMALL, **sections)) - estimate_peak(SMALL)) / 1e6
+    estimated = (estimate_peak(with_settings(SMALL, **sections)) - estimate_peak(SMALL)) / 1e6
     assert estimated == pytest.approx(added, abs=13)  # 4% of SMALL's peak
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("sections", "added"), [({}, 0.0), *CHANGES])
 def test_the_recorded_changes_are_those_of_today(sections, added):
-    assert predict_peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
+    assert predict_peak_bytes(with_settings(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
 
 
 WIDE = TrainConfig(
@@ -173,7 +173,7 @@ WIDE_PEAKS = [
 
 @pytest.mark.parametrize(("ranks", "sections", "peak"), WIDE_PEAKS)
 def test_the_estimate_models_settings(ranks, sections, peak):
-    assert estimate_peak(changed(WIDE, **sections), ranks) / 1e6 == pytest.approx(peak, rel=ESTIMATE_ERROR / 2)
+    assert estimate_peak(with_settings(WIDE, **sections), ranks) / 1e6 == pytest.approx(peak, rel=ESTIMATE_ERROR / 2)
 
 
 DRAWN = [
@@ -203,9 +203,9 @@ def draw_config(random: Random) -> tuple[TrainConfig, int]:
         ranks, layers, vocab_size = random.choice([1, 2, 8, 64]), random.choice([2, 4, 6]), random.choice([2048, 32000])
         training = {"seq_len": random.choice([64, 512, 2048]), "local_batch_size": random.choice([1, 2, 4])}
         try:
-            config = changed(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
+            config = with_settings(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
             for sections in random.sample(DRAWN, random.choice([0, 1, 2, 3])):
-                config = changed(config, **sections)
+                config = with_settings(config, **sections)
             resolve_config(config, rank=0, world_size=ranks)
         except InputError:
             continue
@@ -223,18 +223,22 @@ def test_the_estimate_is_near_the_peak_of_any_config(seed):
 @pytest.mark.parametrize("reshard", ["default", "always"])
 def test_the_gradient_of_a_tied_projection_waits_for_the_embeddings(reshard):
     tied = {"vocab_size": 1 << 16, "tie_word_embeddings": True}
-    config = changed(SMALL, model=tied, training={"seq_len": 32}, parallelism={"fsdp_reshard_after_forward": reshard})
+    config = with_settings(
+        SMALL, model=tied, training={"seq_len": 32}, parallelism={"fsdp_reshard_after_forward": reshard}
+    )
     assert estimate_peak(config, 8) == pytest.approx(predict_peak_bytes(config, 8), rel=ESTIMATE_ERROR)
 
 
 def test_what_the_policy_saves_is_stored_in_compiled_code():
-    config = changed(load_config(CONFIGS / "llama3_8b.toml"), activation_checkpoint={"store_in_float8": True})
+    config = with_settings(load_config(CONFIGS / "llama3_8b.toml"), activation_checkpoint={"store_in_float8": True})
     assert estimate_peak(config, 8) == pytest.approx(26_252_747_928, rel=0.01)  # as `quaver memory` predicts it
 
 
 def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     def estimate(ranks: int = 4, **sections) -> int:
-        return estimate_peak(changed(tiny_config, training={"seq_len": 512, "dtype": "float32"}, **sections), ranks)
+        return estimate_peak(
+            with_settings(tiny_config, training={"seq_len": 512, "dtype": "float32"}, **sections), ranks
+        )
 
     full = {"mode": "full"}
     second = {"mode": "selective", "selective_ac_option": "2"}
@@ -244,6 +248,6 @@ def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     weights = 4 * sum(parameter.numel() for parameter in Llama(tiny_config.model).parameters())
     batch = {"seq_len": 512, "dtype": "float32", "global_batch_size": 64 * tiny_config.training.local_batch_size}
     batches = [{**batch, "reduce": reduce} for reduce in REDUCE_MODES[:2]]
-    every, last = (estimate_peak(changed(tiny_config, training=training), 4) for training in batches)
+    every, last = (estimate_peak(with_settings(tiny_config, training=training), 4) for training in batches)
     assert 0.7 * weights < last - every <= weights  # of each parameter float32 instead of this rank's quarter
     assert estimate() > estimate(optimizer={"name": "Muon"})

@@ -21,7 +21,7 @@ from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_tasks
 from quaver.lab.settings.config_file import load_config
 from quaver.roofline.device_specs import find_device_spec
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 
 LLAMA_8B = CONFIGS / "llama3_8b.toml"
 CLUSTER = Cluster.from_spec(find_device_spec("h100"))
@@ -42,7 +42,7 @@ def known_memory():
 
 @cache
 def make_layouts(ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
-    config = changed(load_config(LLAMA_8B), model={"n_layers": blocks})
+    config = with_settings(load_config(LLAMA_8B), model={"n_layers": blocks})
     options = {"precisions": list(precisions), "step_sequences": step_sequences}
     return list_layouts(config, ranks, gpus_per_node=8, **options, less_precise_storage=False)
 

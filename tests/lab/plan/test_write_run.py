@@ -17,7 +17,7 @@ from quaver.lab.plan.write_run import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import get_base_type, get_choices, get_types
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 from tests.thinned import at_night
 
 PATHS = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
@@ -32,7 +32,7 @@ BY_TYPE = {
 
 
 def load_and_change(name: str = "llama3_8b", **sections: dict[str, object]) -> TrainConfig:
-    return changed(load_config(PATHS[name]), **sections)
+    return with_settings(load_config(PATHS[name]), **sections)
 
 
 @st.composite

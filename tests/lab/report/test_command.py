@@ -119,21 +119,21 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
+def test_a_damaged_file_is_named_in_one_line(tmp_path, run_refused, case):
     alarms = [make_alarm(20, make_tensors(["a"])[0])]
     folder = write_run(tmp_path / "run", layers=["a"], samples=3, steps=10, alarms=alarms)
     name, change, expected = DAMAGE[case]
     (folder / name).write_bytes(change((folder / name).read_bytes()))
-    assert expected in refused("report", folder)
+    assert expected in run_refused("report", folder)
     assert not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
-def test_what_is_no_file_in_the_folder_of_a_run_is_named_in_one_line(tmp_path, refused, name):
+def test_what_is_no_file_in_the_folder_of_a_run_is_named_in_one_line(tmp_path, run_refused, name):
     folder = write_run(tmp_path / "run", layers=["a"])
     (folder / name).unlink()
     (folder / name).mkdir()
-    assert f"{str(folder / name)!r} is not a file; remove it" in refused("report", folder)
+    assert f"{str(folder / name)!r} is not a file; remove it" in run_refused("report", folder)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +150,16 @@ def test_what_is_no_file_in_the_folder_of_a_run_is_named_in_one_line(tmp_path, r
         (["{run}", "--top", "-1"], "--top must be"),
     ],
 )
-def test_bad_words_are_refused_in_one_line(run, tmp_path, refused, words, expected):
+def test_bad_words_are_refused_in_one_line(run, tmp_path, run_refused, words, expected):
     words = [word.format(folder=tmp_path, run=run) for word in words]
-    assert expected.format(run=run) in refused("report", *words)
+    assert expected.format(run=run) in run_refused("report", *words)
 
 
-def test_a_folder_of_runs_names_the_runs(tmp_path, refused):
+def test_a_folder_of_runs_names_the_runs(tmp_path, run_refused):
     for number in range(5):
         (tmp_path / f"run{number}").mkdir()
         (tmp_path / f"run{number}" / "metrics.jsonl").touch()
-    assert f"runs in it: '{tmp_path}/run0', '{tmp_path}/run1', '{tmp_path}/run2' and 2 more" in refused(
+    assert f"runs in it: '{tmp_path}/run0', '{tmp_path}/run1', '{tmp_path}/run2' and 2 more" in run_refused(
         "report", tmp_path
     )
 

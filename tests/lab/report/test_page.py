@@ -127,7 +127,7 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     assert merged.size * 4 <= 300_000 * 1.1
     assert {len({kinds[at] for at in row}) for row in grid.rows} == {1}
     assert sorted(at for row in grid.rows for at in row) == list(range(900))
-    spans = list(zip(grid.columns, grid.columns[1:], strict=False))
+    spans = list(zip(grid.column_edges, grid.column_edges[1:], strict=False))
     expected = [[codes[first:last, row].max() for first, last in spans] for row in grid.rows]
     assert np.array_equal(merged, expected)
     small = choose_grid(50, kinds, 4, MAX_MAP_CELLS)

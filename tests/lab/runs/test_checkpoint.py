@@ -31,7 +31,7 @@ from quaver.optim import copy_states
 from quaver.roofline.device_specs import get_peak_flops
 from quaver.runtime.errors import InputError
 from tests.lab.conftest import make_resumable, make_tiny, write_text
-from tests.lab.trainer.runs import changed, hash_files, read_numbers, read_steps, run_to_end
+from tests.lab.trainer.runs import hash_files, read_numbers, read_steps, run_to_end, with_settings
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -40,7 +40,7 @@ DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
 
 def compare_delayed(config: TrainConfig) -> TrainConfig:
     """Return a run with delayed scaling and its bfloat16 baseline."""
-    return changed(replace(make_resumable(config), float8=DELAYED), job={"compare": True})
+    return with_settings(replace(make_resumable(config), float8=DELAYED), job={"compare": True})
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def saved(config: TrainConfig, finished: TrainingRun) -> Path:
 
 
 def set_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
-    return changed(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
+    return with_settings(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
 
 
 def collect_tensors(run: TrainingRun) -> dict[str, torch.Tensor]:
@@ -82,10 +82,10 @@ def collect_tensors(run: TrainingRun) -> dict[str, torch.Tensor]:
 )
 def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
     compare = optimizer == "AdamW"  # the baseline's states are saved as the model's are
-    config = changed(config, model={"dim": 128}, optimizer={"name": optimizer}, job={"compare": compare})
+    config = with_settings(config, model={"dim": 128}, optimizer={"name": optimizer}, job={"compare": compare})
     if not compare:  # it resumes within the phase of the block
         schedule = ("forward: first 1 step", "grad_weight: last 1 block")
-        config = changed(config, float8={"high_precision_schedule": schedule})
+        config = with_settings(config, float8={"high_precision_schedule": schedule})
     run_to_end(set_steps(config, 2, async_mode=async_mode))
     resumed = run_to_end(set_steps(config, 3, resume="must", async_mode=async_mode))
     whole = run_to_end(set_steps(config, 3, "whole", async_mode=async_mode))
@@ -113,7 +113,7 @@ def test_a_run_and_its_resume_leave_the_warning_filters_of_the_process(tiny_conf
 def test_a_label_with_a_colon_is_no_name_of_a_file(config):
     """Records have the label as typed. Windows and rsync refuse a colon in a path."""
     config = replace(config, float8=Float8(recipe_name="rowwise", backward="dequantized"))
-    config = changed(config, profiling={"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0})
+    config = with_settings(config, profiling={"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0})
     run = run_to_end(set_steps(config, 1, name=""))
     assert {row[1] for row in read_numbers(run)} >= {"rowwise:dequantized"}
     paths = [path.relative_to(run.folder.path.parent).as_posix() for path in run.folder.path.rglob("*")]
@@ -122,16 +122,16 @@ def test_a_label_with_a_colon_is_no_name_of_a_file(config):
     assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
     resumed = run_to_end(set_steps(config, 2, name=run.folder.path.name, resume="must"))
     assert resumed.began_at_step == 1
-    assert open_checkpoint(run.checkpoints.folder.get_path(1), "rowwise:dequantized").weights.is_dir()
+    assert open_checkpoint(run.checkpoints.folder.get_path(1), "rowwise:dequantized").weights_path.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
 def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config, saved, resumed):
     """The states are, to the bit, what the new optimizer stores of the saved moments, in both directions."""
-    config = changed(config, model={"dim": 128, "hidden_dim": 160}, job={"compare": False})
+    config = with_settings(config, model={"dim": 128, "hidden_dim": 160}, job={"compare": False})
 
     def make_config(number: int, name: str) -> TrainConfig:
-        return changed(set_steps(config, number, resume="auto"), optimizer={"name": name})
+        return with_settings(set_steps(config, number, resume="auto"), optimizer={"name": name})
 
     run = run_to_end(make_config(1, saved))
     for name, number in ((resumed, 2), (saved, 3)):
@@ -173,7 +173,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
 
 def test_a_resume_takes_the_options_of_the_optimizer_from_its_config(config, saved):
     options = {"weight_decay": 0.3, "beta1": 0.5, "eps": 1e-6}
-    for model in prepare_run(changed(set_steps(config, 8, resume="must"), optimizer=options)).models:
+    for model in prepare_run(with_settings(set_steps(config, 8, resume="must"), optimizer=options)).models:
         matrices, _ = model.optimizer.param_groups
         assert (matrices["weight_decay"], matrices["betas"], matrices["eps"]) == (0.3, (0.5, 0.95), 1e-6)
         assert model.optimizer.state
@@ -181,12 +181,12 @@ def test_a_resume_takes_the_options_of_the_optimizer_from_its_config(config, sav
 
 def test_states_of_another_algorithm_are_refused(config, saved):
     with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
-        prepare_run(changed(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
+        prepare_run(with_settings(set_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
 
 
 @pytest.mark.parametrize("length", [2, 5])
 def test_a_run_resumes_with_another_length_of_histories(config, finished, saved, length):
-    resumed = prepare_run(changed(set_steps(config, 8, resume="must"), float8={"delayed_history_len": length}))
+    resumed = prepare_run(with_settings(set_steps(config, 8, resume="must"), float8={"delayed_history_len": length}))
     scales, saved_scales = (run.models[0].scaling.state_dict() for run in (resumed, finished))
     expected = {name: F.pad(scale, (2, 0))[-length:] if scale.dim() else scale for name, scale in saved_scales.items()}
     assert_same(scales, expected)
@@ -228,7 +228,7 @@ def test_a_history_that_is_set_aside_again_replaces_the_checkpoints_of_the_earli
 
 
 def test_random_numbers_follow_the_seed_and_resume(config):
-    config = changed(config, job={"compare": False})
+    config = with_settings(config, job={"compare": False})
     run = prepare_run(set_steps(config, 2))
     seeded = torch.rand(3)
     train(run)
@@ -291,7 +291,7 @@ def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and
     assert run.began_at_step == 0
     run.checkpoints.folder.get_path(2).rename(run.checkpoints.folder.get_partial_path(2))
     (run.folder.path / "summary.json").unlink()
-    again = run_to_end(changed(set_steps(config, 2, resume="auto"), metrics={"log_freq": 3}))
+    again = run_to_end(with_settings(set_steps(config, 2, resume="auto"), metrics={"log_freq": 3}))
     assert again.began_at_step == 0
     assert read_numbers(again)[-1] == read_numbers(run)[-1]
     assert len(read_steps(again.folder.metrics_path)) == 4
@@ -301,21 +301,21 @@ def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and
     assert (start["from_step"], start["changes"]) == (0, {"metrics.log_freq": [1, 3]})
 
 
-def test_a_start_without_its_checkpoints_does_not_erase_a_run(config, saved, refused):
+def test_a_start_without_its_checkpoints_does_not_erase_a_run(config, saved, run_refused):
     words = (saved / "config.toml", f"--job.dump_folder={saved.parent}", "--job.name=tiny", "--training.steps=7")
     before = hash_files(saved)
-    line = refused("train", *words, "--checkpoint.resume=auto", "--checkpoint.folder=other")
+    line = run_refused("train", *words, "--checkpoint.resume=auto", "--checkpoint.folder=other")
     problem = f"'{saved}' has 6 recorded steps and no checkpoint in 'other'"
     assert line.endswith(f"{problem}; give checkpoint.folder = 'checkpoint', or another job.name")
-    line = refused("train", "--resume", saved, "--checkpoint.folder=other")
+    line = run_refused("train", "--resume", saved, "--checkpoint.folder=other")
     assert "no complete checkpoint in 'other'" in line
     assert line.endswith("give checkpoint.folder = 'checkpoint', that of the run")
     assert hash_files(saved) == before
     shutil.rmtree(saved / "checkpoint")
-    line = refused("train", *words, "--checkpoint.resume=auto")
+    line = run_refused("train", *words, "--checkpoint.resume=auto")
     assert line.endswith("no checkpoint in 'checkpoint'; the run is finished; give another job.name")
     (saved / "metrics.jsonl").write_text("{}\n")
-    assert "line 1 of" in refused("train", *words, "--checkpoint.resume=auto")
+    assert "line 1 of" in run_refused("train", *words, "--checkpoint.resume=auto")
 
 
 def test_a_run_that_saves_nothing_is_not_erased_by_its_second_start(config):
@@ -330,7 +330,7 @@ def test_a_resume_tells_of_each_setting_that_changes_and_of_what_it_removes(conf
     with (saved / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"ste')
     (saved / "numerics_post_mortem.jsonl").write_text('{"kind":"header","step":2}\n{"kind":"sample","step":3}\n')
-    run = prepare_run(changed(set_steps(config, 8, resume="must", load_step=2, interval=3), **changes))
+    run = prepare_run(with_settings(set_steps(config, 8, resume="must", load_step=2, interval=3), **changes))
     run.folder.release()
     names = {"checkpoint.interval", "comm.watchdog_seconds", "metrics.log_freq", "numerics.every", "training.steps"}
     assert run.folder.changed_settings.keys() - {"data.path"} == names
@@ -364,7 +364,7 @@ def test_a_resume_says_what_does_not_continue_as_it_was_saved(config, saved, tmp
     changes = {"training": {"seq_len": 16, "seed": 1, "steps": 7}, "data": {"path": str(text)}}
     record = json.loads((saved / "checkpoint/step-00000006" / RECORD_FILE).read_text()) | {"world_size": 2}
     (saved / "checkpoint/step-00000006" / RECORD_FILE).write_text(json.dumps(record))
-    run_to_end(changed(set_steps(config, 7, resume="must", verify=False), **changes))
+    run_to_end(with_settings(set_steps(config, 7, resume="must", verify=False), **changes))
     order, generators = json.loads((saved / "summary.json").read_text())["notes"]
     assert order.startswith(
         "the order of the data is new (training.seq_len 32 -> 16, training.seed 0 -> 1, other tokens): "
@@ -385,7 +385,7 @@ def test_a_run_that_moves_from_a_cpu_to_a_gpu_keeps_the_state_of_the_cpu(finishe
 
 def test_unnamed_runs_that_start_in_the_same_second_have_their_own_folders(tiny_config, monkeypatch):
     """The second run opens its folder when the first is about to make one."""
-    unnamed, make, folders = changed(tiny_config, job={"name": ""}), Path.mkdir, []
+    unnamed, make, folders = with_settings(tiny_config, job={"name": ""}), Path.mkdir, []
 
     def open_second(path: Path, *args: object, **options: object) -> None:
         monkeypatch.setattr(Path, "mkdir", make)
@@ -400,7 +400,7 @@ def test_unnamed_runs_that_start_in_the_same_second_have_their_own_folders(tiny_
 def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
     before = hash_files(saved)
     for steps in (6, 5):
-        run_to_end(changed(set_steps(config, steps, resume="must"), metrics={"enable_tensorboard": True}))
+        run_to_end(with_settings(set_steps(config, steps, resume="must"), metrics={"enable_tensorboard": True}))
         assert hash_files(saved) == before
         assert f"nothing left to do: the run is after step 6, and training.steps = {steps}" in capsys.readouterr().out
 
@@ -414,32 +414,32 @@ def test_initial_weights_of_another_run(config, finished):
         assert not model.optimizer.state
 
 
-def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
+def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, run_refused):
     weights = shutil.copytree(finished.checkpoints.folder.get_path(6), tmp_path / "weights")
     begun = set_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
     folder = run_to_end(begun).folder.path
     shutil.rmtree(weights)
     assert main(["train", "--resume", str(folder), "--training.steps=3"]) == 0
-    again = run_to_end(changed(begun, training={"steps": 4}))
+    again = run_to_end(with_settings(begun, training={"steps": 4}))
     assert again.began_at_step == 3
     assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
     gone = f"--checkpoint.initial_load_path={finished.checkpoints.folder.path / 'step-00000001'}"
-    line = refused("train", "--dry-run", folder / "config.toml", gone)
+    line = run_refused("train", "--dry-run", folder / "config.toml", gone)
     assert "the folder does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
     other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.get_path(4)}"
     for words in ([other], [other, "--dry-run"]):
-        line = refused("train", "--resume", folder, *words)
+        line = run_refused("train", "--resume", folder, *words)
         assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
-def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, refused):
+def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, run_refused):
     weights = shutil.copytree(finished.checkpoints.folder.get_path(6), tmp_path / "weights")
     words = [f"--checkpoint.initial_load_path={weights}", "--checkpoint.resume=never", "--job.name=new"]
     words = ["train", finished.folder.path / "config.toml", *words]
     expected = f"model.n_layers must be 2, that of checkpoint.initial_load_path '{weights}', got 1"
-    assert expected in refused(*words, "--model.n_layers=1")
+    assert expected in run_refused(*words, "--model.n_layers=1")
     (weights / "delayed" / "__0_0.distcp").write_bytes(b"")
-    assert "has 0 bytes, expected" in refused(*words)
+    assert "has 0 bytes, expected" in run_refused(*words)
     assert not finished.folder.path.with_name("new").exists()
 
 

@@ -20,8 +20,8 @@ from quaver.lab.trainer.training_run import TrainingRun, prepare_run
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
-def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
-    """Return `config` with other settings, as `changed(config, training={"steps": 3}, job={"name": "short"})`."""
+def with_settings(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
+    """Return `config` with other settings, as `with_settings(config, training={"steps": 3}, job={"name": "short"})`."""
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 

@@ -11,7 +11,7 @@ from quaver.lab.model.llama import Block
 from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from tests.lab.trainer.runs import build_on_rank, changed, read_numbers, run_to_end
+from tests.lab.trainer.runs import build_on_rank, read_numbers, run_to_end, with_settings
 from tests.ranks import run as run_on_ranks
 
 FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective")
@@ -19,13 +19,13 @@ SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": 
 
 
 def run_with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint) -> TrainingRun:
-    return run_to_end(replace(changed(config, job={"name": name}), activation_checkpoint=checkpoint))
+    return run_to_end(replace(with_settings(config, job={"name": name}), activation_checkpoint=checkpoint))
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(recipe, tiny_config):
     config = replace(tiny_config, float8=Float8(recipe_name=recipe), checkpoint=Checkpoint(enable=False))
-    config = changed(config, job={"compare": True})
+    config = with_settings(config, job={"compare": True})
     runs = {name: run_with_checkpoint(config, name, checkpoint) for name, checkpoint in SECTIONS.items()}
     expected = read_numbers(runs["none"])
     for name, run in runs.items():
@@ -38,10 +38,10 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
 
 def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memory_budget_restored):
     monkeypatch.setattr(Block, "compile", lambda block, **options: None)
-    config = changed(tiny_config, training={"compile": True})
+    config = with_settings(tiny_config, training={"compile": True})
     prepare_run(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
     assert compiler_config.activation_memory_budget == 0.25
-    prepare_run(changed(replace(config, activation_checkpoint=BY_POLICY), job={"name": "next"}))
+    prepare_run(with_settings(replace(config, activation_checkpoint=BY_POLICY), job={"name": "next"}))
     assert compiler_config.activation_memory_budget == 1
 
 

@@ -18,7 +18,7 @@ from quaver.lab.trainer.run_setup import make_models, set_up_run
 from quaver.linear import backends
 from quaver.linear.backends import GemmBackend
 from quaver.runtime import devices
-from tests.lab.trainer.runs import CONFIGS, changed
+from tests.lab.trainer.runs import CONFIGS, with_settings
 
 PARAMETERS = {
     "llama3_8b": 8_030_261_248,
@@ -35,7 +35,7 @@ def test_every_config_would_run(path):
     ranks = 8 if path.stem.startswith("llama3_8b") else {"llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
     config = load_config(path)
     depth = config.model.n_layers
-    result, deeper = (dry_run(changed(config, model={"n_layers": layers}), ranks) for layers in (2, 3))
+    result, deeper = (dry_run(with_settings(config, model={"n_layers": layers}), ranks) for layers in (2, 3))
     parameters = result.parameters + (depth - 2) * (deeper.parameters - result.parameters)
     assert parameters == PARAMETERS.get(path.stem, parameters)
     assert result.dims.world_size == ranks
@@ -96,17 +96,17 @@ def test_one_flag_turns_float8_off_and_says_what_goes_with_it(capsys):
         ("--checkpoint.async_mode=async_with_pinned_mem", "disabled or async on a device that is not CUDA"),
     ],
 )
-def test_a_dry_run_refuses_what_a_run_refuses(flag, message, refused):
-    assert message in refused("train", "--dry-run", "--training.device=cpu", flag)
+def test_a_dry_run_refuses_what_a_run_refuses(flag, message, run_refused):
+    assert message in run_refused("train", "--dry-run", "--training.device=cpu", flag)
 
 
 def test_a_run_and_its_dry_run_count_the_gradients_of_a_rank_alike(tiny_config):
-    config = changed(tiny_config, comm={"float8_gradients": True})
+    config = with_settings(tiny_config, comm={"float8_gradients": True})
     message, messages = "comm.float8_gradients: the FSDP2 group of .* for each of 8 ranks", []
     for start in (lambda: dry_run(config, 8), lambda: set_up_run(config, Ranks(0, 0, 8))):
         with pytest.raises(ValueError, match=message) as error:
             start()
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    set_up_run(changed(config, model={"dim": 256, "hidden_dim": 512}), Ranks(0, 0, 2))
+    set_up_run(with_settings(config, model={"dim": 256, "hidden_dim": 512}), Ranks(0, 0, 2))
     assert not dist.is_initialized()

@@ -20,12 +20,12 @@ from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.settings import Float8, Model, TrainConfig, Validation
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
+from tests.lab.trainer.runs import read_losses, read_steps, run_to_end, with_settings
 from tests.steps import assert_same
 
 
 def set_float8(config: TrainConfig, name: str = "run", **settings: Any) -> TrainConfig:
-    return replace(changed(config, job={"name": name}), float8=Float8(**settings))
+    return replace(with_settings(config, job={"name": name}), float8=Float8(**settings))
 
 
 def read_records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "delayed"])
 def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(tiny_float8_config, recipe):
-    accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
+    accumulating = with_settings(tiny_float8_config, training={"global_batch_size": 4})
     config = replace(accumulating, validation=Validation(freq=2, steps=2, high_precision_too=True))
     run = prepare_run(set_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
     float8, baseline = run.models
@@ -139,7 +139,7 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
 
 
 def test_first_and_last_blocks_can_stay_out_of_float8(tiny_float8_config):
-    deep = changed(tiny_float8_config, model={"n_layers": 4})
+    deep = with_settings(tiny_float8_config, model={"n_layers": 4})
     run = prepare_run(set_float8(deep, skip_first_layers=1, skip_last_layers=2, filter_fqns=("lm_head", "o_proj")))
     model = run.models[0].model
     in_float8 = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}

@@ -18,7 +18,7 @@ from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import prepare_run
-from tests.lab.trainer.runs import changed, read_losses, read_steps, run_to_end
+from tests.lab.trainer.runs import read_losses, read_steps, run_to_end, with_settings
 
 NAN, INF = math.nan, math.inf
 MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
@@ -41,7 +41,7 @@ def compute_scale(amaxes: list[float], format_max: float, headroom: float) -> np
 def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
     remembered, headroom = 3, 1.5
     settings = {"delayed_history_len": remembered, "delayed_headroom": headroom}
-    config = set_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
+    config = set_float8(with_settings(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
     config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
     run = run_to_end(config)
     lines = read_json_lines(run.folder.float8_scales_path)
@@ -74,7 +74,7 @@ def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_conf
 def test_metrics_count_what_the_lines_list(delayed_config):
     """Gradients that shrink and grow saturate."""
     config = set_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
-    run = run_to_end(changed(config, training={"steps": 12}))
+    run = run_to_end(with_settings(config, training={"steps": 12}))
     steps = read_steps(run.folder.metrics_path)
     for record, line in zip(steps, read_json_lines(run.folder.float8_scales_path), strict=True):
         assert record["float8_saturated"] == sum(line["saturated"].values())
@@ -98,7 +98,7 @@ def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, mon
     sync = getattr(trained_model_module, name)
     monkeypatch.setattr(trained_model_module, name, lambda model: (synced.append(model), sync(model)))
     batches = {"local_batch_size": 2, "global_batch_size": 4}
-    run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
+    run = run_to_end(with_settings(delayed_config, training=batches, job={"compare": True}))
     assert synced == [run.models[0].model] * 4
     assert {line["model"] for line in read_json_lines(run.folder.float8_scales_path)} == {"delayed"}  # not the baseline
     for record in read_json_lines(run.folder.metrics_path):
@@ -109,7 +109,7 @@ def test_scales_are_synced_once_a_step_whatever_runs_between(delayed_config, mon
 def test_validation_moves_no_scale(delayed_config):
     losses = []
     for freq in (1, 100):
-        run = run_to_end(changed(delayed_config, job={"name": f"every {freq}"}, validation={"freq": freq}))
+        run = run_to_end(with_settings(delayed_config, job={"name": f"every {freq}"}, validation={"freq": freq}))
         losses.append(read_losses(run.folder.metrics_path))
     assert losses[0] == losses[1]
 
@@ -138,10 +138,10 @@ def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
     def count_resident_bytes(config: TrainConfig) -> int:
         return count_storage_bytes(prepare_run(config).models[0].iter_resident_tensors())
 
-    plain = count_resident_bytes(changed(tiny_config, job={"name": "plain"}))
+    plain = count_resident_bytes(with_settings(tiny_config, job={"name": "plain"}))
     tensors = 2 * 18
     for history_len in (16, 256):
-        config = changed(delayed_config, job={"name": f"{history_len}"})
+        config = with_settings(delayed_config, job={"name": f"{history_len}"})
         config = set_float8(config, recipe_name="delayed", delayed_history_len=history_len)
         growth = count_resident_bytes(config) - plain
         assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4

@@ -66,7 +66,7 @@ def run_words(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_an_impossible_input_is_one_line(words, run_words, tmp_path, refused):
+def test_an_impossible_input_is_one_line(words, run_words, tmp_path, run_refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
@@ -76,7 +76,7 @@ def test_an_impossible_input_is_one_line(words, run_words, tmp_path, refused):
     arguments = words.format(**files, nowhere=tmp_path / "nowhere").split()
     if "--dry-run" not in words:
         arguments = [*arguments, *run_words] if words.startswith(("{", "--resume")) else [*run_words, *arguments]
-    assert WORDS[words] in refused("train", *arguments)
+    assert WORDS[words] in run_refused("train", *arguments)
 
 
 def test_a_file_name_that_is_not_utf8_is_data_like_any_other_and_an_image_is_none(run_words, tmp_path, capsys):
@@ -89,37 +89,37 @@ def test_a_file_name_that_is_not_utf8_is_data_like_any_other_and_an_image_is_non
     assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["corrupt"] == 1
 
 
-def test_a_setting_that_is_not_utf8_is_refused(run_words, tmp_path, refused):
+def test_a_setting_that_is_not_utf8_is_refused(run_words, tmp_path, run_refused):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     os.mkdir(folder)
     (tmp_path / "text.txt").rename(Path(folder) / "text.txt")
-    assert "data.path must be in UTF-8, got '" in refused("train", *run_words, f"--data={folder}")
+    assert "data.path must be in UTF-8, got '" in run_refused("train", *run_words, f"--data={folder}")
 
 
-def test_control_characters_of_a_path_reach_no_terminal(tmp_path, refused):
-    assert refused("import", f"{tmp_path}\x1b", tmp_path / "out").isprintable()
+def test_control_characters_of_a_path_reach_no_terminal(tmp_path, run_refused):
+    assert run_refused("import", f"{tmp_path}\x1b", tmp_path / "out").isprintable()
 
 
-def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, refused):
+def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, run_refused):
     monkeypatch.setattr(train, "build_run", lambda *_: torch.empty(2**60))
-    assert "this machine lacks the memory (can't allocate memory: you tried" in refused("train", *run_words)
+    assert "this machine lacks the memory (can't allocate memory: you tried" in run_refused("train", *run_words)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, refused):
+def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, run_refused):
     def fail(_: list[str]) -> int:
         raise error
 
     monkeypatch.setattr(report, "main", fail)
     line = f"this machine lacks the memory{f' ({error})' if str(error) else ''}; make the model or the batch smaller"
-    assert line in refused("report", "runs/a")
+    assert line in run_refused("report", "runs/a")
 
 
-def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_words, monkeypatch, refused):
+def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_words, monkeypatch, run_refused):
     describe = SourceFile.from_path
 
     def describe_as_longer(name, path):
         return replace(describe(name, path), size=10 + path.stat().st_size)
 
     monkeypatch.setattr(SourceFile, "from_path", describe_as_longer)
-    assert "text.txt' became shorter while it was read" in refused("train", *run_words)
+    assert "text.txt' became shorter while it was read" in run_refused("train", *run_words)

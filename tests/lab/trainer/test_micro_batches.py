@@ -11,7 +11,7 @@ from quaver.lab.data import Batch
 from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.trainer.micro_batches import accumulate_gradients
-from tests.lab.trainer.runs import build_on_rank, changed
+from tests.lab.trainer.runs import build_on_rank, with_settings
 from tests.ranks import run as run_on_ranks
 
 TINY = Model(32, 32, 2, 2, 2, 32, n_experts=2, n_shared_experts=1, tie_word_embeddings=True)
@@ -45,7 +45,7 @@ def list_inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_micro_batches_are_added_up_in_float32(name):
     ranks, sections = CASES[name]
-    config = changed(TrainConfig(model=TINY), float8={"recipe_name": "rowwise"}, **sections)
+    config = with_settings(TrainConfig(model=TINY), float8={"recipe_name": "rowwise"}, **sections)
     inexact = list_inexact_sums(config, 1) if ranks == 1 else run_on_ranks(2, list_inexact_sums, config, 2)[0]
     if config.training.reduce == "every":
         assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.experts.down_proj"} <= {*inexact}
@@ -72,5 +72,5 @@ def train_after_an_error(config: TrainConfig, ranks: int) -> bool:
 
 
 def test_after_an_error_ranks_reduce_again():
-    config = changed(TrainConfig(model=TINY), training={"reduce": "last"}, **NEVER)
+    config = with_settings(TrainConfig(model=TINY), training={"reduce": "last"}, **NEVER)
     assert run_on_ranks(2, train_after_an_error, config, 2) == [True, True]

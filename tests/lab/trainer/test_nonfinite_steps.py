@@ -15,7 +15,7 @@ from quaver.lab.settings import Float8
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from tests.lab.trainer.runs import changed, list_checkpoints, run_to_end
+from tests.lab.trainer.runs import list_checkpoints, run_to_end, with_settings
 from tests.steps import assert_same
 
 
@@ -34,8 +34,8 @@ def spoil(before_each_step) -> Callable[[TrainingRun, set[int]], None]:
 
 
 def test_the_peak_of_a_skipped_step_is_measured_in_a_later_one(tiny_config, spoil):
-    whole = run_to_end(changed(tiny_config, training={"steps": 3}))
-    run = prepare_run(changed(tiny_config, training={"steps": 3, "nonfinite": "skip"}, job={"name": "skips"}))
+    whole = run_to_end(with_settings(tiny_config, training={"steps": 3}))
+    run = prepare_run(with_settings(tiny_config, training={"steps": 3, "nonfinite": "skip"}, job={"name": "skips"}))
     spoil(run, {2})
     train(run)
     assert run.models[0].peak == whole.models[0].peak
@@ -43,7 +43,7 @@ def test_the_peak_of_a_skipped_step_is_measured_in_a_later_one(tiny_config, spoi
 
 def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_each_step, capsys):
     config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
-    run, states = prepare_run(changed(config, training={"nonfinite": "skip"})), []
+    run, states = prepare_run(with_settings(config, training={"nonfinite": "skip"})), []
 
     spoil(run, {3})
     before_each_step(
@@ -66,7 +66,7 @@ def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
-    run = prepare_run(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
+    run = prepare_run(with_settings(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
     spoil(run, {1, 2, 4, 5, 6})
     with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 of them were skipped"):
         train(run)
@@ -90,7 +90,7 @@ EARLIER = "give an earlier checkpoint.load_step, or begin again"
 def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
     tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, message
 ):
-    config = changed(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
+    config = with_settings(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
     run = prepare_run(config)
     spoil(run, {bad_step})
     weight = next(run.models[0].model.parameters())
@@ -107,7 +107,7 @@ def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
 
 
 def test_weights_whose_validation_is_not_finite_are_not_saved(tiny_config):
-    run = prepare_run(changed(tiny_config, checkpoint={"interval": 1}, validation={"freq": 2}))
+    run = prepare_run(with_settings(tiny_config, checkpoint={"interval": 1}, validation={"freq": 2}))
     run.models[0].model.model.embed_tokens.register_forward_hook(
         lambda module, _, output: output if module.training else output * math.nan
     )

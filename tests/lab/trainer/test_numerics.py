@@ -19,14 +19,14 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
 from quaver.numerics.record import Record
 from quaver.runtime.errors import NotWrittenError
-from tests.lab.trainer.runs import changed, read_numbers, run_to_end
+from tests.lab.trainer.runs import read_numbers, run_to_end, with_settings
 
 
 @pytest.fixture
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     """Return a config of one layer: the samples of each linear take the time."""
     float8, numerics = {"enable_float8_linear": True, "recipe_name": "rowwise"}, {"every": 2, "extras_every": 2}
-    return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
+    return with_settings(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
 
 
 def find_tensor(record: Record, linear: str, operand: str) -> int:
@@ -37,9 +37,9 @@ def find_tensor(record: Record, linear: str, operand: str) -> int:
 
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.nightly), "delayed"])
 def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe):
-    watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
+    watched_config = with_settings(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
     run = run_to_end(watched_config)
-    plain = run_to_end(changed(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
+    plain = run_to_end(with_settings(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
     assert read_numbers(run) == read_numbers(plain)
     assert not plain.folder.numerics_path.exists()
     record = Record.read(run.folder.path)
@@ -51,12 +51,14 @@ def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe
 
 
 def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_config):
-    short = changed(watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"})
-    whole = run_to_end(changed(short, job={"name": "whole"}, training={"steps": 4}))
+    short = with_settings(
+        watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"}
+    )
+    whole = run_to_end(with_settings(short, job={"name": "whole"}, training={"steps": 4}))
     run = run_to_end(short)
     with run.folder.numerics_path.open("a") as file:
         file.write('{"kind": "sample", "step": 9}\n{"kind": "sam')  # a killed run had come further
-    resumed = run_to_end(changed(short, training={"steps": 4}, checkpoint={"resume": "must"}))
+    resumed = run_to_end(with_settings(short, training={"steps": 4}, checkpoint={"resume": "must"}))
     expected, record = (Record.read(run.folder.path) for run in (whole, resumed))
     assert record.steps.tolist() == expected.steps.tolist() == [1, 2, 4]
     for name, values in expected.statistics.items():
@@ -65,7 +67,7 @@ def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_co
 
 
 def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
-    watched_config = changed(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
+    watched_config = with_settings(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
     run = prepare_run(watched_config)
     layer = run.models[0].model.model.layers[0].mlp.up_proj
     is_bad = lambda: run.models[0].model.training and run.progress.step == 2  # noqa: E731
@@ -79,7 +81,7 @@ def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
 
 
 def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
-    run = prepare_run(changed(watched_config, numerics={"every": 100}))
+    run = prepare_run(with_settings(watched_config, numerics={"every": 100}))
     with torch.no_grad():
         run.models[0].model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match="step 1 has .* first in weight of model.layers.0.mlp.down_proj"):
@@ -110,7 +112,7 @@ def test_loggers_get_every_number(watched_config, wandb):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = {"enable_tensorboard": True, "enable_wandb": True, "wandb_project": "p"}
-    run = run_to_end(changed(watched_config, metrics=loggers))
+    run = run_to_end(with_settings(watched_config, metrics=loggers))
     events = EventAccumulator(str(run.folder.path / "tb")).Reload()
 
     def read_tensorboard(name: str) -> dict[int, float]:
@@ -136,19 +138,19 @@ def test_loggers_get_every_number(watched_config, wandb):
 
 
 def test_no_run_of_wandb_has_a_step_twice(resumable_config, wandb, capsys):
-    config, ids = changed(resumable_config, metrics={"enable_wandb": True}), []
+    config, ids = with_settings(resumable_config, metrics={"enable_wandb": True}), []
     for steps, load_step in ((4, -1), (6, -1), (7, 2)):
         resume = {"resume": "auto", "load_step": load_step}
-        run_to_end(changed(config, training={"steps": steps}, checkpoint=resume))
+        run_to_end(with_settings(config, training={"steps": steps}, checkpoint=resume))
         ids.append(wandb.options["id"])
     assert ids[0] == ids[1] != ids[2]
     assert f"Weights & Biases: a new run, {ids[2]}, begins after step 2\n" in capsys.readouterr().out
     steps = [(entry["id"], entry["step"]) for entry in wandb.logged if "bfloat16/loss" in entry]
     assert steps == [(ids[0], step) for step in range(1, 7)] + [(ids[2], step) for step in range(3, 8)]
-    other = run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}))  # of the same name
+    other = run_to_end(with_settings(config, job={"dump_folder": config.job.dump_folder + "2"}))  # of the same name
     assert wandb.options["id"] not in ids
     (other.folder.path / "wandb_id.txt").write_text("")  # of a run that was killed while it wrote the id
-    run_to_end(changed(config, job={"dump_folder": config.job.dump_folder + "2"}, checkpoint={"resume": "must"}))
+    run_to_end(with_settings(config, job={"dump_folder": config.job.dump_folder + "2"}, checkpoint={"resume": "must"}))
     assert wandb.options["id"]
 
 
@@ -161,7 +163,7 @@ def test_a_run_goes_on_without_wandb_if_it_fails(watched_config, wandb, capsys, 
         raise RuntimeError("the service is down\nat all")
 
     setattr(wandb if method == "init" else wandb.init(), method, fail)
-    run = run_to_end(changed(watched_config, metrics={"enable_wandb": True}))
+    run = run_to_end(with_settings(watched_config, metrics={"enable_wandb": True}))
     line = "quaver: the run goes on without Weights & Biases, which failed: RuntimeError: the service is down\n"
     assert capsys.readouterr().err == line
     assert len(calls) == 1
@@ -190,7 +192,7 @@ def test_a_run_goes_on_without_tensorboard_if_it_fails(watched_config, monkeypat
         raise TypeError("no scalar\nat all")
 
     monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
-    run_to_end(changed(watched_config, metrics={"enable_tensorboard": True}))
+    run_to_end(with_settings(watched_config, metrics={"enable_tensorboard": True}))
     line = "quaver: the run goes on without TensorBoard, which failed: TypeError: no scalar\n"
     assert capsys.readouterr().err == line
 

@@ -16,15 +16,15 @@ from quaver.lab.trainer.run_end import RunEnd
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import prepare_run
-from tests.lab.trainer.runs import changed, list_checkpoints, read_losses, run_to_end
+from tests.lab.trainer.runs import list_checkpoints, read_losses, run_to_end, with_settings
 
 
 def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_config, before_each_step):
     modes, losses = [], []
     before_each_step(lambda model, step: modes.append(torch.are_deterministic_algorithms_enabled()))
     for name, deterministic in (("plain", False), ("deterministic", True)):
-        config = changed(tiny_config, job={"name": name}, float8={"enable_float8_linear": True})
-        run = run_to_end(changed(config, training={"steps": 2, "deterministic": deterministic}))
+        config = with_settings(tiny_config, job={"name": name}, float8={"enable_float8_linear": True})
+        run = run_to_end(with_settings(config, training={"steps": 2, "deterministic": deterministic}))
         losses.append(read_losses(run.folder.metrics_path))
     assert modes == [False] * 2 + [True] * 2
     assert not torch.are_deterministic_algorithms_enabled()
@@ -47,7 +47,7 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
     before_each_step(close_terminal)
     before = signal.signal(signal.SIGHUP, disposition)
     try:
-        run = prepare_run(changed(resumable_config, job={"name": "my run"}))
+        run = prepare_run(with_settings(resumable_config, job={"name": "my run"}))
         assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -27,7 +27,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import prepare_run
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked
-from tests.lab.trainer.runs import changed, hash_files, run_to_end
+from tests.lab.trainer.runs import hash_files, run_to_end, with_settings
 
 pytestmark = pytest.mark.timeout(300)
 """A reader that waits for a FIFO fails; the server of forks takes a minute to start on a busy machine."""
@@ -179,11 +179,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte(case, run, refused):
+def test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte(case, run, run_refused):
     spoil, words, message = REFUSED[case]
     spoil(run)
     before = hash_files(run)
-    line = refused("train", "--resume", run, *words.format(run=run).split())
+    line = run_refused("train", "--resume", run, *words.format(run=run).split())
     assert message.format(run=run) in line
     assert hash_files(run) == before
 
@@ -249,19 +249,19 @@ EXPORTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", EXPORTS)
-def test_an_export_of_a_damaged_checkpoint_is_refused_in_one_line(case, run, refused):
+def test_an_export_of_a_damaged_checkpoint_is_refused_in_one_line(case, run, run_refused):
     spoil, message = EXPORTS[case]
     spoil(run)
-    assert message in refused("export", run, run.parent / "exported")
+    assert message in run_refused("export", run, run.parent / "exported")
     assert not (run.parent / "exported").exists()
 
 
-def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, refused):
+def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, run_refused):
     whole = train_run(saved_run.parent, "whole", 3)
     for words in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
-        refused("train", "--resume", run, *words.split())
+        run_refused("train", "--resume", run, *words.split())
     spaced = shutil.copytree(run, run.with_name("my run"))
-    line = refused("train", run / "config.toml", f"--job.dump_folder={run.parent}", "--job.name=my run")
+    line = run_refused("train", run / "config.toml", f"--job.dump_folder={run.parent}", "--job.name=my run")
     assert line.endswith(f"resume it with --resume '{spaced}'")
     assert main(["train", "--resume", str(run), MORE]) == 0
     keys = ("step", "loss", "grad_norm", "validation_loss")
@@ -271,17 +271,17 @@ def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, ref
         assert [record.get(key) for record in records] == [record.get(key) for record in expected]
 
 
-def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, refused):
+def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, run_refused):
     (run / STEP / "delayed" / "notes.txt").write_text("x")
-    assert "notes.txt' is not in manifest.json" in refused("train", "--resume", run, MORE)
+    assert "notes.txt' is not in manifest.json" in run_refused("train", "--resume", run, MORE)
     make_fifo(run / HOLDER_FILE)
     assert main(["train", "--resume", str(run), MORE, "--no-checkpoint.verify"]) == 0
 
 
-def test_a_folder_in_a_run_is_no_run(run, refused):
+def test_a_folder_in_a_run_is_no_run(run, run_refused):
     words = [f"--job.dump_folder={run}", "--job.name=checkpoint", "--checkpoint.resume=must"]
     before = hash_files(run)
-    assert "is not a run folder" in refused("train", run / "config.toml", *words)
+    assert "is not a run folder" in run_refused("train", run / "config.toml", *words)
     assert hash_files(run) == before
 
 
@@ -292,17 +292,17 @@ def acquire_and_sleep(folder: Path) -> None:
     time.sleep(600)
 
 
-def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, refused):
+def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, run_refused):
     first = prepare_run(resumable_config)
     before = hash_files(first.folder.path)
     resume = ("--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
     for words in (resume, [first.folder.path / "config.toml"]):
-        assert f"process {os.getpid()} on host {platform.node()}" in refused("train", *words)
+        assert f"process {os.getpid()} on host {platform.node()}" in run_refused("train", *words)
     assert hash_files(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.list_steps() == [2, 4]
     assert not (first.folder.path / HOLDER_FILE).exists()
-    again = changed(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
+    again = with_settings(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
     assert run_to_end(again).began_at_step == 4
 
 

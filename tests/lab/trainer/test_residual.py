@@ -8,7 +8,7 @@ import torch
 from quaver.lab.data import Batch
 from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
-from tests.lab.trainer.runs import build_on_rank, changed
+from tests.lab.trainer.runs import build_on_rank, with_settings
 from tests.ranks import run as run_on_ranks
 from tests.reference import sqnr_db
 
@@ -44,13 +44,13 @@ def record_stream(config: TrainConfig, ranks: int) -> dict:
     ids=str,
 )
 def test_the_residual_has_the_dtype_of_its_setting(tiny_config, training, dtype, compiled):
-    config = changed(tiny_config, training={**training, "compile": compiled})
+    config = with_settings(tiny_config, training={**training, "compile": compiled})
     assert set(record_stream(config, 1)["dtypes"]) == {(dtype, dtype)}
 
 
 @pytest.mark.parametrize("degree", [1, 2], ids=["shard", "tensor"])
 def test_ranks_compute_what_one_process_computes(tiny_config, degree):
-    config = changed(tiny_config, training=BFLOAT16, parallelism={"tensor_parallel_degree": degree})
+    config = with_settings(tiny_config, training=BFLOAT16, parallelism={"tensor_parallel_degree": degree})
     one = record_stream(config if degree == 1 else replace(config, parallelism=Parallelism()), 1)
     assert one["gathered"] == [torch.float32]
     for rank, stream in enumerate(run_on_ranks(2, record_stream, config, 2)):
@@ -64,14 +64,14 @@ def test_ranks_compute_what_one_process_computes(tiny_config, degree):
 
 
 def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
-    config = changed(replace(tiny_config, float8=Float8(recipe_name="rowwise")), training=BFLOAT16)
+    config = with_settings(replace(tiny_config, float8=Float8(recipe_name="rowwise")), training=BFLOAT16)
     plain = record_stream(config, 1)["grad"]
     assert record_stream(replace(config, activation_checkpoint=ActivationCheckpoint("full")), 1)["grad"].equal(plain)
 
 
 def test_a_bfloat16_residual_saves_the_predicted_bytes(tiny_config):
     """The stream before each half of a block and before the last norm, which norms save on a GPU."""
-    configs = (changed(tiny_config, training={"residual_dtype": name}) for name in ("float32", "bfloat16"))
+    configs = (with_settings(tiny_config, training={"residual_dtype": name}) for name in ("float32", "bfloat16"))
     saved, fewer = (predict_memory(config, 1, "cuda").prediction.saved_by_forward_bytes for config in configs)
     stream_elements = 2 * tiny_config.training.seq_len * tiny_config.model.dim
     expected = (2 * tiny_config.model.n_layers + 1) * stream_elements * 2

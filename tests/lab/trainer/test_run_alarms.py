@@ -25,7 +25,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.training_run import TrainingRun, build_run, prepare_run
 from quaver.numerics.alarms import Alarm
 from quaver.numerics.record import Record
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 from tests.steps import assert_same
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -35,7 +35,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     """Return a config of one layer: the samples of each linear take the time."""
     float8, numerics = vars(Float8()), {"every": 1, "extras_every": 1}
-    return changed(tiny_config, model={"n_layers": 1}, training={"steps": 3}, float8=float8, numerics=numerics)
+    return with_settings(tiny_config, model={"n_layers": 1}, training={"steps": 3}, float8=float8, numerics=numerics)
 
 
 def add_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
@@ -55,7 +55,7 @@ def read_alarms(run: TrainingRun) -> list[dict]:
 
 
 def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
-    config = changed(watched_config, training={"steps": 2}, numerics={"extras_every": 1000})
+    config = with_settings(watched_config, training={"steps": 2}, numerics={"extras_every": 1000})
     run = add_outlier(prepare_run(config), (0, 0, 5))
     assert train(run)["status"] == "finished"
     alarm = next(alarm for alarm in read_alarms(run) if alarm["rule"] in ("underflow", "sqnr"))
@@ -68,7 +68,7 @@ def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
 
 
 def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, monkeypatch):
-    config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
+    config = with_settings(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
     run = add_outlier(prepare_run(config))
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
@@ -82,7 +82,7 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
 @pytest.mark.parametrize("recipe", ["high_precision", pytest.param("mxfp8", marks=pytest.mark.nightly)])
 def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe, monkeypatch):
     monkeypatch.setattr(flops_module, "has_bfloat16_units", lambda device: False)
-    config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
+    config = with_settings(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
     run = add_outlier(prepare_run(config))
     assert train(run)["status"] == "finished"
     flops = count_flops_per_token_by_precision(
@@ -96,7 +96,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
     recipes = [{tensor["recipe"] for tensor in header["tensors"] if tensor["layer"] == LAYER} for header in headers]
     assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
     again = load_config(run.folder.path / "config.toml")
-    resumed = prepare_run(changed(again, checkpoint={"resume": "must"}, training={"steps": 4}))
+    resumed = prepare_run(with_settings(again, checkpoint={"resume": "must"}, training={"steps": 4}))
     linear = resumed.models[0].model.get_submodule(LAYER)
     resumed_recipe = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
     assert resumed_recipe == recipe
@@ -107,7 +107,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
 
 def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     model = {"n_experts": 2, "top_k": 1}
-    run = prepare_run(changed(watched_config, model=model, numerics={"on_alarm": "fallback"}))
+    run = prepare_run(with_settings(watched_config, model=model, numerics={"on_alarm": "fallback"}))
     display, experts = Display(make_stdout_console(quiet=True), 1, ""), "model.layers.0.mlp.experts"
     alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set())
     for weight, fallbacks in (("gate_up_proj", {experts: "high_precision"}), ("down_proj", {})):
@@ -118,12 +118,14 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
     """From step 1 it falls back again, in its step; from step 2 it begins with that recipe, weights and moments."""
     checkpoint = {"interval": 1, "keep_latest_k": 0}
-    run = add_outlier(prepare_run(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    run = add_outlier(
+        prepare_run(with_settings(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint))
+    )
     train(run)
     assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {3}
     config = load_config(run.folder.path / "config.toml")
     for step, kind in ((2, nn.Linear), (1, Float8Linear)):  # which discards the later ones
-        resumed = add_outlier(prepare_run(changed(config, checkpoint={"resume": "must", "load_step": step})))
+        resumed = add_outlier(prepare_run(with_settings(config, checkpoint={"resume": "must", "load_step": step})))
         assert type(resumed.models[0].model.get_submodule(LAYER)) is kind
         train(resumed)
         assert resumed.progress.fallbacks == {LAYER: "high_precision"}
@@ -131,23 +133,25 @@ def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_conf
 
 
 def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
-    run = add_outlier(prepare_run(changed(watched_config, training={"steps": 2})))
+    run = add_outlier(prepare_run(with_settings(watched_config, training={"steps": 2})))
     train(run)
     before = read_alarms(run)
-    config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 5})
-    train(add_outlier(prepare_run(changed(config, checkpoint={"resume": "must"}))))
+    config = with_settings(load_config(run.folder.path / "config.toml"), training={"steps": 5})
+    train(add_outlier(prepare_run(with_settings(config, checkpoint={"resume": "must"}))))
     assert before
     assert read_alarms(run) == before
-    stops = changed(config, checkpoint={"resume": "must", "load_step": 2}, numerics={"on_alarm": "stop"})
+    stops = with_settings(config, checkpoint={"resume": "must", "load_step": 2}, numerics={"on_alarm": "stop"})
     assert train(add_outlier(prepare_run(stops)))["status"] == "alarm"
 
 
 def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
-    run = prepare_run(changed(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
+    run = prepare_run(with_settings(watched_config, training={"steps": 1}, numerics={"every": 0, "extras_every": 20}))
     train(run)
     checkpoint = run.checkpoints.folder.get_path(1)
     record = read_record(checkpoint)
-    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
+    config = with_settings(
+        load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2}
+    )
     for layer, recipe, message in (
         ("model.layers.7.up_proj", "rowwise", "'model.layers.7.up_proj' is neither a linear nor an expert"),
         (LAYER, "int8", "unknown recipe 'int8'"),
@@ -159,26 +163,28 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config):
 
 def test_a_resume_without_float8_notes_the_fallbacks_that_it_leaves(watched_config):
     numerics = {"every": 0, "extras_every": 20}
-    run = prepare_run(changed(watched_config, training={"steps": 1}, numerics=numerics, job={"compare": True}))
+    run = prepare_run(with_settings(watched_config, training={"steps": 1}, numerics=numerics, job={"compare": True}))
     train(run)
     checkpoint = run.checkpoints.folder.get_path(1)
     record = read_record(checkpoint)
     write_record(checkpoint, record | {"progress": record["progress"] | {"fallbacks": {LAYER: "rowwise"}}})
-    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2})
-    resumed = prepare_run(changed(config, job={"compare": False}, float8={"enable_float8_linear": False}))
+    config = with_settings(
+        load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"}, training={"steps": 2}
+    )
+    resumed = prepare_run(with_settings(config, job={"compare": False}, float8={"enable_float8_linear": False}))
     assert resumed.notes == [f"the run has no float8, so {LAYER} has no recipe to fall back to"]
 
 
 def test_tensor_parallel_linears_cannot_fall_back(watched_config):
     run = prepare_run(watched_config)
     (trained,) = run.models
-    trained.config = changed(trained.config, parallelism={"tensor_parallel_degree": 2})
+    trained.config = with_settings(trained.config, parallelism={"tensor_parallel_degree": 2})
     with pytest.raises(ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree"):
         change_recipes(trained, {LAYER: "high_precision"})
 
 
 def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
-    run = prepare_run(changed(watched_config, training={"steps": 2}))
+    run = prepare_run(with_settings(watched_config, training={"steps": 2}))
     weight = run.models[0].model.get_submodule(LAYER).weight.data
     before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 2 else None)
     with pytest.raises(NonFiniteError, match=f"step 2 has .* first in weight of {LAYER}"):

@@ -14,7 +14,7 @@ from quaver.lab.trainer import training_run
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import prepare_run
-from tests.lab.trainer.runs import changed, list_checkpoints, run_to_end
+from tests.lab.trainer.runs import list_checkpoints, run_to_end, with_settings
 
 
 def read_error_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -56,7 +56,7 @@ def open_closed_pipe() -> int:
 def test_a_run_goes_on_without_its_stdout(tiny_config, monkeypatch, capsys, open_bad):
     with os.fdopen(open_bad(), "w") as bad:
         monkeypatch.setattr("sys.stdout", bad)
-        run = run_to_end(changed(tiny_config, training={"steps": 2}))
+        run = run_to_end(with_settings(tiny_config, training={"steps": 2}))
     assert list_checkpoints(run.folder.path) == ["step-00000002"]
     assert "the run continues without display" in read_error_line(capsys)
 
@@ -80,7 +80,7 @@ def test_an_error_that_ended_the_run_does_not_hide_one_of_its_outputs(tiny_confi
 @pytest.fixture
 def one_step_run(tiny_config):
     """Train for one step. Return the run's folder, and a function that resumes to a later step."""
-    config = changed(tiny_config, training={"steps": 1}, lr_scheduler={"schedule": "constant"})
+    config = with_settings(tiny_config, training={"steps": 1}, lr_scheduler={"schedule": "constant"})
     folder = run_to_end(config).folder.path
     return folder, lambda steps: main(["train", "--resume", str(folder), f"--training.steps={steps}"])
 

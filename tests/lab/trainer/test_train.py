@@ -13,7 +13,7 @@ from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun, prepare_run
-from tests.lab.trainer.runs import changed, read_steps, run_to_end
+from tests.lab.trainer.runs import read_steps, run_to_end, with_settings
 from tests.steps import assert_same
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -30,7 +30,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys
     folder = run.folder.path
     files = {"config.toml", "data.json", "metrics.jsonl", "summary.json", "curves.png", "provenance.jsonl"}
     assert {file.name for file in folder.iterdir()} == files | {".writer.lock", "checkpoint"}
-    resolved = changed(tiny_config, training={"global_batch_size": 2})
+    resolved = with_settings(tiny_config, training={"global_batch_size": 2})
     assert load_config(folder / "config.toml") == run.config == resolved
     assert (folder / "curves.png").read_bytes().startswith(PNG)
     assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
@@ -60,7 +60,7 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     monkeypatch.setattr(TrainedModel, "train_step", record_and_train)
     traced = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1, "profiler_active": 1}
     monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
-    (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
+    (model,) = run_to_end(with_settings(tiny_config, profiling=traced)).models
     assert steps == [4]
     assert model.peak.peak_bytes
 
@@ -78,7 +78,7 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
     assert float8 != baseline
     assert float8 == pytest.approx(baseline, rel=0.05)
 
-    alone = changed(tiny_float8_config, job={"name": "alone", "compare": False})
+    alone = with_settings(tiny_float8_config, job={"name": "alone", "compare": False})
     alone = replace(alone, float8=Float8(enable_float8_linear=False))
     assert read_all_losses(run_to_end(alone), "bfloat16") == baseline  # exactly the run without float8
 

@@ -20,7 +20,7 @@ from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import prepare_run
 from tests.isolated import Forked
-from tests.lab.trainer.runs import changed
+from tests.lab.trainer.runs import with_settings
 
 
 def test_steps_within_their_timeout_write_no_stacks(tmp_path, capsys):
@@ -61,7 +61,7 @@ def test_reading_stacks_does_not_crash_a_slow_step(tmp_path):
 
 
 def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
-    run = prepare_run(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
+    run = prepare_run(replace(with_settings(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
     path = run.folder.get_stacks_path(0)
 
     def hang_in_step_2(model: TrainedModel, step: int) -> None:
@@ -89,7 +89,7 @@ def test_a_phase_that_is_stuck_leaves_its_stack(
     tiny_float8_config, monkeypatch, capsys, owner, method, steps_before, phase
 ):
     numerics = {"every": 1, "on_alarm": "fallback"}
-    config = changed(tiny_float8_config, job={"compare": False}, training={"steps": 1}, numerics=numerics)
+    config = with_settings(tiny_float8_config, job={"compare": False}, training={"steps": 1}, numerics=numerics)
     run = prepare_run(replace(config, comm=Comm(watchdog_seconds=1)))
     path = run.folder.get_stacks_path(0)
     work = getattr(owner, method)
