@@ -1,9 +1,11 @@
-"""Converts torchao's configs without importing torchao, and holds torchao's `LinearMMConfig`."""
+"""Converts torchao's configs without importing torchao, holds its `LinearMMConfig`, and hides its import's logs."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -94,3 +96,24 @@ def explain_inference_only(weight: object) -> str:
     """Return why a linear with this weight cannot train in float8, or "" for a weight that is not torchao's."""
     kind = type(weight).__name__
     return f"its weight is torchao's {kind}, which is quantized for inference" if is_torchao_tensor(weight) else ""
+
+
+@contextmanager
+def hide_torchao_import_logs() -> Iterator[None]:
+    """Hide what torchao 0.18 logs when it is imported: kernels that do not load, and the registration of its enums.
+
+    quaver uses neither. This can go when torchao logs them no more.
+    """
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not message.startswith("Failed to load ") and "is an Enum subclass" not in message
+
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_shown)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quaver.foreign.torchao import hide_torchao_import_logs
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.devices import is_cuda_device
@@ -36,7 +34,7 @@ def make_torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device)
 
 def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
     """Convert the linears in a module with torchao, in place. On a CPU torchao emulates."""
-    with _silence_warnings():
+    with hide_torchao_import_logs():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not is_cuda_device(device))
@@ -45,7 +43,7 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
 
 def make_torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
     """Return torchao's dynamic cast of a matrix to float8 codes, as its linears use it: tensorwise or along `dim`."""
-    with _silence_warnings():
+    with hide_torchao_import_logs():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -57,18 +55,3 @@ def make_torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2:
     }
     gemms = LinearMMConfig()
     return lambda hp: hp_tensor_to_float8_dynamic(hp, float8_dtype, gemms, **options)._data
-
-
-@contextmanager
-def _silence_warnings() -> Iterator[None]:
-    names = ("torchao", "torch.utils._pytree")  # torch 2.13 warns of how torchao 0.18 registers its enums
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in levels:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in levels.items():
-                logger.setLevel(level)

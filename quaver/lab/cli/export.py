@@ -1,8 +1,5 @@
 """`quaver export SOURCE TARGET`: float8 weights for serving, from a run, a checkpoint or a Hugging Face folder."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +14,7 @@ from quaver.export.files import CONFIG_JSON
 from quaver.export.formats import CHECKPOINT_FORMATS, COMPRESSED_TENSORS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.plan import plan_export
+from quaver.foreign.torchao import hide_torchao_import_logs
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.huggingface.export_source import ExportSource, open_huggingface_source
 from quaver.lab.huggingface.float8 import make_run_source
@@ -126,29 +124,8 @@ def _open_source(options: ExportOptions) -> ExportSource:
         raise InputError(
             f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
         )
-    with _hide_import_of_torchao():
+    with hide_torchao_import_logs():
         return open_huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
-
-
-@contextmanager
-def _hide_import_of_torchao() -> Iterator[None]:
-    """Hide what torchao 0.18 logs when transformers imports it: kernels that do not load, and types of its enums.
-
-    An export uses neither. This can go when torchao logs them no more.
-    """
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return not message.startswith("Failed to load ") and "is an Enum subclass" not in message
-
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    for logger in loggers:
-        logger.addFilter(is_shown)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_shown)
 
 
 def _read_kv_scales(options: ExportOptions) -> dict[str, float] | None:
