@@ -14,7 +14,7 @@ from quaver.lab.terminal.counts import format_count
 Row = dict[str, Any]
 
 Result = dict[str, Any]
-"""See `options.BenchOptions.make_result`."""
+"""The rows of a benchmark, its verb, environment and whether it is complete; `BenchOptions.make_result` makes it."""
 
 
 class UnfinishedError(Exception):

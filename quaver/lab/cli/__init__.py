@@ -1,4 +1,8 @@
-"""The `quaver` command: a file per verb, imported on use; VERB_*.py are parts of a verb."""
+"""The `quaver` command: a file per verb, imported on use.
+
+VERB_*.py are parts of a verb. dispatch.py finds the verb, errors.py reports bad input, run_config.py reads the config
+of a run, and dry_run.py is `quaver train --dry-run`.
+"""
 
 import importlib
 import io

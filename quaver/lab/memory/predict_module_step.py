@@ -7,8 +7,8 @@ The training code itself runs, so it saves, casts, frees and recomputes as in a 
 The prediction is for a CPU or a GPU with float8 matmuls (quaver/lab/memory/devices/gpu.py). Compiled modules run as
 compiled code without kernels (quaver/lab/memory/compiling/compiled.py).
 
-The prediction counts the memory of tensors. It excludes an operator's scratch, which depends on the device (Note:
-scratch, in quaver/lab/recorder/allocator.py).
+The prediction counts the memory of tensors. It excludes an operator's scratch, which depends on the device: see
+[Note: scratch] in quaver/lab/recorder/allocator.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Hooks track the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the sequence
 numbers at which the forward entered and left each module tell which module created the node that runs.
 
-[Note: compiled modules] Dynamo would compile hooks on a compiled module, or inside it, into its graph and recompile it.
+Dynamo would compile hooks on a compiled module, or inside it, into its graph and recompile it.
 So a compiled module gets no hooks and counts as one opaque module.
 """
 

@@ -1,8 +1,8 @@
 """Records the live tensor bytes of one training step by category.
 
-with record_timeline(model, optimizer) as timeline:
-    train_step()
-report = timeline.report()
+    with record_timeline(model, optimizer) as timeline:
+        train_step()
+    report = timeline.report()
 """
 
 from __future__ import annotations

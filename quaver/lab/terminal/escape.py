@@ -1,4 +1,4 @@
-"""Text of strangers' files, which could otherwise control the terminal, and the lines of quaver on stderr."""
+"""Escapes control characters in untrusted text before a terminal shows it, and prints the lines of quaver on stderr."""
 
 import sys
 from contextlib import suppress

@@ -9,7 +9,7 @@ from quaver.recipes.linear_casts import MATMULS
 
 
 class PrecisionSchedule:
-    """The schedule of one model, which it changes. `precision` is that of the step that `apply` got last."""
+    """Changes the precision of one model by step. `precision` is that of the last step given to `apply`."""
 
     def __init__(self, name: str, model: Llama, config: TrainConfig) -> None:
         """Take `model`, whose precision is `name` in steps that the schedule does not change."""

@@ -60,7 +60,7 @@ LONGEST = max(RECIPES, key=len)
 CONFIG = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 NAME = "model.layers.100.self_attn.q_proj"
 EXPERTS = "layers.*.feed_forward.experts.gate_up_proj"
-SOURCE = "quaver/lab/trainer/model/mixture_of_experts.py:123"
+SOURCE = "quaver/lab/model/mixture.py:123"
 
 
 class Terminal(io.StringIO):

@@ -83,7 +83,7 @@ def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
         stack.enter_context(replace_attribute(torch.cuda, "is_available", lambda: True))  # configs of NVIDIA's GPUs
         file = folder / "kernel.py"  # Triton reads the source from a file
         file.write_text(source)
-        module = ModuleType("quaver.lab.memory.kernel")
+        module = ModuleType("quaver.lab.bench.ledger.kernel")
         module.__file__ = str(file)
         exec(compile(source, str(file), "exec"), vars(module))
         tuner = getattr(module, name)

@@ -122,7 +122,7 @@ def _record_graphs(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
     def record(graph: Any, wrapper_code: Any) -> ModuleType:
         graphs.append(read_graph(graph, kernels, wrapper_code.value))
         kernels.clear()
-        module = ModuleType("quaver.lab.memory.recorded_code")
+        module = ModuleType("quaver.lab.bench.ledger.recorded_code")
         module.__file__ = f"<{graph.graph_id}: recorded>"
 
         def call(arguments: object) -> None:

@@ -48,7 +48,7 @@ class MeasuredMemory(RunMemory):
     allocator_peak_bytes: int
     """The resident bytes plus the most that a step allocates on top, operators' scratch included."""
     allocator_tensor_peak_bytes: int | None
-    """`allocator_peak_bytes` without scratch (Note: scratch, in quaver/lab/recorder/allocator.py); None on a GPU."""
+    """`allocator_peak_bytes` without scratch, see [Note: scratch] in recorder/allocator.py; None on a GPU."""
 
     @property
     def peak_bytes(self) -> int:
