@@ -1,4 +1,4 @@
-"""The share of a GPU's best matmul rate that a long run sustains: one number per GPU, from one published run.
+"""Calibrates the share of a GPU's best matmul rate that a long run sustains, from one published run per GPU.
 
 MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold GPU. A GPU
 that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than

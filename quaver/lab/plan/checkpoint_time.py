@@ -1,7 +1,7 @@
-"""The time for which a checkpoint (quaver/lab/runs/checkpoint.py) stops training.
+"""Computes the time for which a checkpoint (quaver/lab/runs/checkpoint.py) stops training.
 
 Each rank waits until the previous checkpoint is written and copies its part of the state to host memory. With
-checkpoint.async_mode = disabled it waits until all nodes have written, too. The time of a checkpoint is spread evenly
+checkpoint.async_mode = disabled it also waits until all nodes have written. The time of a checkpoint is spread evenly
 over the steps between two checkpoints.
 """
 

@@ -1,4 +1,4 @@
-"""The model of a cluster: the seconds of a collective on it.
+"""Models a cluster: the seconds that a collective takes on it.
 
 A collective takes the fastest of NCCL's protocols, by NCCL's own model of its ring algorithm (github.com/NVIDIA/nccl
 2.30, src/graph/tuning.cc):
@@ -22,7 +22,7 @@ from quaver.roofline.sent_bytes import RING_PASSES, count_sent_bytes
 
 
 class NcclProtocol(NamedTuple):
-    """A protocol of NCCL: seconds to start a ring and of a hop inside and between nodes, and share of a link's rate."""
+    """A protocol of NCCL: the seconds for a ring's start and for a hop, and the share of a link's rate."""
 
     start_s: float
     inside_s: float

@@ -102,7 +102,7 @@ class Layouts:
     """The reason why the configured layout is not a candidate."""
 
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
-        """Add a run if the trainer accepts it."""
+        """Add a candidate if the trainer accepts its run."""
         try:
             resolved, dims = resolve_config(config, rank=0, world_size=ranks)
         except InputError as error:

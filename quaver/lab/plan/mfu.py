@@ -1,4 +1,4 @@
-"""The FLOPs of a run's matmuls, and the bound on a step's speed that the data sheet's peaks set."""
+"""Counts the FLOPs of a run's matmuls, and bounds the speed of a step by the peaks in the data sheet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
-The peak is what lives during the whole step (parameters, optimizer states and tokens) and the largest of the moments
-in `PeakEstimate.count_moment_bytes`.
+The peak is the sum of what lives during the whole step (parameters, optimizer states, tokens) and the largest of the
+moments in `PeakEstimate.count_moment_bytes`.
 
 With several micro-batches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
 with training.reduce = last whole float32 sums.

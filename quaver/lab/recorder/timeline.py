@@ -3,6 +3,8 @@
     with record_timeline(model, optimizer) as timeline:
         train_step()
     report = timeline.report()
+
+The block must contain the whole step. The report attributes each tensor to a module, an operator and a phase.
 """
 
 from __future__ import annotations

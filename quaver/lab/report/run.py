@@ -125,7 +125,7 @@ def _read(path: Path, label: str) -> RunData:
 
 
 def _name_runs_in(folder: Path) -> str:
-    """Return which runs stand in a folder, for an error; "" if it has none or cannot be listed."""
+    """Return the part of an error that names the runs in a folder; "" if it has none or cannot be listed."""
     files = (path for name in _REPORTED_FILES[:2] for path in folder.glob(f"*/{name}"))
     runs = sorted({str(file.parent) for file in files})
     more = f" and {len(runs) - _MAX_NAMED_RUNS:,} more" if len(runs) > _MAX_NAMED_RUNS else ""

@@ -198,7 +198,7 @@ class Checkpointer:
         return staged
 
     def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
-        """Write and publish the checkpoint of `step`, and remove old ones. Runs in the thread.
+        """Write and publish the checkpoint of `step`, and remove old ones. The background thread calls it.
 
         Raises CheckpointError on every rank.
         """
@@ -257,8 +257,8 @@ def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
 def _run_in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
     """Run `write` in a thread, and return its future.
 
-    Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
-    publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.
+    dcp.async_save does not fit: it starts a thread per model, whose collectives would interleave in the group; it does
+    not publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.
     """
     future: Future[None] = Future()
 
@@ -274,7 +274,7 @@ def _run_in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
 
 
 def _read_record_on_every_rank(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
-    """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
+    """Return the record of the checkpoint at `path`; with `verifies`, first compare its files with the manifest.
 
     Raises CheckpointError on every rank.
     """

@@ -167,7 +167,7 @@ class CheckpointFolder:
             shutil.rmtree(aside)
 
     def remove_partials(self) -> None:
-        """Remove what is being written or deleted, or was when a process was killed."""
+        """Remove the folders that are being written or deleted, also those that a killed process left."""
         for partial in self.path.glob(".step-*.partial"):
             shutil.rmtree(partial)
 

@@ -71,7 +71,7 @@ def call_converting_errors(action: Callable[[], Any]) -> Any:
 def ignore_single_process_warning() -> Iterator[None]:
     """Silence, in the block, DCP's warning that it saves or loads in a single process, which is intended here.
 
-    The filters belong to the process, so a thread must not enter the block: see [Note: background writes].
+    Warning filters are process-wide, so a thread must not enter the block: see [Note: background writes].
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

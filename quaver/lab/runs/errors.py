@@ -10,10 +10,10 @@ from quaver.runtime.errors import InputError, NotWrittenError
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why, and which ones are intact."""
+    """A checkpoint could not be written or read; the message names it, the cause, and the intact checkpoints."""
 
     def __init__(self, message: str, *, cannot_write: bool = False) -> None:
-        """Take the message, and whether the checkpoint could not be written, or old ones not be removed."""
+        """Take the message, and whether writing a checkpoint or removing an old one failed."""
         super().__init__(message)
         self.cannot_write = cannot_write
 
@@ -48,7 +48,7 @@ class OutputFailures:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep an error of the block, which ends with it; an unforeseen one, too."""
+        """Keep any error that ends the block, also an unforeseen one."""
         try:
             yield
         except (NotWrittenError, InputError) as error:

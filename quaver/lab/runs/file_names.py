@@ -1,4 +1,4 @@
-"""The names of the files in a run folder, apart from what writes them."""
+"""The names of the files in a run folder. The code that writes them imports this file."""
 
 from quaver.lab.settings import config_file
 from quaver.numerics.record import RECORD_FILE_NAME

@@ -36,7 +36,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a run does not start."""
+    """The reason why a run does not start."""
 
     message: str
     cannot_write: bool = False

@@ -1,4 +1,4 @@
-"""Whether a run resumes, from which checkpoint, and with which changed settings; refuses a resume that does not fit."""
+"""Decides whether a run resumes, from which checkpoint and with which changed settings, or refuses the resume."""
 
 import shlex
 from collections.abc import Collection

@@ -133,7 +133,7 @@ def check_readable(checkpoint: Path, names: Sequence[str]) -> None:
 
 
 class _Name(str):
-    """A name of `_KNOWN_NAMES`, in place of what it names."""
+    """A name of `_KNOWN_NAMES`. It stands for the class or function, which is not imported."""
 
 
 @dataclass(eq=False)

@@ -68,7 +68,7 @@ def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
 
 @contextmanager
 def refuse_to_compile() -> Iterator[None]:
-    """Refuse to compile inside the block, because the compiler's tensors would be recorded.
+    """Raise an error at each compilation inside the block, because the compiler's tensors would be recorded.
 
     Raises:
         NotImplementedError: something has to be compiled.

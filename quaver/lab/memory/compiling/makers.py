@@ -38,7 +38,7 @@ _CALL_CODE = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
 
 def run_no_kernel(*args: Any) -> None:
-    """Replace every fused kernel and do nothing."""
+    """Do nothing, in place of a fused kernel."""
 
 
 class Maker:

@@ -27,7 +27,7 @@ class GlooBuffers(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that Dynamo may run compiled code while the mode is on."""
+        """Return True: Dynamo may run compiled code while the mode is on."""
         return True
 
     def __torch_dispatch__(

@@ -1,1 +1,1 @@
-"""Comparisons, hints and the HTML page."""
+"""Reports predictions: the differences of two runs, hints, and the HTML page."""

@@ -1,6 +1,6 @@
 """Counts the collectives of a run's training step and their bytes, without ranks, devices or memory.
 
-As for the memory of a run (predict.py), the trainer's own code trains a step with fake tensors, as the first of the
+As for the memory of a run (predict_run.py), the trainer's own code trains a step with fake tensors, as the first of the
 ranks. Each collective is counted by the mesh dims that it spans. Compilation does not change collectives, so the step
 runs as eager code.
 """
@@ -90,7 +90,8 @@ def predict_traffic(config: TrainConfig, ranks: int, device: str = "cpu") -> Ste
 
     Raises:
         InputError, OSError: the run itself would refuse its model or its ranks.
-        NotImplementedError: likewise, or the step starts another collective than COLLECTIVE_KINDS.
+        NotImplementedError: something cannot be predicted, or the step starts a collective that is not in
+            COLLECTIVE_KINDS.
     """
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors(device)) as run:
