@@ -72,7 +72,7 @@ def side_stream() -> Iterator[None]:
 class Graph:
     """A CUDA graph of a function that returns tensors; on a virtual GPU, calls that read no number on the host.
 
-    Call the function once before, because a first call compiles and probes.
+    Call the function once before, because a first call compiles and runs trials.
     """
 
     def __init__(self, function: Callable[[], list[torch.Tensor | None]]) -> None:

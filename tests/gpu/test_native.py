@@ -24,7 +24,7 @@ SUM = 7
 
 
 @pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.ROWWISE])
-def test_the_probe_finds_native_float8(kind):
+def test_the_trial_finds_native_float8(kind):
     if get_compute_capability(None) < (8, 9):
         pytest.skip("this GPU multiplies no float8")
     assert find_native_failure(0, kind) is None
@@ -37,7 +37,7 @@ def test_the_probe_finds_native_float8(kind):
 @pytest.mark.parametrize("shape", [smaller((256, 512, 384), (64, 256, 128)), (33, 200, 300)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks_are_right_on_either_backend(recipe, kind, shape, compiled, record_property):
-    """The backend is native where the probe succeeds, on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
+    """The backend is native where the trial succeeds, on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
     tokens, k, n = shape
     record_property("failure", str(find_native_failure(0, kind)))
     linear = Float8Linear(k, n, config=recipe, device=DEVICE, dtype=torch.bfloat16)

@@ -55,7 +55,7 @@ class Card:
 def virtual_gpu(name: str = "h100") -> Iterator[Card]:
     """Let CPU tensors stand for those of the GPU `name`, a key of CAPABILITIES, inside the block.
 
-    Raises AssertionError at the exit if the package took a slow path that gives right results: a probe differs from
+    Raises AssertionError at the exit if the package took a slow path that gives right results: a trial differs from
     NATIVE_SCALE_KINDS, or casts ran in PyTorch on a card that runs kernels.
     """
     if name not in CAPABILITIES:

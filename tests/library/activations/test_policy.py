@@ -272,7 +272,7 @@ def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
     indirect=["casts"],
 )
 def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
-    """[Note: eager code on a CPU]: it keeps every second matmul, attention, and amaxes that the policy sees."""
+    """Eager code keeps every second matmul, attention, and amaxes that the policy sees."""
     saved = {}
     for mode in ("none", "selective", "full"):
         net, input = build_net(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)

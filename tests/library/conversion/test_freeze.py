@@ -379,7 +379,7 @@ def test_experts_of_row_codes_compute_grad_input_exactly(is_transposed):
         output = net(torch.randn(24, 160, requires_grad=True))
         before = card.calls.copy()
         output.sum().backward()
-    assert before["_scaled_grouped_mm", "rowwise"] == 1 + 2  # the probe, and two weights
+    assert before["_scaled_grouped_mm", "rowwise"] == 1 + 2  # the trial, and two weights
     assert card.calls == before
     assert {layer.backend for layer in conversion_report(net).converted} == {"native and exact"}
 

@@ -283,7 +283,7 @@ def test_native_matmul_meets_hardware_rules_and_keeps_the_result(scaling, shape,
     expected = expected if bias is None else expected + bias
     with virtual_gpu("h100") as card:
         assert choose_backend(torch.device("cpu"), find_kind(a, b, a_scale, b_scale)) is GemmBackend.NATIVE
-        card.calls.clear()  # of the probe
+        card.calls.clear()  # of the trial
         out = float8_mm(a.t().contiguous().t(), b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     assert list(card.calls) == [("_scaled_mm", "tensorwise" if scaling == "tensorwise" else "rowwise")]
     assert out.dtype is out_dtype

@@ -88,7 +88,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
         model = function if isinstance(function, nn.Module) else nn.Module()
         scaling = float8_scaling_state(model)
         states = {id(state): state for _, state, _ in list_named_slots(model)}.values()
-        run(function)  # probes
+        run(function)  # runs the trials
         if knows_scales:
             sync_float8_amax_and_scale_history(model)
         card.calls.clear()
