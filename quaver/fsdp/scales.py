@@ -4,11 +4,11 @@ A scale belongs to the whole tensor. Each rank computes the amaxes of its shards
 over the ranks, and the scales of all weights are computed from that vector at once. So the number of collectives, and
 with tensorwise scales the number of kernels, does not depend on the number of weights.
 
+A scale that reduces a dim which tensor parallelism sharded needs a second maximum, over that mesh axis. If all scales
+do, and both axes together span all ranks, one maximum over all ranks serves both.
+
 [Note: cut blocks] A shard may begin inside a block. It then computes the amaxes of the parts of blocks that it holds,
 and the maximum over the ranks completes them. Each row of a shard is quantized with its blocks' scales.
-
-[Note: two maxima] A scale that reduces a dim which tensor parallelism sharded needs a second maximum, over that mesh
-axis. If all scales do, and both axes together span all ranks, one maximum over all ranks serves both.
 
 [Note: experts] A weight [E, R, C] is E matrices that share no scales (experts/groups.py). Each row of a shard has a row
 among the scales, and a rank computes the amaxes of its shard's rows. The other ranks of expert parallelism hold other

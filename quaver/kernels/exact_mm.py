@@ -12,9 +12,9 @@ AVX-512 and without AMX use `cpu.mm` instead; this file serves all other devices
 A compiler sees one operation, like the hardware's float8 matmul. It then saves the float8 operand for backward. If it
 saw the widening, it would save the widened operand, which is twice the size.
 
-[Note: scales along the contracted dim] Block scales, and the row scales of a weight whose rows are contracted, differ
-between the terms of a sum. They are multiplied into the widened operand. If they are powers of two, this is exact in
-bfloat16. Otherwise the operand is float32, with one rounding per element, and so is the matmul.
+Block scales, and the row scales of a weight whose rows are contracted, differ between the terms of a sum. They are
+multiplied into the widened operand. If they are powers of two, this is exact in bfloat16. Otherwise the operand is
+float32, with one rounding per element, and so is the matmul.
 
 [Note: panels] Native float8 matmuls widen nothing, so the widened operands are extra memory. On a CPU, therefore, only
 the smaller operand is widened at once. The larger operand is widened in panels of about a thousand rows (or columns of

@@ -10,13 +10,13 @@ the dtype, strides or device of the tensor. It is also the fake kernel, unless `
     CPU                 kernel or reference   the operation                    the operation
     GPU                 kernel or reference   the operation                    reference, or `in_graphs` the operation
 
-[Note: operations] Eager code on plain tensors calls the kernel directly, which saves the dispatcher's time. Under a
-dispatch mode, and on fake tensors and other subclasses, it calls the operation. So a mode sees one operation, whichever
-kernel runs, and only the implementation reads memory.
+Eager code on plain tensors calls the kernel directly, which saves the dispatcher's time. Under a dispatch mode, and on
+fake tensors and other subclasses, it calls the operation. So a mode sees one operation, whichever kernel runs, and only
+the implementation reads memory.
 
-[Note: compiled code] On a CPU a cast stays one operation in a graph, because compiled C++ casts along columns slowly.
-The operation also reads the stored tensor, as eager code does, where Inductor would keep the producer's float32; so
-codes are bit-identical to eager. On a GPU Inductor gets the reference, which it fuses with the producer of the matrix.
+On a CPU a cast stays one operation in a graph, because compiled C++ casts along columns slowly. The operation also
+reads the stored tensor, as eager code does, where Inductor would keep the producer's float32; so codes are
+bit-identical to eager. On a GPU Inductor gets the reference, which it fuses with the producer of the matrix.
 """
 
 from __future__ import annotations

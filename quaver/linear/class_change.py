@@ -1,7 +1,7 @@
 """Changes the class of a module in place: to a float8 class, and to subclasses that run code around its forward.
 
-[Note: a change of class] These functions assign `module.__class__` and keep the object. So every reference to the
-module stays valid: a second parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
+These functions assign `module.__class__` and keep the object. So every reference to the module stays valid: a second
+parent's, a hook's, an optimizer's name map. The way back is exact for the same reason.
 
 A class consists of these parts, from the inside out. Each can be added or removed whatever the others are:
 

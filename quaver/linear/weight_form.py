@@ -10,11 +10,11 @@ itself (`run_op`). Other ops run on plain tensors instead of the forms, whether 
 `out=`. Then `handle_write` is called on each form that was written to. Subclasses define the plain tensor, views and
 writes. An op that would change the shape or the memory of a form raises.
 
-[Note: inference mode] A form is an inference tensor if the tensor inside is one, as torch's views are. PyTorch does not
-decompose composite ops before dispatch under `torch.inference_mode`, nor for inference tensors. So the dispatch of a
-form decomposes composite ops that may return a view, such as `to` and `reshape`.
+A form is an inference tensor if the tensor inside is one, as torch's views are. PyTorch does not decompose composite
+ops before dispatch under `torch.inference_mode`, nor for inference tensors. So the dispatch of a form decomposes
+composite ops that may return a view, such as `to` and `reshape`.
 
-[Note: writes] Two mechanisms detect writes to a weight:
+Two mechanisms detect writes to a weight:
 
     dispatch           Every op on the weight, including the multi-tensor kernels of optimizers, passes its
                        `__torch_dispatch__`. A write clears what was cached, or quantizes again, before the op returns;

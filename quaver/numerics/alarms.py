@@ -7,14 +7,13 @@
 
 It reads dictionaries in the form of `numerics.jsonl`, so a run and its record give the same alarms.
 
-[Note: one alarm per cause] A bad tensor soon makes the tensors computed after it bad. Among the tensors that turn bad
-in one sample, only the first in the order of a step raises an alarm: weights, the forward, the backward. The other
-tensors, and tensors that turn bad in the next `FOLLOWING_SAMPLES` samples, follow it and raise no alarm while they are
-bad. An alarm is cleared when no rule is bad on its tensor any more, and its own rule on none of the followers. A jump
-also clears if the tensor stays at its new level (`AlarmCleared.stays`). A value that is not finite raises an alarm
-unless it follows another such value. After a change of the recipe under a cause, as by a fallback, followers that are
-still bad `FOLLOWING_SAMPLES` samples after its alarm have a cause of their own: the first of them raises the next
-alarm.
+A bad tensor soon makes the tensors computed after it bad. Among the tensors that turn bad in one sample, only the first
+in the order of a step raises an alarm: weights, the forward, the backward. The other tensors, and tensors that turn bad
+in the next `FOLLOWING_SAMPLES` samples, follow it and raise no alarm while they are bad. An alarm is cleared when no
+rule is bad on its tensor any more, and its own rule on none of the followers. A jump also clears if the tensor stays at
+its new level (`AlarmCleared.stays`). A value that is not finite raises an alarm unless it follows another such value.
+After a change of the recipe under a cause, as by a fallback, followers that are still bad `FOLLOWING_SAMPLES` samples
+after its alarm have a cause of their own: the first of them raises the next alarm.
 """
 
 from __future__ import annotations

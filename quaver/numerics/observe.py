@@ -10,18 +10,18 @@ nothing is recompiled when sampling begins or ends. `number` identifies the line
 Python number, torch.compile would compile each of many equal layers. Eager code calls the same functions outside
 dispatch modes, because a selective checkpoint must not count their operations.
 
-[Note: recomputations] A forward that runs inside a backward repeats a forward that was observed. Its operands count
-once. Only the columns of the input are kept again, because grad_weight multiplies the recomputed codes.
+A forward that runs inside a backward repeats a forward that was observed. Its operands count once. Only the columns of
+the input are kept again, because grad_weight multiplies the recomputed codes.
+
+Experts are observed like linears. With `groups`, each group of rows (experts/groups.py) is observed as a separate
+matrix, and all groups merge into one slot. `ends` is read on the host. Only some experts have results compared and
+extras.
 
 [Note: high precision in backward] grad_weight reads the input, but backward only has its codes. The forward therefore
 keeps `COMPARED_ROWS` columns in high precision, under the address of the saved codes. If a hook moved the codes, the
 lookup fails and the result is not compared. The address tells forwards apart when a linear runs several times before
 its backward, as with microbatches, or again under a checkpoint. The graph does not carry the columns: it would have to
 return and save them in every step, because the host decides only at run time whether to sample.
-
-[Note: groups] Experts are observed like linears. With `groups`, each group of rows (experts/groups.py) is observed as a
-separate matrix, and all groups merge into one slot. `ends` is read on the host. Only some experts have results compared
-and extras.
 
 [Note: sums] If the monitor computes a GPU's sums, casts keep a few rows of their codes for the matmuls that follow
 (matmul_sums.py), by number, group, operand and direction. The input's column rows are kept with its columns.

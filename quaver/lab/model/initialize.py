@@ -51,8 +51,8 @@ def make_initial_value(name: str, shape: torch.Size, std: float, seed: int) -> T
 def take_local_part(value: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of `value`, a whole parameter, with the placements of `parameter`; a view.
 
-    Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes
-    first in the mesh. So a dim that both split is split by the last mesh dim first.
+    Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes first in the mesh. So a dim
+    that both split is split by the last mesh dim first.
     """
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:

@@ -3,8 +3,8 @@
 Hooks track the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the sequence
 numbers at which the forward entered and left each module tell which module created the node that runs.
 
-Dynamo would compile hooks on a compiled module, or inside it, into its graph and recompile it.
-So a compiled module gets no hooks and counts as one opaque module.
+Dynamo would compile hooks on a compiled module, or inside it, into its graph and recompile it. So a compiled module
+gets no hooks and counts as one opaque module.
 """
 
 from __future__ import annotations
