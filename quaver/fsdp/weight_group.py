@@ -222,12 +222,12 @@ def _compute_and_set_scales(named: NamedShards, *, are_precomputed: bool) -> Non
 
 
 def _describe_weights(named: NamedWeights) -> list[str]:
-    """Return a line for each part of each weight's config, of which an error quotes the first that differs."""
+    """Return a line for each field of each weight's config; an error quotes the first line that differs."""
     lines = []
     for name, weight in named:
         loaded = "" if weight.scale_slots is None else f", {weight.scale_slots.describe_loaded_weight_scale()}"
         lines.append(f"{name} {list(weight.parameter.shape)}{loaded}")
-        lines += [f"{name} {part}" for part in str(weight.config).split("; ")]
+        lines += [f"{name} {field}" for field in str(weight.config).split("; ")]
     return lines
 
 

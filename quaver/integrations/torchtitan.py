@@ -182,7 +182,7 @@ def float8_linear(
     emulate: bool = False,
     enable_fsdp_float8_all_gather: bool = False,
 ) -> Any:
-    """Convert the config of a linear in attention, feed-forward or shared experts to float8, if it can run so."""
+    """Convert the config of a linear in attention, feed-forward or shared experts to float8 if its shape allows."""
     return (
         linear
         if _explain_obstacle(linear)

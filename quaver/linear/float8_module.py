@@ -65,7 +65,7 @@ class Float8Module(nn.Module):
         self._float8_config = config
 
     def check_config(self, config: Float8LinearConfig) -> None:
-        """Raise ValueError if the module cannot run with `config` as it is scaled and sharded now."""
+        """Raise ValueError if the module cannot run with `config`, given its scale slots and its sharding."""
         raise NotImplementedError
 
     def _make_last_run(self) -> LastRun:

@@ -107,7 +107,7 @@ def _select_newer(run: LastRun, traces: Mapping[str, Trace]) -> Trace | None:
 def get_last_device(module: Any, traces: Mapping[str, Trace]) -> torch.device | None:
     """Return the device of the last forward of `module`, eager or compiled, or None if it did not run.
 
-    `traces`: those of its model, by `find_traces`.
+    `traces`: the traces of its model, from `find_traces`.
     """
     run: LastRun = module._last_run
     trace = _select_newer(run, traces)
@@ -117,7 +117,7 @@ def get_last_device(module: Any, traces: Mapping[str, Trace]) -> torch.device | 
 def describe_last_backends(module: Any, traces: Mapping[str, Trace]) -> str:
     """Return the backends of the last forward of `module`, eager or compiled, or "not run yet".
 
-    `traces`: those of its model, by `find_traces`.
+    `traces`: the traces of its model, from `find_traces`.
     """
     run: LastRun = module._last_run
     trace = _select_newer(run, traces)

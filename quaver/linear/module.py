@@ -96,7 +96,7 @@ class Float8Linear(Float8Module, nn.Linear):
             raise ValueError(
                 "config: expected one without delayed or static scaling, or with the scaling that the linear was "
                 f"converted with, got {config.short_str()}; call convert_to_high_precision(model) and then "
-                "convert_to_float8_training(model, config=...), which makes the state of its scales"
+                "convert_to_float8_training(model, config=...), which makes its slots"
             )
         if self.sharding is not None:
             self.sharding.check_config(self, config)
@@ -161,8 +161,8 @@ class Float8Linear(Float8Module, nn.Linear):
             return self.scale_slots.get_scales(device)
         if self.float8_config.has_persistent_scales:
             raise RuntimeError(
-                "this Float8Linear has delayed or static scaling but no state for its scales; give the model to "
-                "convert_to_float8_training(model, config=...), which makes one"
+                "this Float8Linear has delayed or static scaling but no slots for its scales; give the model to "
+                "convert_to_float8_training(model, config=...), which makes them"
             )
         return NO_PERSISTENT_SCALES
 

@@ -91,7 +91,8 @@ def compile_like(copy: nn.Module, model: nn.Module) -> None:
         wrap = inspect.getclosurevars(compiled).nonlocals.get("self")  # has torch.compile's backend and options
         if not callable(wrap):
             raise NotImplementedError(
-                f"expected a module that nn.Module.compile compiled, got one that calls {compiled!r}; compile it so"
+                f"expected a module that nn.Module.compile compiled, got one that calls {compiled!r}; call "
+                "module.compile() instead"
             )
         copies[name]._compiled_call_impl = wrap(copies[name]._call_impl)
 

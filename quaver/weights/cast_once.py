@@ -34,7 +34,7 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
 
     The block contains the microbatches (forward and backward) of one optimizer step, eager or compiled, and ends before
     the optimizer steps. While it is open the codes take one byte per element and layout. Under FSDP2 with float8
-    all-gather each rank quantizes its shard once, keeps the codes, and sends them in all all-gathers.
+    all-gather each rank quantizes its shard once, keeps the codes, and sends them in every all-gather.
 
     The scope ignores weights of high-precision modules, weights that are all-gathered in high precision, and weights
     that only FSDP1 or only tensor parallelism shards. A torch checkpoint around eager modules may run its backward
