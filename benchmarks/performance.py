@@ -73,7 +73,7 @@ def _make_devices_table() -> str:
         bfloat16 = (f"{spec.bfloat16_tflops:g}", f"{shares.bfloat16:.1%}")
         rows = "" if spec.float8_tflops is None else f"{get_scales_share(ScaleKind.ROWWISE, spec):.2f}"
         lines.append([spec.name, *bfloat16, *float8, rows, f"{spec.memory_gb_per_s:g}"])
-    heads = ["device", "bfloat16 TFLOP/s", "reached", "float8 TFLOP/s", "reached", "row-wise", "GB/s"]
+    heads = ["device", "bfloat16 TFLOP/s", "reached", "float8 TFLOP/s", "reached", "rowwise", "GB/s"]
     return make_markdown_table(heads, lines)
 
 

@@ -1,7 +1,7 @@
-"""Times matmuls: row-wise kernels, and tensor-wise kernels with scales applied afterwards, by kind of accumulation.
+"""Times matmuls: rowwise kernels, and tensorwise kernels with scales applied afterwards, by kind of accumulation.
 
-Two decisions depend on it: whether `use_fast_accum` pays off for each kind of scales, and whether matmuls with row-wise
-scales should run the tensor-wise kernel and multiply by powers of two afterwards, which is exact. The last rows compare
+Two decisions depend on it: whether `use_fast_accum` pays off for each kind of scales, and whether matmuls with rowwise
+scales should run the tensorwise kernel and multiply by powers of two afterwards, which is exact. The last rows compare
 the sums of this card with quaver/numerics/accumulation.py.
 """
 

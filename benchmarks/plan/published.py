@@ -47,7 +47,7 @@ REASONS = {
     "parallelism lost more than attention's FLOPs, which are at most twice as many",
     "torchtitan-202412 8B 8gpu FSDP1 CP8": "as CP4",
     "torchtitan-202412 405B 512gpu FSDP1 TP8 PP8 CP8": "as 8B with CP8",
-    "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "row-wise matmuls 128 to 1,792 features wide, of which no "
+    "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "rowwise matmuls 128 to 1,792 features wide, of which no "
     "rate is known; torchtitan's gathers in bfloat16, casts on each rank and passes that scale are in the prediction",
 }
 """Reasons for rows that differ by more than MAX_UNEXPLAINED_ERROR, by the beginning of their names."""
@@ -91,7 +91,7 @@ def make_run(row: Published) -> PipelinedRun:
             exchanged_share=NODE_LIMITED_SHARE if row.pp_schedule == "DualPipe" else 1.0,
             compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
             casts_gathered=row.recipe == "rowwise",
-            rescales_rows=True,  # all row-wise runs used torchao
+            rescales_rows=True,  # all rowwise runs used torchao
             attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
         ),
     )

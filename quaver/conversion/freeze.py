@@ -4,7 +4,7 @@
     grad_input  = grad_output @ codes         the same codes and scales; there is no grad_weight
 
 The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element, and
-scales. Both matmuls read tensorwise and blockwise codes. Row-wise scales run along the contracted dim of grad_input. So
+scales. Both matmuls read tensorwise and blockwise codes. Rowwise scales run along the contracted dim of grad_input. So
 the exact matmul (kernels/exact_mm.py) dequantizes the weight for grad_input: a second cast would give the backward
 other weights than the forward.
 """

@@ -10,7 +10,7 @@ Rows of the result outside every group are 0. With `transposed`, weights and the
 
     device and operands                                                    runs as
     CPU                                                                    a matmul per group, as for linears
-    GPU: e4m3, tensorwise or row-wise, and float8 units                    torch's scaled grouped matmul
+    GPU: e4m3, tensorwise or rowwise, and float8 units                     torch's scaled grouped matmul
     GPU: high precision, or scales that are powers of two; bfloat16        torch's grouped matmul, of widened operands
     GPU: others                                                            a matmul per group
 
@@ -99,7 +99,7 @@ def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
         report_slow_path(
             f"grouped matmuls on {a.device}",
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
-            "matmul supports bfloat16, and e4m3 with row-wise or tensorwise scales",
+            "matmul supports bfloat16, and e4m3 with rowwise or tensorwise scales",
         )
     return _multiply_groups(*product, options, grouped.out_dtype)
 

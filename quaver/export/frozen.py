@@ -249,7 +249,7 @@ _GRANULARITIES = {
     "channel": ROWWISE,
     **{f"block {rows} x {columns}": ScaleLayout(rows, columns) for rows, columns in BLOCK_SIZES if rows == columns},
 }
-"""The layout of the scales of frozen weights by their kind. A single number counts as row-wise."""
+"""The layout of the scales of frozen weights by their kind. A single number counts as rowwise."""
 
 
 def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:

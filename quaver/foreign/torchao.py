@@ -36,7 +36,7 @@ def convert_from_torchao(value: Any, expected: type[Any]) -> Any:
 def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
     """Convert torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for other values.
 
-    Experts get the casts of linears. torchao's grouped matmuls are row-wise under `Float8TrainingOpConfig` whatever the
+    Experts get the casts of linears. torchao's grouped matmuls are rowwise under `Float8TrainingOpConfig` whatever the
     `float8_linear_recipe` is. `pad_token_groups_for_grouped_mm` is ignored: padding changes no result, and quaver needs
     none. `MXFP8TrainingOpConfig` casts weights in blocks of 1 x 32 for each of their matmuls, as in torchao; the recipe
     `mxfp8` has one cast in blocks of 32 x 32 for both.

@@ -8,9 +8,9 @@ The granularity of the scales decides which of two backends computes it:
     others, which vary along the contracted dim              EXACT                                 EXACT
 
 NATIVE is the hardware's float8 matmul (native_mm.py). It is used if a trial, a tiny matmul, gives the right result. The
-compute capability is not enough: row-wise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every
-device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Row-wise scales vary along the contracted dim if
-grad_input reads a row-wise weight that is stored once.
+compute capability is not enough: rowwise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every
+device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Rowwise scales vary along the contracted dim if
+grad_input reads a rowwise weight that is stored once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def describe_backends(
     """Return the backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
 
     "high precision" if the config disables all casts. `backend_of` chooses the backend of one matmul.
-    `has_row_codes_only`: whether the weight is row-wise and stored once, so that grad_input reads row codes, too.
+    `has_row_codes_only`: whether the weight is rowwise and stored once, so that grad_input reads row codes, too.
     """
     backends = {
         GemmBackend.EXACT

@@ -129,7 +129,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if not torch.compiler.is_compiling():
         clear_cached_operands()
     quantizer = make_grad_output_quantizer(args)
-    # One read could make both row-wise casts. On a CPU they are made one by one, so that one set of codes is alive.
+    # One read could make both rowwise casts. On a CPU they are made one by one, so that one set of codes is alive.
     one_by_one = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
     args.probe.observe_operands("grad_output", grad_output, Operands(row, column))

@@ -54,7 +54,7 @@ class LastRun:
         self.config: Float8LinearConfig | None = None
         """The module's config at that time."""
         self.has_row_codes_only = False
-        """Whether its weight was row-wise and stored once at that time."""
+        """Whether its weight was rowwise and stored once at that time."""
         self.backend = "not run yet"
         self.forward: object = None
         """The `forward` attribute of the instance at that time, or None if it had none."""
@@ -75,7 +75,7 @@ class LastRun:
 def record_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
     """Record that a forward of `module`, a Float8Module, ran on `device`.
 
-    `has_row_codes_only`: whether its weight is row-wise and stored once.
+    `has_row_codes_only`: whether its weight is rowwise and stored once.
     """
     if torch.compiler.is_compiling():
         module._last_run.record_trace(device, has_row_codes_only)

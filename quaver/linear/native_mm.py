@@ -4,7 +4,7 @@
 
     both operands contiguous along the contracted dim
     K and N that are multiples of 16 (`pad_operands` appends zeros)
-    with row-wise scales, a bfloat16 result and a scale for every row of a and every column of b
+    with rowwise scales, a bfloat16 result and a scale for every row of a and every column of b
 
 native_blocks.py prepares operands with block scales.
 """
@@ -28,11 +28,11 @@ from quaver.torch_private.hardware import scaled_mm
 class ScaleKind(enum.Enum):
     """The layouts of scales that hardware distinguishes."""
 
-    TENSORWISE = "tensor-wise"
-    ROWWISE = "row-wise"
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
     BLOCKS_OF_128 = "1 x 128"
     BLOCKS_OF_32 = "1 x 32"
-    GROUPS = "row-wise grouped"
+    GROUPS = "rowwise grouped"
 
     @property
     def block_length(self) -> int:

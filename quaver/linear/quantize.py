@@ -75,7 +75,7 @@ class Quantizer:
             return Operands(operand, operand)
         if casts.has_equal_casts or not (row and column):
             return self.apply_cast(casts.row if row else casts.column, hp, row=row, column=column, scales=scales)
-        # A row-wise cast runs first: its scales determine a tensorwise scale without another read.
+        # A rowwise cast runs first: its scales determine a tensorwise scale without another read.
         columns_first = casts.column.is_rowwise
         earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
         first = self.apply_cast(earlier, hp, row=not columns_first, column=columns_first, scales=scales)
@@ -110,9 +110,9 @@ class Quantizer:
     def derive_scales(self, cast: CastConfig, operands: Operands) -> CastScales | None:
         """Return the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
-        After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
+        After a rowwise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
         included, and is NaN where an amax is. None for another cast, across different rules of scales, and after a
-        block-wise cast, in which a block of zeros has quant_scale 1.
+        blockwise cast, in which a block of zeros has quant_scale 1.
         """
         operand, casts = operands.row or operands.column, self.casts
         if not casts.has_equal_casts and (casts.row.scale_rule or casts.column.scale_rule):

@@ -303,7 +303,7 @@ def check_can_be_sharded(
         raise ValueError(
             f"tensor parallelism expects parts of whole blocks, a multiple of {block} features on each rank, got "
             f"{part} ({name}_features {features} on {ranks} ranks); {ranks * block * -(-part // block)} in all would "
-            "fit, and row-wise recipes take any number"
+            "fit, and rowwise recipes take any number"
         )
 
 

@@ -52,7 +52,7 @@ class TensorParallelQuantizer(Quantizer):
         self.group, self.sharded_dim = group, sharded_dim
 
     def derive_scales(self, cast: CastConfig, operands: Operands) -> CastScales | None:
-        """See `Quantizer`. Row-wise scales may cover this rank's rows only, so no tensorwise scale follows."""
+        """See `Quantizer`. Rowwise scales may cover this rank's rows only, so no tensorwise scale follows."""
         operand = operands.row or operands.column
         is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
         return super().derive_scales(cast, operands) if is_tensorwise else None

@@ -238,7 +238,7 @@ class Float8ExpertParallel(ParallelStyle):
 
     Args:
         grad_weight_from_codes: send tokens and gradients as codes, one byte per element, even if grad_weight reads
-            another cast of them than the codes (row-wise and block-wise recipes). That cast is then quantized from the
+            another cast of them than the codes (rowwise and blockwise recipes). That cast is then quantized from the
             dequantized codes. With power-of-two scales, grad_weight then differs from one process in elements below
             2^-13 of the largest in their row, column or block (subnormal e4m3). If grad_weight is in high precision, it
             differs by the rounding of both its operands.

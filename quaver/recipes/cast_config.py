@@ -106,8 +106,8 @@ class CastConfig:
             tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
         static_scale: torchao's name for `static_quant_scale`; pass only one of them. Both attributes are equal.
     Raises:
-        ValueError: a field has the wrong type or a dtype that is not float8; delayed or static scaling is row-wise or
-            block-wise; a static scale is out of range or given with another scaling type.
+        ValueError: a field has the wrong type or a dtype that is not float8; delayed or static scaling is rowwise or
+            blockwise; a static scale is out of range or given with another scaling type.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -235,7 +235,7 @@ class CastConfig:
         if self.layout is None:
             raise NotImplementedError(
                 f"{feature}: {self.granularity} casts do not say which elements share a scale "
-                f"(ScalingGranularity.get_layout); use tensorwise, row-wise or block-wise scales, or turn {feature} off"
+                f"(ScalingGranularity.get_layout); use tensorwise, rowwise or blockwise scales, or turn {feature} off"
             )
         if self.layout.is_packed and not allows_packed:
             raise NotImplementedError(f"{feature}: expected codes of eight bits, got {self}")

@@ -90,7 +90,7 @@ class Float8LinearConfig:
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
             of the whole weight, and all-gather the codes. If one cast serves both matmuls of the weight, a pass gathers
-            one byte per element. Otherwise (row-wise, 1 x 32) it gathers two, as bfloat16 does. Both casts must be
+            one byte per element. Otherwise (rowwise, 1 x 32) it gathers two, as bfloat16 does. Both casts must be
             float8. One process and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16. Padding is automatic where the hardware needs it; set this
             to pad on other devices too, for example to compare. Results do not change.

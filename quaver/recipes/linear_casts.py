@@ -107,7 +107,7 @@ class LinearCasts(NamedTuple):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any operand has block-wise scales."""
+        """Whether any operand has blockwise scales."""
         return any(cast.is_blockwise for cast in self.list_casts())
 
 

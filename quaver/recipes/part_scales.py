@@ -29,7 +29,7 @@ def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout
     Args:
         part: [r, c], with elements.
         offset: the row and the column of its first element.
-        layout: tensorwise, row-wise or of blocks.
+        layout: tensorwise, rowwise or of blocks.
     Returns:
         [blocks, blocks], the amax of each block that the part touches, from the part's elements only; and the row and
         column of the first of these blocks in the whole matrix.

@@ -9,12 +9,12 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
     bytes per element of the casts of a bfloat16 operand, read once per pass, one byte written per layout:
 
     dynamic, tensorwise       both layouts 6: read for amax (2); read, write both (4)       one layout 5
-    dynamic, row-wise         both layouts 6: read for both amaxes (2); read, write both    one layout 3: a row stays
+    dynamic, rowwise          both layouts 6: read for both amaxes (2); read, write both    one layout 3: a row stays
     delayed, static           both layouts 4: read, write both                              one layout 3   in registers
     dynamic, blocks           both layouts 4: blocks stay in registers      square blocks, or one layout 3
     again, scale known        one layout 3
 
-These are lower bounds for kernels that keep no tensor on the chip between passes. A row-wise cast for column codes
+These are lower bounds for kernels that keep no tensor on the chip between passes. A rowwise cast for column codes
 alone counts as 3 too, although quaver's kernel moves 5 (kernels/triton_cast.py). Input and grad_output get both layouts
 at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 

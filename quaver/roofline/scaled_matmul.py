@@ -4,11 +4,11 @@ torch has two kernels for operands with a scale per row (`_scaled_mm`, aten/src/
 cuBLAS's runs on compute capability 9.x with cuBLAS of CUDA 12.9 or later, which PyTorch 2.11's default wheels have.
 CUTLASS's runs on others (8.9, 10.x). PyTorch 2.8 and older have only CUTLASS's.
 
-row-wise, cuBLAS       1/1.07: the matmuls of Llama 3 8B on an H200 with PyTorch 2.11 and 16,384 tokens took 18.6 ms
+rowwise, cuBLAS        1/1.07: the matmuls of Llama 3 8B on an H200 with PyTorch 2.11 and 16,384 tokens took 18.6 ms
                        instead of 17.4 (benchmarks/results/gpu_gemm.json; single rounds beside other work). A single
                        weight took 1.05 to 1.06 times as long. The weights of k and v, 1,024 wide, took 1.41 times
-row-wise, CUTLASS      0.8: fitted to torchao's Llama 3 8B on 8 H100s (torchao/float8/README.md, March 2025), which
-                       uses it in the forward. With fast accumulation most shapes reach 0.9 to 1.0 of the tensor-wise
+rowwise, CUTLASS       0.8: fitted to torchao's Llama 3 8B on 8 H100s (torchao/float8/README.md, March 2025), which
+                       uses it in the forward. With fast accumulation most shapes reach 0.9 to 1.0 of the tensorwise
                        rate and some 0.5; without fast accumulation it is slower (pytorch/pytorch#147971)
 the same, B200         0.6: fitted to torchao's Llama 3 8B on 8 B200s (August 2025), power-limited. The kernel's
                        "template is not optimal" (pytorch/pytorch#153555)
@@ -38,7 +38,7 @@ _SHARES = {ScaleKind.TENSORWISE: 1.0, ScaleKind.BLOCKS_OF_128: 0.95, ScaleKind.B
 
 
 def get_cutlass_rowwise_share(spec: DeviceSpec) -> float:
-    """Return the share of CUTLASS's kernel for row-wise scales."""
+    """Return the share of CUTLASS's kernel for rowwise scales."""
     return _CUTLASS_BLACKWELL_SHARE if (spec.compute_capability or 0) >= 100 else CUTLASS_ROWWISE_SHARE
 
 

@@ -5,7 +5,7 @@ The contracts are those of aten/src/ATen/native/cuda/ScaledBlas.cpp and of cuBLA
     operands     e4m3 or e5m2, not both e5m2; K and N multiples of 16; on Hopper a row-major and b column-major
     scales       float32 (); [M, 1] and [1, N]; blocks of 1 x 128 and 128 x 128 on Hopper alone, column-major
                  E8M0 of 1 x 32 on Blackwell, in tiles of 128 x 4
-    results      bfloat16, float16 or float32; row-wise bfloat16 only: CUTLASS's kernels write no other in 2.11
+    results      bfloat16, float16 or float32; rowwise bfloat16 only: CUTLASS's kernels write no other in 2.11
     addresses    multiples of 16 bytes, scales included
 """
 
@@ -81,8 +81,8 @@ def scaled_mm(
         shapes = tuple(scale_a.shape), tuple(scale_b.shape)
         check(shapes == ((rows, 1), (1, columns)), f"scales [{rows}, 1] and [1, {columns}], got {shapes}")
         check(scale_a.is_contiguous() and scale_b.t().is_contiguous(), "contiguous scales")
-        check(card.capability < (12, 0), "no row-wise scales on sm_120")
-        check(out_dtype is torch.bfloat16, f"a bfloat16 result with row-wise scales, got {out_dtype}")
+        check(card.capability < (12, 0), "no rowwise scales on sm_120")
+        check(out_dtype is torch.bfloat16, f"a bfloat16 result with rowwise scales, got {out_dtype}")
     for scale in (scale_a, scale_b):
         check(scale.data_ptr() % 16 == 0, "a scale at a multiple of 16 bytes")
     check_bias(bias, out_dtype, columns)

@@ -113,7 +113,7 @@ def _choose_activations(input: CastConfig) -> str | None:
         return None
     layout = input.require_layout("export")
     if layout.is_blockwise:
-        raise NotImplementedError(f"input: expected tensorwise or row-wise scales as those of the weight, got {input}")
+        raise NotImplementedError(f"input: expected tensorwise or rowwise scales as those of the weight, got {input}")
     return "tensor" if layout.is_tensorwise else "token"
 
 

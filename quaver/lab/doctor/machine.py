@@ -70,7 +70,7 @@ def recommend_recipe(device: str, findings: list[Finding]) -> str:
         return "no recipe is faster than bfloat16 on this device; choose the recipe for the GPU that you will train on"
     robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
     goals = {"speed": "tensorwise" if "tensorwise" in native else robust, "outliers": robust}
-    gathered = "tensorwise" if robust == "rowwise" else robust  # FSDP2 all-gathers two casts of a row-wise weight
+    gathered = "tensorwise" if robust == "rowwise" else robust  # FSDP2 all-gathers two casts of a rowwise weight
     goals["FSDP2 (all-gathers one byte per element)"] = gathered or "tensorwise"
     goals["accuracy"] = f"{robust}_with_gw_hp" if robust else None
     return ", ".join(f"{recipe} for {goal}" for goal, recipe in goals.items() if recipe)

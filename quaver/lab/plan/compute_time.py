@@ -39,7 +39,7 @@ FORWARD_CAST_SHARE = 0.625
 """Share of the bytes of a weight's casts that the forward moves. With dynamic tensorwise scales, the amax and the codes
 for the forward move 5 of 8 bytes an element, the codes for the backward 3."""
 RESCALING_BYTES_PER_ELEMENT = 4
-"""Bytes that torchao moves per element of a row-wise linear's gradients. It multiplies with one scale per operand, and
+"""Bytes that torchao moves per element of a rowwise linear's gradients. It multiplies with one scale per operand, and
 a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
 EAGER_BYTES_RATIO = 3.0
 """Ratio of the bytes between matmuls of eager to compiled code. Counted for a Llama 3 8B block, per token: a norm reads
@@ -193,7 +193,7 @@ def _average(float8: LinearTime, bfloat16: LinearTime, float8_share: float) -> L
 
 
 def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
-    """Add torchao's passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
+    """Add torchao's passes that scale both gradients of a rowwise linear of (tokens, inputs, outputs)."""
     tokens, inputs, outputs = sizes
     return replace(
         time,

@@ -59,7 +59,7 @@ class Framework:
     attention: Literal["flash", "cudnn"] | None = None
     """The kernel of attention; None for torch's choice (roofline/attention.py)."""
     rescales_rows: bool = False
-    """Whether row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
+    """Whether rowwise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
     operand, and another pass scales them."""
 
 

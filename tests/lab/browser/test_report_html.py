@@ -268,7 +268,7 @@ def test_two_runs_side_by_side(browser, reports, runs):
 
 
 def test_two_recipes_share_rows(browser, reports, runs):
-    """A tensorwise cast serves both directions; its row stands beside those of the two row-wise casts."""
+    """A tensorwise cast serves both directions; its row stands beside those of the two rowwise casts."""
     browser.open(reports / "recipes.html")
     rows = split_casts(TENSORS)
     assert read_view(browser).startswith(f"{len(rows)} of {len(rows)} rows")

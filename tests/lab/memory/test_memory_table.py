@@ -83,7 +83,7 @@ def test_compiled_float8_takes_no_more_than_bfloat16():
 # A recipe with one cast of each weight and one with two; at night all.
 @pytest.mark.parametrize(("module", "checkpointing", "recipes"), [("attention", "none", FLOAT8[:2]), *MODULES])
 def test_sharded_float8_takes_no_more_than_bfloat16(module, checkpointing, recipes):
-    """Except attention by itself, whose row-wise weights are all-gathered in two casts (docs/design/0008)."""
+    """Except attention by itself, whose rowwise weights are all-gathered in two casts (docs/design/0008)."""
     case = Case(module, "bfloat16", checkpointing, ranks=2)
     bfloat16 = predict(case, SMALL).step_peak_bytes
     peaks = {recipe: predict(replace(case, precision=recipe), SMALL).step_peak_bytes / bfloat16 for recipe in recipes}

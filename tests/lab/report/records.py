@@ -29,7 +29,7 @@ def make_tensors(layers):
 
 
 def split_casts(tensors):
-    """`tensors` as row-wise scaling has them: two casts of each operand."""
+    """`tensors` as rowwise scaling has them: two casts of each operand."""
     casts = {"result": ("result",), "both": ("row", "column")}
     return [tensor | {"cast": cast} for tensor in tensors for cast in casts[tensor["cast"]]]
 

@@ -150,7 +150,7 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
     with gzip.open(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz") as opened:
         counts = Counter(event["name"] for event in json.load(opened)["traceEvents"] if event.get("ph") == "X")
     # The C extension reads the amax in the cast. The weight's second tensorwise cast has the scale of the first. The
-    # row-wise casts of an input for two matmuls are one, with two amaxes.
+    # rowwise casts of an input for two matmuls are one, with two amaxes.
     expected = {"quaver::cast": casts, "quaver::gemm": 3}
     if pure or not cpu.HAS_EXTENSION:
         expected["quaver::amax"] = amaxes

@@ -361,7 +361,7 @@ def test_the_report_and_the_way_back(config):
 
 @CONFIG
 def test_the_report_names_the_backends_that_multiply(config, monkeypatch):
-    """On an H100 no matmul reads row-wise scales along the contracted dim, as grad_input does of codes stored once."""
+    """On an H100 no matmul reads rowwise scales along the contracted dim, as grad_input does of codes stored once."""
     matmuls = {"native": mock.Mock(wraps=gemm.native_mm), "exact": mock.Mock(wraps=gemm.exact_float8_mm)}
     monkeypatch.setattr(gemm, "native_mm", matmuls["native"])
     monkeypatch.setattr(gemm, "exact_float8_mm", matmuls["exact"])

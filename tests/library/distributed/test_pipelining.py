@@ -131,7 +131,7 @@ def test_a_schedule_equals_one_process(name, recipe, stores):
     assert sum(rank_losses, []) == losses
     assert_same(rank_gradients[0] | rank_gradients[1], gradients)
     assert sum(rank_matmuls) == matmuls
-    # Row-wise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
+    # Rowwise, grad_output has a cast for each matmul anyway; tensorwise, one cast serves both.
     assert sum(rank_casts) == casts + (recipe == "tensorwise") * CASTS_OF_SPLIT_BACKWARDS.get(name, 0)
     if stores:
         exact = train_one_process(recipe, last_first=False)[1]

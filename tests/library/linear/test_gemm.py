@@ -423,12 +423,12 @@ def test_a_failed_probe_is_cached_and_warns_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
             assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
-        with error_on_slow_path(), pytest.raises(RuntimeError, match="no row-wise scales on sm_120"):
+        with error_on_slow_path(), pytest.raises(RuntimeError, match="no rowwise scales on sm_120"):
             choose_backend(torch.device("cpu"), ScaleKind.ROWWISE)
     assert device_errors[1] == ["rtx5090"]
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "row-wise scales on the exact backend" in warning
-    assert warning.endswith("no row-wise scales on sm_120")
+    assert "rowwise scales on the exact backend" in warning
+    assert warning.endswith("no rowwise scales on sm_120")
 
 
 def test_no_probe_runs_while_a_graph_is_captured():

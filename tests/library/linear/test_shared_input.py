@@ -167,7 +167,7 @@ def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
     ("recipe", "times", "trains"), [("tensorwise", 2, 2), ("rowwise", 1, 2), ("rowwise_with_gw_hp", 1, 1)]
 )
 def test_one_forward_that_trains_casts_its_input_once(recipe, times, trains):
-    """An amax and a cast; row-wise in one read for the forward, and in two for both matmuls."""
+    """An amax and a cast; rowwise in one read for the forward, and in two for both matmuls."""
     attention = convert_to_float8_training(Attention(), config=recipe)
     x = torch.randn(32, 64)
     weights, once = 3 * times * 64 * 64, trains * x.numel()

@@ -96,7 +96,7 @@ def test_each_part_of_a_cost_is_that_of_the_formulas():
     ],
 )
 def test_scales_have_a_share_of_the_rate(device, kind, share):
-    """Row-wise by cuBLAS on compute capability 9.x, by CUTLASS on others of NVIDIA's."""
+    """Rowwise by cuBLAS on compute capability 9.x, by CUTLASS on others of NVIDIA's."""
     assert get_scales_share(kind, find_device_spec(device)) == share
 
 

@@ -161,7 +161,7 @@ REFUSED = [
     ("scaled_mm", rowwise, changed(scale_a=torch.rand(32, 2)[:, :1]), "h100", "contiguous scales"),
     ("scaled_mm", rowwise, changed(scale_b=shift), "h100", "a scale at a multiple of 16 bytes"),
     ("scaled_mm", rowwise, changed(out_dtype=torch.float32), "h100", "a bfloat16 result"),
-    ("scaled_mm", rowwise, changed(), "rtx5090", "no row-wise scales on sm_120"),
+    ("scaled_mm", rowwise, changed(), "rtx5090", "no rowwise scales on sm_120"),
     ("scaled_mm_v2", blockwise, changed(), "b200", "need sm_90"),
     ("scaled_mm_v2", blockwise, changed(scale_a=lambda s: s.contiguous()), "h100", "strides (1, 32)"),
     ("scaled_mm_v2", blockwise, changed(scale_a=torch.rand(32, 3)), "h100", "scales (32, 4)"),

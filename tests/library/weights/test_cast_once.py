@@ -101,7 +101,7 @@ def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe,
 
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
 def test_cast_weights_once_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
-    """One read makes both casts of the row-wise recipe."""
+    """One read makes both casts of the rowwise recipe."""
     mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
 
     def count(hp, cast, ends, groups, **options):
