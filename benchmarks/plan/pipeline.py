@@ -17,7 +17,7 @@ from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, l
 from quaver.roofline.matmul import predict_move_seconds
 
 Key = tuple[str, int, int, int]
-"""The kind of a task, the stage, the part of the model on that stage, and the micro-batch."""
+"""The kind of a task, the stage, the part of the model on that stage, and the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list
     """Return the turns of a stage in order, as (is_backward, part, micro_batch).
 
     Raises:
-        ValueError: with interleaved stages, the micro-batches are not a multiple of the stages.
+        ValueError: with interleaved stages, the microbatches are not a multiple of the stages.
     """
     if parts > 1 and micro_batches % stages:
-        raise ValueError(f"expected a multiple of {stages} micro-batches for interleaved stages, got {micro_batches}")
+        raise ValueError(f"expected a multiple of {stages} microbatches for interleaved stages, got {micro_batches}")
     total = micro_batches * parts
     ahead = (stages - stage - 1) * 2 + (parts - 1) * stages if parts > 1 else stages - stage - 1
     ahead = min(ahead, total)
@@ -72,7 +72,7 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
     numbers = {key: number for number, key in enumerate(rows)}
     tasks = TaskList()
     for (part, stage, model_part, micro_batch), (stream, task_s, earlier, kind) in rows.items():
-        name = f"stage {stage}: {part} of part {model_part}, micro-batch {micro_batch}"
+        name = f"stage {stage}: {part} of part {model_part}, microbatch {micro_batch}"
         dependencies = tuple(sorted(numbers[key] for key in earlier))
         tasks.append(Task(name, f"{stream}@{stage}", task_s, dependencies, kind))
     held = count_held_parameters(run) / stages
@@ -88,7 +88,7 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
 
 
 def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds of one part of a stage per micro-batch, of the model's ends, and of collectives."""
+    """Return the seconds of one part of a stage per microbatch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, unpipelined = time_block(run, cluster), replace(run, pipeline=1)
     stride = run.tensor * run.context * run.shard * run.replicate

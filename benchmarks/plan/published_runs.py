@@ -42,7 +42,7 @@ class Published:
     """A GPU of `published.CALIBRATED_GPUS`."""
     gpus: int
     local_batch: int
-    """Sequences of one micro-batch of a data-parallel rank."""
+    """Sequences of one microbatch of a data-parallel rank."""
     checkpointing: Literal["none", "selective op", "selective 2", "full"]
     recipe: str
     """bfloat16, or the recipe of quaver with the same casts."""
@@ -94,7 +94,7 @@ class Published:
         is_interleaved = self.pp_schedule == "Interleaved1F1B"
         self._require((self.pp_virtual > 1) == is_interleaved, "virtual stages where the schedule is interleaved")
         divides = self.global_batch is None or self.global_batch % (self.local_batch * self.data_parallel) == 0
-        self._require(divides, f"a global_batch of whole micro-batches of {self.data_parallel} ranks")
+        self._require(divides, f"a global_batch of whole microbatches of {self.data_parallel} ranks")
         self._require(self.memory_gib is None or bool(self.loss), "a loss where memory is stated")
         self._require(set(self.assumed) <= {field.name for field in fields(self)}, "assumed: names of fields")
 
@@ -114,7 +114,7 @@ class Published:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each rank; 1 if the global batch is not stated."""
+        """Microbatches of a step on each rank; 1 if the global batch is not stated."""
         return 1 if self.global_batch is None else self.global_batch // (self.local_batch * self.data_parallel)
 
 

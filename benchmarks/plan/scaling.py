@@ -106,7 +106,7 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
 
 
 def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRun | None:
-    """Return `run` with the fewest micro-batches that fit into memory.
+    """Return `run` with the fewest microbatches that fit into memory.
 
     Returns None if single sequences do not fit, or if the trainer refuses the layout.
     """
@@ -145,7 +145,7 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
 
 
 def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
-    """Return tokens/s per GPU. Micro-batches after the third are taken to be as long as the third."""
+    """Return tokens/s per GPU. Microbatches after the third are taken to be as long as the third."""
     costs = ComputeTimes.from_formulas(run, cluster)
     took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:

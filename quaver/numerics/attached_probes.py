@@ -27,7 +27,7 @@ class MonitoredTensor(NamedTuple):
     site: ProbeSite
     probe: Probe
     weight_numel: int | None
-    """A weight's elements on all ranks, which count once although every rank and micro-batch casts the weight."""
+    """A weight's elements on all ranks, which count once although every rank and microbatch casts the weight."""
 
 
 class AttachedProbes:

@@ -1,6 +1,6 @@
 """Computes costly statistics of some linears per sample: histograms, SQNR under other recipes, errors of a GPU's sums.
 
-All are sums, [EXTRAS_WIDTH] per cast, which add up over micro-batches and ranks.
+All are sums, [EXTRAS_WIDTH] per cast, which add up over microbatches and ranks.
 
     before     how many elements of `HISTOGRAM_ROWS` rows have each float32 exponent, [256]
     after      how many of their dequantized codes have each exponent, [256]

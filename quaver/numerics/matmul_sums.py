@@ -6,7 +6,7 @@
 
 Each is a signal-to-noise ratio. `SAMPLED_ROWS` rows of the left operand meet `SAMPLED_ROWS` columns of the right
 operand, so a matmul of any size costs `SAMPLED_ROWS ** 2` dot products. The ratios follow from `SUMS_WIDTH` numbers,
-which add up over micro-batches, calls and ranks:
+which add up over microbatches, calls and ranks:
 
     signal of hp, noise of the casts, signal of the codes, noise of the sums with and without fast accumulation
 """

@@ -22,7 +22,7 @@ from quaver.runtime.agreement import find_collective_device
 from quaver.runtime.process_group import has_process_group
 
 SUM_TOLERANCE = 1e-9
-"""The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
+"""The relative tolerance between sums: ranks may have run different numbers of microbatches."""
 
 
 class GatheredStatistics(NamedTuple):

@@ -1,6 +1,6 @@
 """Statistics of a matrix and its cast, as float64 sums and extremes that merge in any order.
 
-A slot is a float64 vector of `SLOT_WIDTH` numbers. Each observation yields a slot. The slots of micro-batches, groups
+A slot is a float64 vector of `SLOT_WIDTH` numbers. Each observation yields a slot. The slots of microbatches, groups
 and ranks merge into one slot, which `summarize_slots` turns into the statistics of a sample. It holds:
 
     sums       counts, sums of squares and sums of fourth powers; their ratios do not change if replicas count an
@@ -281,7 +281,7 @@ def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[s
     """Compute the statistics of slots [tensors, SLOT_WIDTH] on a CPU: a value per tensor, or None if it does not apply.
 
     `weight_numel` has the size of the whole weight for each cast of a weight, else None. Every rank and
-    micro-batch casts the weight again, but its elements count once.
+    microbatch casts the weight again, but its elements count once.
     """
     table = slots.numpy().copy()
     entry = {index.name: table[:, index] for index in SlotIndex}

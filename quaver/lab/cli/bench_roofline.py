@@ -45,7 +45,7 @@ class RooflineOptions(Settings):
     )
     config: tuple[UserPath, ...] = setting((), "TOML files of quaver train; their models are predicted.")
     microbatches: NotNegative = setting(
-        0, "Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."
+        0, "Microbatches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."
     )
     pictures: tuple[_Device, ...] | None = setting(
         None, "Devices to draw; all of --device by default, no word for none."

@@ -26,7 +26,7 @@ def iter_prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[
     """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
     training, prediction = memory.config.training, memory.prediction
     batch = (
-        f"{format_count(memory.micro_batches, 'micro-batch')} of {format_count(training.local_batch_size, 'sequence')} "
+        f"{format_count(memory.micro_batches, 'microbatch')} of {format_count(training.local_batch_size, 'sequence')} "
         f"of {format_count(training.seq_len, 'token')}"
     )
     place = f"of {prediction.module_of_peak}" if prediction.module_of_peak else "outside of modules"
@@ -58,7 +58,7 @@ def iter_traffic_views(traffic: StepTraffic, checkpoint_bytes_per_s: int | None)
     yield _format_line("model", f"{traffic.parameters:,} parameters, trained in {traffic.name}")
     yield _format_line(
         "ranks",
-        f"{traffic.dims}; what follows is of one, in a step of {format_count(traffic.micro_batches, 'micro-batch')}",
+        f"{traffic.dims}; what follows is of one, in a step of {format_count(traffic.micro_batches, 'microbatch')}",
     )
     columns, numbers = ("mesh dims", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []

@@ -109,7 +109,7 @@ class PlanOptions(Settings):
         return int(tokens) if tokens < math.inf else 0
 
     def count_step_sequences(self, config: TrainConfig) -> int | None:
-        """Return the sequences of a step on all ranks, or None for one micro-batch per data-parallel rank."""
+        """Return the sequences of a step on all ranks, or None for one microbatch per data-parallel rank."""
         if self.global_batch is None:
             size = config.training.global_batch_size
             return None if size == -1 else size

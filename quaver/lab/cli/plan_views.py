@@ -24,7 +24,7 @@ from quaver.lab.terminal.tables import make_table
 _NUMBER_COLUMNS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 _LEGEND = """\
 gather: dtype of the gathered weights of blocks; x2: again for the backward
-batch: sequences of a micro-batch x micro-batches; training.reduce is last (L)
+batch: sequences of a microbatch x microbatches; training.reduce is last (L)
        or last_all_reduce (A)
 AC: what blocks recompute; 1/2: every second block is checkpointed
 MFU: share of the data sheet's FLOP/s, each matmul at the peak of its precision,

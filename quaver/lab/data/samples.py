@@ -62,9 +62,9 @@ class TokenData:
     document_mask: bool = False
 
     def make_step_batches(self, training: Training, consumed: int, dims: ParallelDims = SINGLE_RANK) -> list[Batch]:
-        """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
+        """Return this rank's microbatches of the optimizer step that begins with sequence `consumed` of the stream.
 
-        Micro-batch m of data-parallel rank r of n is micro-batch m * n + r of a single process.
+        Microbatch m of data-parallel rank r of n is microbatch m * n + r of a single process.
 
         Args:
             consumed: sequences that earlier steps took on all ranks, training.step_batch_size in each step.

@@ -180,7 +180,7 @@ def _edit_precision(precision: str) -> Edit:
 def _iter_communication(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> Iterator[tuple[str, Edit]]:
     if step_sequences > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
         for reduce in REDUCE_MODES[: 3 if dims.replicate > 1 else 2]:
-            yield f"gradients reduced after micro-batches: {reduce}", _edit_section("training", reduce=reduce)
+            yield f"gradients reduced after microbatches: {reduce}", _edit_section("training", reduce=reduce)
     if dims.shard == 1:
         return
     for policy in ("default", "always", "never"):
@@ -204,7 +204,7 @@ def _iter_less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
 
 
 def _iter_batches(config: TrainConfig, step_sequences: int) -> Iterator[tuple[str, Edit]]:
-    """Yield the local batch size unchanged, and then halved repeatedly with twice the micro-batches."""
+    """Yield the local batch size unchanged, and then halved repeatedly with twice the microbatches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:

@@ -1,4 +1,4 @@
-"""The compute time of one rank for one micro-batch: a block, the embedding, and the output projection with the loss.
+"""The compute time of one rank for one microbatch: a block, the embedding, and the output projection with the loss.
 
 The model is quaver/roofline's: matmuls run at the rate of their shape, casts and other operations at memory bandwidth,
 and every kernel adds its launch. tests/lab/plan/test_compute_time.py compares it with `quaver bench ledger`.
@@ -88,7 +88,7 @@ def count_held_parameters(run: PlannedRun) -> float:
 
 
 def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
-    """Return the times of one block and micro-batch."""
+    """Return the times of one block and microbatch."""
     linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
     spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
@@ -136,7 +136,7 @@ def count_recomputed_flops(run: PlannedRun) -> int:
 
 
 def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
-    """Return the time of a linear for one micro-batch on this rank, averaged over all blocks (float8 and others).
+    """Return the time of a linear for one microbatch on this rank, averaged over all blocks (float8 and others).
 
     Under a float8 all-gather, its weight arrives as codes.
     """

@@ -42,7 +42,7 @@ def check_counts_for(spec: DeviceSpec) -> None:
 
 
 def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
-    """Return the costs of a run's micro-batch, with the kernels of its block counted. Compiling takes seconds.
+    """Return the costs of a run's microbatch, with the kernels of its block counted. Compiling takes seconds.
 
     Args:
         run: the run of `config` on `ranks` ranks.
@@ -61,7 +61,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
         )
         for is_backward in (False, True)
     )
-    if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all micro-batches
+    if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all microbatches
         linears = list_linears(run.model).items()
         forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = ComputeTimes.from_formulas(run, cluster)

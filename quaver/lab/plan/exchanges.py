@@ -1,4 +1,4 @@
-"""The collectives of tensor, context and expert parallelism inside one block and micro-batch.
+"""The collectives of tensor, context and expert parallelism inside one block and microbatch.
 
 tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver memory --traffic`.
 """

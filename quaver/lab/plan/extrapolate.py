@@ -1,4 +1,4 @@
-"""Extrapolates the seconds of a step from a few blocks and micro-batches: each further one adds the same time."""
+"""Extrapolates the seconds of a step from a few blocks and microbatches: each further one adds the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | No
     """Return the seconds of `simulate(build_tasks(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
+        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
@@ -54,7 +54,7 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
 
 
 def bound_seconds(run: PlannedRun, costs: ComputeTimes) -> float:
-    """Return the seconds of the compute of a step's micro-batches, a lower bound of the step."""
+    """Return the seconds of the compute of a step's microbatches, a lower bound of the step."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
     return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))

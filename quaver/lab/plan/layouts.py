@@ -1,8 +1,8 @@
 """Lists the configs that `quaver plan` tries: every combination of these choices that the trainer accepts.
 
     parallelism     FSDP2, or HSDP with shard groups of whole nodes; tensor parallelism inside a node; experts split
-    all-gather      in float8 or bfloat16; once per micro-batch, or again for the backward (fsdp_reshard_after_forward)
-    reduction       gradients reduced after each micro-batch or after the last (training.reduce)
+    all-gather      in float8 or bfloat16; once per microbatch, or again for the backward (fsdp_reshard_after_forward)
+    reduction       gradients reduced after each microbatch or after the last (training.reduce)
     the rest        local batch size, activation checkpointing and recipe; on request float8 optimizer states and
                     saved activations
 
@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def gathering(self) -> str:
-        """The dtype in which a block's weights are gathered, and how often in a micro-batch; "" without shards.
+        """The dtype in which a block's weights are gathered, and how often in a microbatch; "" without shards.
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
         """
@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def reduction(self) -> str:
-        """training.reduce, or "" for one micro-batch or one rank."""
+        """training.reduce, or "" for one microbatch or one rank."""
         training, dims = self.config.training, self.dims
         return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, dims) else ""
 
@@ -86,7 +86,7 @@ class Candidate:
         where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
         where += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
         batches, sequences = dims.count_micro_batches(training), training.local_batch_size
-        batch = f"{format_count(batches, 'micro-batch')} of {format_count(sequences, 'sequence')}"
+        batch = f"{format_count(batches, 'microbatch')} of {format_count(sequences, 'sequence')}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
         return f"{where}{gathers}, {batch}, AC {self.storage}"
@@ -138,7 +138,7 @@ def list_layouts(
     """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
 
     Args:
-        step_sequences: the sequences of every candidate's step on all ranks. None: one micro-batch per data-parallel
+        step_sequences: the sequences of every candidate's step on all ranks. None: one microbatch per data-parallel
             rank, so that layouts have different steps.
         less_precise_storage: also try less precise storage between the matmuls and in the optimizer.
     """
@@ -243,7 +243,7 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
 
 
 def has_reductions(step_sequences: int, local: int, dims: ParallelDims | Degrees) -> bool:
-    """Return whether data-parallel ranks reduce gradients in a step of several micro-batches."""
+    """Return whether data-parallel ranks reduce gradients in a step of several microbatches."""
     groups = dims.replicate * dims.shard
     return groups > 1 and step_sequences > local * groups
 

@@ -3,7 +3,7 @@
 The peak is the sum of what lives during the whole step (parameters, optimizer states, tokens) and the largest of the
 moments in `PeakEstimate.count_moment_bytes`.
 
-With several micro-batches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
+With several microbatches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
 with training.reduce = last whole float32 sums.
 
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
@@ -239,7 +239,7 @@ class PeakEstimate:
         return self._sum_over_weights(lambda weight: weight.count_sharded(self.dims)) * self.parameter_bytes
 
     def _count_held_gradient_bytes(self) -> int:
-        """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
+        """Return the bytes of earlier microbatches' gradients: shards in the parameters' dtype, or float32 sums."""
         reduce = self.config.training.reduce
         if self.micro_batches == 1:
             return 0

@@ -29,7 +29,7 @@ _ZOOMED_SHARE = 0.08
 def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
     """Write a PNG: each stream's simulated tasks over milliseconds, colored by kind; below, a short part of them.
 
-    An extrapolated timeline has only the tasks of its first micro-batches, which the picture says.
+    An extrapolated timeline has only the tasks of its first microbatches, which the picture says.
     """
     turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
     end_s = max(span.end_s for span in timeline.spans)
@@ -39,7 +39,7 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
         _draw_streams(step_axes, timeline, 0.0, end_s)
         _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)
         if isinstance(timeline, ExtrapolatedTimeline):
-            step_axes.set_title(f"without {timeline.further_micro_batches} further micro-batches", fontsize=9)
+            step_axes.set_title(f"without {timeline.further_micro_batches} further microbatches", fontsize=9)
         part_axes.set_title("where the backward begins", fontsize=9)
         handles, labels = step_axes.get_legend_handles_labels()
         drawn = dict(zip(labels, handles, strict=True))

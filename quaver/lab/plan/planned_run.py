@@ -74,7 +74,7 @@ class PlannedRun:
     model: Model
     seq_len: int
     local_batch: int
-    """Sequences of a micro-batch of one data-parallel rank."""
+    """Sequences of a microbatch of one data-parallel rank."""
     micro_batches: int = 1
     replicate: int = 1
     shard: int = 1
@@ -117,7 +117,7 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank of a context group; tensor parallel ranks split them further."""
+        """Tokens of a microbatch on one rank of a context group; tensor parallel ranks split them further."""
         return self.local_batch * self.seq_len // self.context
 
     @property

@@ -32,7 +32,7 @@ USABLE_MEMORY_SHARE = 0.94
 """Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
 5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 MAX_SIMULATED_TASKS = 10_000
-"""Tasks of a step that are simulated, in 0.1 s on one core; two micro-batches of Llama 3 405B have 8,620."""
+"""Tasks of a step that are simulated, in 0.1 s on one core; two microbatches of Llama 3 405B have 8,620."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FittingLayout:
     run: PlannedRun
     peak_bytes: int
     timeline: SimulatedTimeline
-    """It has the sums of the whole step, but only the spans of the first micro-batches if there are very many tasks."""
+    """It has the sums of the whole step, but only the spans of the first microbatches if there are very many tasks."""
 
     @property
     def seconds(self) -> float:
@@ -177,7 +177,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None 
     """Return the timeline of a step with its share of a checkpoint, extrapolated if the step has very many tasks.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
+        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """

@@ -128,7 +128,7 @@ class SimulatedTimeline:
 
 @dataclass(frozen=True)
 class ExtrapolatedTimeline(SimulatedTimeline):
-    """The spans of a step's first micro-batches. Sums of seconds and bytes are for the whole step.
+    """The spans of a step's first microbatches. Sums of seconds and bytes are for the whole step.
 
     Each of the `further_micro_batches` adds what the last simulated one adds to `without_last`, the step without it.
     """

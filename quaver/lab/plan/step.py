@@ -168,7 +168,7 @@ def _add_exchange(
 
 
 class ComputeTimes(NamedTuple):
-    """The compute seconds of one rank for one micro-batch, by compute_time.py, a ledger or a measurement."""
+    """The compute seconds of one rank for one microbatch, by compute_time.py, a ledger or a measurement."""
 
     block: BlockTimes
     head: PerPass
@@ -184,7 +184,7 @@ def build_tasks(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = 
     """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
-        costs: the costs of a micro-batch, by default from the formulas of compute_time.py.
+        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
     """
     builder = _TaskBuilder(run, cluster, costs or ComputeTimes.from_formulas(run, cluster))
     for number in range(run.micro_batches):
@@ -209,7 +209,7 @@ class _TaskBuilder:
     def add_micro_batch(self, number: int) -> None:
         """Add the forward and backward of all blocks, the embedding and the output projection."""
         self._micro_batch = number
-        prefix = f"micro-batch {number + 1}: " if self._run.micro_batches > 1 else ""
+        prefix = f"microbatch {number + 1}: " if self._run.micro_batches > 1 else ""
         self._add_forward(f"{prefix}forward of")
         self._add_backward(f"{prefix}backward of")
 
@@ -322,7 +322,7 @@ class _TaskBuilder:
         moved += _CAST_BYTES if run.float8_gradients and reduces else 0
         copy_s = predict_move_seconds(moved * parameters, cluster.spec)
         copied = self.tasks.add(f"{name}: copy in", COMPUTE, copy_s, [self._last_reduction], "copies")
-        if not reduces:  # the copy adds to the gradients of earlier micro-batches
+        if not reduces:  # the copy adds to the gradients of earlier microbatches
             return
         for group in groups:
             reduced = copied

@@ -1,6 +1,6 @@
 """The FLOPs and the simulated time of a training step, to order settings by speed.
 
-step_flops = micro-batches * (forward + backward + recomputation), per rank. quaver/lab/plan/step.py simulates the
+step_flops = microbatches * (forward + backward + recomputation), per rank. quaver/lab/plan/step.py simulates the
 seconds, on nodes of 8 GPUs with 400 Gb/s each, without saving checkpoints.
 """
 

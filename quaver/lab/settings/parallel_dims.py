@@ -36,7 +36,7 @@ class ParallelDims:
         return self.rank // self.tensor
 
     def count_micro_batches(self, training: Training) -> int:
-        """Return the micro-batches of one step on each rank; `global_batch_size` must be resolved."""
+        """Return the microbatches of one step on each rank; `global_batch_size` must be resolved."""
         return training.step_batch_size // (training.local_batch_size * self.data_parallel_degree)
 
     @property

@@ -41,8 +41,8 @@ class Training(Settings, section="training"):
     )
     reduce: Annotated[str, OneOf(REDUCE_MODES)] = setting(
         "every",
-        "When ranks reduce gradients. every: after each micro-batch. last: once per step, from whole float32 sums. "
-        "last_all_reduce: reduce-scatter after each micro-batch, all-reduce once per step.",
+        "When ranks reduce gradients. every: after each microbatch. last: once per step, from whole float32 sums. "
+        "last_all_reduce: reduce-scatter after each microbatch, all-reduce once per step.",
     )
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")

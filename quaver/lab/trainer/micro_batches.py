@@ -1,6 +1,6 @@
-"""Reduces the gradients of a step's micro-batches over the ranks, after each or after the last, and adds them up.
+"""Reduces the gradients of a step's microbatches over the ranks, after each or after the last, and adds them up.
 
-    training.reduce    after each micro-batch                  after the last    held meanwhile, per parameter
+    training.reduce    after each microbatch                    after the last    held meanwhile, per parameter
     every              reduce-scatter, all-reduce of replicas                    the shard's sum in training.dtype
     last_all_reduce    reduce-scatter                          all-reduce        the shard's sum in float32
     last                                                       both              the whole sum in float32
@@ -31,7 +31,7 @@ _Batch = TypeVar("_Batch")
 
 @contextmanager
 def accumulate_gradients(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> Iterator[Iterable[_Batch]]:
-    """Yield the micro-batches of one step. Run forward and backward of each before taking the next.
+    """Yield the microbatches of one step. Run forward and backward of each before taking the next.
 
     At the exit every `.grad` has the dtype of its parameter. Every rank must pass the same number of batches.
     """

@@ -62,7 +62,7 @@ def describe_nonfinite(
 def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> NonFiniteOperand | None:
     """Return the first non-finite operand in `forward_backward` on this rank, None if all are finite.
 
-    The order is the order of computation: forward, then backward, micro-batch by micro-batch, then the accumulated
+    The order is the order of computation: forward, then backward, microbatch by microbatch, then the accumulated
     gradients. Compiled blocks run eagerly here, because hooks cannot see inside compiled code. Every rank must call
     this together. Clears the gradients of `model`.
     """

@@ -171,7 +171,7 @@ class TrainedModel:
         return not self.config.training.compile and self.config.parallelism.tensor_parallel_degree == 1
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
-        """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
+        """Run optimizer step `step` (from 1) on the microbatches of one global batch.
 
         A step with a non-finite loss or gradient norm leaves weights, moments and persistent scales unchanged.
 

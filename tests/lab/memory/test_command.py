@@ -58,7 +58,7 @@ def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, ask):
     files = ["--html", page, "--png", picture, "--measure", "--top", "2"]
     printed, written = ask(*SMALL, *files, "--vs", vs)
     assert f"other      {vs}" in printed
-    assert "1 micro-batch of 8 sequences of 64 tokens" in printed
+    assert "1 microbatch of 8 sequences of 64 tokens" in printed
     assert written["comparison"]["label_b"] == vs
     assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
     assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed

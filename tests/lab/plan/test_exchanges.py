@@ -159,13 +159,13 @@ def test_a_step_computes_the_trainers_scales(config):
 
 STEPS = {
     "bfloat16": make_step_config(BFLOAT16),
-    "two micro-batches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
+    "two microbatches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
     "always resharded": make_step_config(BFLOAT16, reshard="always"),
     "a float8 all-gather": make_step_config(GATHERED),
     "replicas, the head in float8": make_step_config(gather_codes("tensorwise"), replicate=2),
     "tensor parallel": make_step_config(BFLOAT16, tensor=2),
 }
-STEPS_ALWAYS = ["two micro-batches, never resharded", "replicas, the head in float8", "tensor parallel"]
+STEPS_ALWAYS = ["two microbatches, never resharded", "replicas, the head in float8", "tensor parallel"]
 
 
 @pytest.mark.parametrize("name", [*STEPS_ALWAYS, *at_night((name,) for name in STEPS if name not in STEPS_ALWAYS)])

@@ -30,13 +30,13 @@ def test_two_stages_take_turns_as_by_hand():
             turns = order_turns(2, parts, 4, stage)
             assert len(turns) == len(set(turns)) == 2 * 4 * parts
             assert all(turns.index((forward, *rest)) < turns.index((backward, *rest)) for _, *rest in turns)
-    with pytest.raises(ValueError, match="a multiple of 2 micro-batches"):
+    with pytest.raises(ValueError, match="a multiple of 2 microbatches"):
         order_turns(2, 2, 3, 0)
 
 
 @pytest.mark.parametrize(("virtual", "micro_batches"), [(1, 4), (1, 16), (2, 8)])
 def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
-    """(stages - 1) / (virtual micro-batches) of the work, for stages that take equally long."""
+    """(stages - 1) / (virtual microbatches) of the work, for stages that take equally long."""
     stages = 4
     model = Model(vocab_size=1, dim=4096, n_layers=8, n_heads=32, n_kv_heads=8, hidden_dim=14336)
     run = PipelinedRun(

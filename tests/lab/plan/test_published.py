@@ -33,7 +33,7 @@ def test_the_micro_batches_of_a_pipeline_are_read():
         ({"float8_all_gather": True}, "float8 where float8_all_gather is true"),
         ({"pp": 2, "gpus": 64}, "a pp_schedule with pipelines"),
         ({"pp_virtual": 2}, "virtual stages where the schedule is interleaved"),
-        ({"global_batch": 33}, "a global_batch of whole micro-batches of 32 ranks"),
+        ({"global_batch": 33}, "a global_batch of whole microbatches of 32 ranks"),
         ({"memory_gib": 47.5}, "a loss where memory is stated"),
         ({"assumed": ["batch"]}, "assumed: names of fields"),
         ({"gpus": "32"}, "gpus: Input should be a valid integer"),

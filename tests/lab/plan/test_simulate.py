@@ -109,4 +109,4 @@ def test_the_picture_of_an_extrapolated_step_says_what_it_lacks(tmp_path, monkey
     monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title, **_: titles.append(title))
     timeline = simulate(tasks)
     draw_step(ExtrapolatedTimeline(timeline.spans, timeline, 30), tmp_path / "step.png", title="")
-    assert titles[0] == "without 30 further micro-batches"
+    assert titles[0] == "without 30 further microbatches"

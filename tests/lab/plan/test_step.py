@@ -29,7 +29,7 @@ RUNS = {
     "asynchronous": replace(BASE, tensor=8, framework=Framework(async_tensor=True)),
     "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
     "context parallel": replace(BASE, context=4),
-    "micro-batches": replace(BASE, micro_batches=3, reshard_after_forward="never"),
+    "microbatches": replace(BASE, micro_batches=3, reshard_after_forward="never"),
     "states only": replace(BASE, micro_batches=3, reduce="last", reshard_after_forward="never"),
     "last": replace(BASE, micro_batches=3, reduce="last"),
     "last all-reduce": replace(BASE, shard=8, replicate=2, micro_batches=3, reduce="last_all_reduce"),

@@ -1,4 +1,4 @@
-"""Tests that training.reduce adds up micro-batches' gradients of every kind of parameter in float32.
+"""Tests that training.reduce adds up microbatches' gradients of every kind of parameter in float32.
 
 test_train_distributed.py compares the losses of ranks, and test_traffic.py what they send. A loss scaled by a power of
 2 has gradients scaled alike, to the bit. The sum of 256, 1 and 1 is 256 in bfloat16.
@@ -37,7 +37,7 @@ def compute_gradients(config: TrainConfig, ranks: int, scales: list[float]) -> d
 
 
 def list_inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
-    """Return the parameters whose gradient is not the rounded float32 sum of those of the three micro-batches."""
+    """Return the parameters whose gradient is not the rounded float32 sum of those of the three microbatches."""
     one, three = compute_gradients(config, ranks, [1.0]), compute_gradients(config, ranks, SCALES)
     return [name for name, grad in one.items() if not torch.equal(three[name], (258 * grad.float()).to(grad.dtype))]
 

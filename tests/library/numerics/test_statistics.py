@@ -155,7 +155,7 @@ def test_elements_of_a_weight_count_once():
     hp = torch.randn(32, 16)
     operand = cast(hp, "tensorwise", "weight", False)
     slots = make_slots(1, torch.device("cpu"))
-    for _ in range(3):  # micro-batches
+    for _ in range(3):  # microbatches
         merge_slots(slots, observe_matrix(hp, operand)[None])
     assert summarize_slots(slots, [hp.numel()]) == summarize(hp, operand)
     assert summarize_slots(slots, [None])["numel"] == [3 * hp.numel()]

@@ -1,4 +1,4 @@
-"""Tests cast_weights_once: one cast per weight for all micro-batches, errors, and that nothing is left behind."""
+"""Tests cast_weights_once: one cast per weight for all microbatches, errors, and that nothing is left behind."""
 
 import copy
 import itertools

@@ -48,7 +48,7 @@ class RunMemory:
     parameters: int
     """The number of parameters of the whole model."""
     micro_batches: int
-    """The number of micro-batches in one rank's step."""
+    """The number of microbatches in one rank's step."""
     prediction: Prediction
     """The prediction for the first rank, whose shards are the largest if they are uneven."""
 
@@ -139,9 +139,9 @@ def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
 
 
 def make_train_step(trained: TrainedModel, config: TrainConfig, dims: ParallelDims) -> tuple[Callable[..., None], int]:
-    """Return a function that trains one step, and the number of its micro-batches on one rank.
+    """Return a function that trains one step, and the number of its microbatches on one rank.
 
-    The function takes a smaller number of micro-batches as an argument. All tokens belong to one document. Memory
+    The function takes a smaller number of microbatches as an argument. All tokens belong to one document. Memory
     depends on the tokens only if ranks split experts. So tokens differ, which lets routers choose more evenly.
     """
     training, numbers = config.training, count(1)

@@ -25,7 +25,7 @@ function showFacts(run) {
     ["saved by the first forward for its backward", run.saved_by_forward_bytes, sized],
     ["most saved for backward", run.saved_bytes, sized], ["parameters of the model", run.parameters, exact],
     ["trained in", run.trained_in, String], ["ranks", run.ranks, (number) => (mesh ? `${number}: ${mesh}` : `${number}`)],
-    ["micro-batches", run.micro_batches, exact],
+    ["microbatches", run.micro_batches, exact],
   ];
   byId("facts").append(...facts.filter(([, value]) => value !== undefined && value !== null)
     .map(([label, value, show]) => make("div", {}, make("dt", { text: label }), make("dd", {}, show(value)))));
