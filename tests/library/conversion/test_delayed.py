@@ -85,13 +85,13 @@ SEQUENCES = {
 def run_rule(amaxes, config, *, cast=None, power_of_2=False):
     linear_config = replace(Float8LinearConfig.from_recipe_name("delayed"), delayed_scaling_config=config)
     linear_config = replace(linear_config, round_scales_to_power_of_2=power_of_2)
-    state = ConversionScaleSlots([cast or linear_config.casts.input.row], linear_config, torch.device("cpu"))
+    conversion_slots = ConversionScaleSlots([cast or linear_config.casts.input.row], linear_config, torch.device("cpu"))
     scales = []
     for amax in amaxes:
-        state.amax_buffer[0] = torch.tensor([amax, 0.0])
-        state.sync(None)
-        scales.append(state.quant_scale[0].item())
-    return scales, state.history[0].tolist()
+        conversion_slots.amax_buffer[0] = torch.tensor([amax, 0.0])
+        conversion_slots.sync(None)
+        scales.append(conversion_slots.quant_scale[0].item())
+    return scales, conversion_slots.history[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
     assert_same(copy_scales(copied), before)
     assert_same(step(copied, torch.ones(8, 64)), step(copy.deepcopy(model), torch.ones(8, 64)))
     assert_same(before, copy_scales(model))
-    (state,) = {module.scale_slots.conversion_slots for module in copied.modules() if isinstance(module, Float8Linear)}
-    assert state is not model.layers[0].w1.scale_slots.conversion_slots
+    (slots,) = {module.scale_slots.conversion_slots for module in copied.modules() if isinstance(module, Float8Linear)}
+    assert slots is not model.layers[0].w1.scale_slots.conversion_slots
     assert copied.layers[0].w1.scale_slots.recorded.input is copied.layers[0].w3.scale_slots.recorded.input
     assert knows_all_scales(copied)
     assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
@@ -242,7 +242,7 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
 def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
     model = convert_to_float8_training(Net(), config=config_of())
     read = mock.Mock(side_effect=ConversionScaleSlots.refresh_known)
-    monkeypatch.setattr(ConversionScaleSlots, "refresh_known", lambda state: read(state))
+    monkeypatch.setattr(ConversionScaleSlots, "refresh_known", lambda conversion_slots: read(conversion_slots))
     counts = []
     for _ in range(10):
         step(model.layers[0], torch.randn(8, 64), sync=False)
@@ -352,8 +352,8 @@ def test_the_state_follows_the_linears_to_their_device():
     with torch.device("meta"):
         module = nn.Linear(8, 8)
     convert_to_float8_training(module, config=config_of())
-    state = module.scale_slots.conversion_slots
-    assert state.device == torch.device("cpu")
+    conversion_slots = module.scale_slots.conversion_slots
+    assert conversion_slots.device == torch.device("cpu")
     module.to_empty(device="cpu")
     nn.init.ones_(module.weight)
     nn.init.ones_(module.bias)
@@ -361,7 +361,7 @@ def test_the_state_follows_the_linears_to_their_device():
     assert read_scale(module, "input") == 448
     moved = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(state), "to", lambda self, device: moved.append(device))
+        patch.setattr(type(conversion_slots), "to", lambda self, device: moved.append(device))
         module.scale_slots.move_to(torch.device("cuda"))
         module.scale_slots.move_to(torch.device("meta"))
         module.scale_slots.move_to(torch.device("cpu"))
@@ -385,16 +385,16 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
 
 
 def test_training_on_two_devices_is_refused(monkeypatch):
-    """A backward on the first device would record into a buffer that the state has left."""
+    """A backward on the first device would record into a buffer that the slots have left."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config_of())
-    state, cuda, moved = model[1].scale_slots.conversion_slots, torch.device("cuda", 0), []
+    conversion_slots, cuda, moved = model[1].scale_slots.conversion_slots, torch.device("cuda", 0), []
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
     model[1].scale_slots.get_scales(cuda)
     assert moved == [cuda]
     with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
         model[1].scale_slots.begin_forward(cuda, None)
-    state.sync(None)
+    conversion_slots.sync(None)
     model[1].scale_slots.begin_forward(cuda, None)
     assert moved == [cuda, cuda]
 
