@@ -96,14 +96,21 @@ class InputAllGather:
         """`linear`: the first linear that reads the input. Its config and its persistent scale cast the input."""
         self._dim, self._mesh, self._as_dtensor = typing.cast(Shard, layout).dim, mesh, as_dtensor
         self._linear = linear
+        self._config: Float8LinearConfig | None = None
         self._calls: dict[Float8LinearConfig, Any] = {}
         self.follow_config()
         if self.is_used and self._dim == -1:
             raise ValueError(f"expected a replicated input or one sharded along its tokens, got {layout} (features)")
 
-    def follow_config(self) -> None:
-        """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered."""
-        dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.float8_config, self._as_dtensor
+    def follow_config(self, linear: Float8Linear | None = None) -> None:
+        """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered.
+
+        Eager calls do so themselves. `linear`: see `__call__`.
+        """
+        dim, mesh, config, as_dtensor = self._dim, self._mesh, (linear or self._linear).float8_config, self._as_dtensor
+        if config is self._config:
+            return
+        self._config = config
         self.is_used = is_all_gathered_in_float8(config)
 
         def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:

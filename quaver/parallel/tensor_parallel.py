@@ -118,6 +118,8 @@ class Float8ColwiseParallel(ColwiseParallel):
         input, all_gather_input = inputs[0], mod.sharding.all_gather_input
         if isinstance(to_local(input), Float8Tensor):
             return typing.cast(Tensor, input)
+        if all_gather_input is not None and not torch.compiler.is_compiling():
+            all_gather_input.follow_config(mod)
         if not isinstance(input, DTensor):
             input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
         if all_gather_input is None or not all_gather_input.is_used or input.placements[0] == Replicate():
@@ -238,6 +240,8 @@ class _PrepareHook:
         self.style, self.mesh = style, mesh
 
     def __call__(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if not torch.compiler.is_compiling():
+            self.follow_config()
         for child in module.modules():
             if isinstance(child, Float8Linear):
                 check_ranks_cast_alike(child, self.mesh.get_group())

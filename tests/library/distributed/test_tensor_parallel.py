@@ -325,6 +325,21 @@ def test_one_style_serves_several_modules():
             torch.testing.assert_close(output, part(whole, 2), **FLOAT32_SUMS)
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+@on_ranks(2)
+def test_a_gathered_input_follows_the_config_of_its_linear(prepared):
+    module = TwoLinears(32, 32, torch.float32, config_of("tensorwise"))
+    reference = copy.deepcopy(module)
+    styles = {name: Float8ColwiseParallel(input_layouts=Shard(1)) for name in "ab"}
+    parallelize_module(module, world_mesh(), styles | ({"": parallel_models.prepare(False)} if prepared else {}))
+    input = torch.randn(2, 8, 32)
+    for recipe in ("tensorwise", "rowwise", "tensorwise"):
+        for linear in (module.a, module.b, reference.a, reference.b):
+            linear.float8_config = config_of(recipe)
+        for output, whole in zip(module(part(input, 1)), reference(input), strict=True):
+            torch.testing.assert_close(to_plain(output), part(whole, 2), **FLOAT32_SUMS)
+
+
 @RECIPE
 @on_ranks(2)
 def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
