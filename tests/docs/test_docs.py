@@ -84,6 +84,22 @@ def find_object(path: str) -> object:
     raise AssertionError(path)
 
 
+IMPORT = re.compile(r"^[ +]*from (quaver(?:\.\w+)*) import (\([^)]*\)|[^\n#]*)", re.MULTILINE)
+
+
+def test_imports_in_the_code_of_the_pages_resolve():
+    paths = {
+        f"{module}.{name}"
+        for page in PAGES
+        for module, names in IMPORT.findall(page.read_text(encoding="utf-8"))
+        for name in re.findall(r"\w+", re.sub(r" as \w+", "", names))
+        if not module.startswith(("quaver.integrations.torchtitan", "quaver.integrations.lightning"))  # may be absent
+    }
+    assert len(paths) > 30
+    for path in paths:
+        find_object(path)
+
+
 @pytest.mark.parametrize("module", ["", ".optim", ".activations", ".export", ".numerics", ".distributed"])
 def test_every_public_name_is_in_the_reference(module):
     public = importlib.import_module(f"quaver{module}")
