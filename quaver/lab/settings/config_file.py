@@ -75,7 +75,8 @@ def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
 def read_toml(path: Path) -> Sections:
     """Return the sections of a TOML file. Their names and keys are checked; `build_config` also checks values."""
     if not path.is_file():
-        hint = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
+        problem = "is not a regular file" if path.exists() else "does not exist"
+        hint = "is a folder; give its config.toml" if path.is_dir() else f"{problem}; give the path of a TOML file"
         raise FileNotFoundError(f"config file {str(path)!r} {hint}")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a BOM
@@ -152,6 +153,8 @@ def parse_arguments(
     if "resume" in values:
         if sum(word.partition("=")[0] == "--resume" for word in argv) > 1:
             raise InputError("--resume must be given once: a run resumes one folder")
+        if not values["resume"]:
+            raise InputError("--resume must be the folder of a run, got ''")
         folder = expand_user(values.pop("resume")).resolve()
         if config_path is not None:
             raise InputError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
