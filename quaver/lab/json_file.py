@@ -18,18 +18,20 @@ def read_json(path: Path, adapter: TypeAdapter[T], hint: str) -> T:
 
     Raises:
         OSError: the file cannot be read.
-        InputError: the file is damaged. One line names the file and the first wrong field, and ends with `hint`.
+        InputError: the file is damaged, or a Literal such as its format has another value. One line names the file and
+            the first wrong field, and ends with `hint`.
     """
     if not path.is_file():  # reading a FIFO would block
         raise FileNotFoundError(f"{str(path)!r} is not a file; {hint}")
     try:
         return adapter.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise InputError(f"{str(path)!r} is damaged: {_describe_first(error)}; {hint}") from None
+        first: dict[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
+        problem = "has another format" if first["type"] == "literal_error" else "is damaged"
+        raise InputError(f"{str(path)!r} {problem}: {_describe(first)}; {hint}") from None
 
 
-def _describe_first(error: ValidationError) -> str:
-    first: dict[str, Any] = error.errors(include_url=False)[0]  # type: ignore[assignment]
+def _describe(first: dict[str, Any]) -> str:
     field = ".".join(map(str, first["loc"]))
     if first["type"] in ("missing", "json_invalid"):
         return f"{field} is missing" if field else first["msg"]

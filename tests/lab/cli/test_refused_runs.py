@@ -196,7 +196,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "negative skips": (lambda r: r["progress"].update(skipped_steps={"a": -1}), "skipped_steps.a"),
     "an unknown key of progress": (lambda r: r["progress"].update(extra=1), "progress.extra: "),
     "no ranks": (lambda r: r.update(world_size=0), "world_size: "),
-    "another format": (lambda r: r.update(format=2), "format: "),
+    "another format": (lambda r: r.update(format=2), "has another format: format: "),
     "states of another version": (lambda r: r.update(optimizer_state_version=2), "optimizer_state_version: "),
     "no config": (lambda r: r.pop("config"), "config is missing"),
     "a list as config": (lambda r: r.update(config=[]), "config: "),
