@@ -191,6 +191,10 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / RECORD_FILE
     if not path.is_file():
+        if last := find_checkpoint(checkpoint):
+            raise FileNotFoundError(
+                f"{str(checkpoint)!r} is not a checkpoint but a run; give one of its checkpoints, such as {str(last)!r}"
+            )
         why = f"{RECORD_FILE} is missing" if checkpoint.exists() else "the folder does not exist"
         steps = CheckpointFolder(checkpoint.parent).list_steps()
         others = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
