@@ -331,7 +331,7 @@ def test_a_run_finds_what_was_prepared(config, tmp_path, run_quaver, monkeypatch
     run_quaver("train", config)
     origin = json.loads((tmp_path / "runs" / "r" / "data.json").read_text())
     assert f"train        {origin['train_documents']} documents, {origin['train_tokens']:,} tokens" in printed
-    assert f"validation   1 documents, {origin['validation_tokens']:,} tokens" in printed
+    assert f"validation   1 document, {origin['validation_tokens']:,} tokens" in printed
     assert "tokenizer    bytes: 256 tokens, 0 ends a document" in printed
     assert f"sha256       {origin['sha256']}" in printed
     assert f"cached in    {origin['cache']}" in printed
