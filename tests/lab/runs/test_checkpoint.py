@@ -437,7 +437,7 @@ def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, run
     words = [f"--checkpoint.initial_load_path={weights}", "--checkpoint.resume=never", "--job.name=new"]
     words = ["train", finished.folder.path / "config.toml", *words]
     run_path = f"--checkpoint.initial_load_path={finished.folder.path}"
-    assert f"such as '{finished.checkpoints.folder.get_path(6)}'" in refused(*words, run_path)
+    assert f"such as '{finished.checkpoints.folder.get_path(6)}'" in run_refused(*words, run_path)
     expected = f"model.n_layers must be 2, that of checkpoint.initial_load_path '{weights}', got 1"
     assert expected in run_refused(*words, "--model.n_layers=1")
     (weights / "delayed" / "__0_0.distcp").write_bytes(b"")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -214,5 +215,5 @@ def test_a_rank_that_catches_its_error_can_change_with_the_others_later():
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
     model = spread(model_of(static_config(shared_inputs=())), models.world_mesh())
     message = refusal(calibrate, model, [part(torch.randn(2, 16, 32), 1)])
-    assert message.startswith("RuntimeError: calibration: 0.attention.k.input was not cast")
+    assert re.match(r"RuntimeError: calibration: 0\.attention\.k\.input( \(and \d+ more\))? was not cast", message)
     assert "must be named in Float8LinearConfig.shared_inputs" in message
