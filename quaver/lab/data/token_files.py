@@ -110,15 +110,15 @@ def open_split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[st
             stack.close()
 
 
-class _FileDigest(TypedDict):
+class _TokenFileDigest(TypedDict):
     items: NotNegative
     sha256: str
     xxh3_128: str
 
 
 class _Split(TypedDict):
-    tokens: _FileDigest
-    ends: _FileDigest
+    tokens: _TokenFileDigest
+    ends: _TokenFileDigest
 
 
 class _Splits(TypedDict):
@@ -198,7 +198,7 @@ def open_entry(folder: Path) -> CacheEntry:
     return CacheEntry(splits, description)
 
 
-def _map_file(path: Path, dtype: "np.dtype[Any]", expected: _FileDigest) -> Tokens:
+def _map_file(path: Path, dtype: "np.dtype[Any]", expected: _TokenFileDigest) -> Tokens:
     size, expected_size = path.stat().st_size, expected["items"] * dtype.itemsize
     if size != expected_size or not path.is_file():
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected_size}")
