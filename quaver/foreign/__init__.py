@@ -1,1 +1,1 @@
-"""What quaver recognizes of other libraries, without importing them: one file per library."""
+"""Recognizes objects of other libraries without importing them; one file per library."""

@@ -227,6 +227,7 @@ def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
 
 
 def make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
+    """Return the quantizer for grad_output, or for this rank's part of it under tensor parallelism."""
     make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.make_grad_output_quantizer
     return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 

@@ -1,1 +1,1 @@
-"""What every layer may ask of the process: phases, devices, ranks, compilation, slow paths; names, errors and files."""
+"""Helpers of all layers: phases, devices, ranks, compilation and slow paths of the process; names, errors and files."""
