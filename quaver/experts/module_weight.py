@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, get_expert_weights, is_transposed
 from quaver.kernels.operands import Operands
-from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.linear.module import Float8Linear
+from quaver.linear.protocols import CastOnceOperands
 from quaver.linear.quantize import Quantizer
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.recipes.config import Float8LinearConfig
@@ -69,7 +69,7 @@ class ModuleWeight(NamedTuple):
         return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
 
     @property
-    def cast_once(self) -> CastOnceWeight | None:
+    def cast_once(self) -> CastOnceOperands | None:
         """The operands that the module multiplies by while a `cast_weights_once` is open, else None."""
         return self.module.cast_once_weights.get(self.name)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ class AllGatherMetadata(NamedTuple):
 
 AllGatherInputs = tuple[tuple[Tensor, ...], AllGatherMetadata]
 """The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
+
+
+class AllGatherInputsCache(Protocol):
+    """The inputs of a shard's all-gathers in an open `cast_weights_once`; weights/cast_once.py implements it."""
+
+    opened_by: str
+
+    def check(self) -> None:
+        """Raise RuntimeError if the shard was replaced, written to or given another config since the entry."""
+
+    def get_all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
+        """Return the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
 
 
 class ScaledShardState:

@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
-from quaver.fsdp.cast_once_shard import CastOnceShard
-from quaver.fsdp.scaled_shard import ScaledShard
+from quaver.fsdp.scaled_shard import AllGatherInputsCache, ScaledShard
 from quaver.fsdp.scales import compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
@@ -73,7 +72,7 @@ class AllGatherState:
     """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
     agreed_settings: dict[str, GatherSettings] = field(default_factory=dict)
     """The `GatherSettings` of each weight at the last comparison of the ranks, by name."""
-    cast_once_shards: dict[str, CastOnceShard] = field(default_factory=dict)
+    cast_once_shards: dict[str, AllGatherInputsCache] = field(default_factory=dict)
     """Shards by name, filled while a `cast_weights_once` is open."""
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from quaver.kernels.operands import Operands
-from quaver.linear.cast_once_weight import CastOnceWeight
 from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun
-from quaver.linear.protocols import NO_PROBE, MatmulProbe
-from quaver.linear.saved_tensors import choose_cast_once_weight
+from quaver.linear.protocols import NO_PROBE, CastOnceOperands, MatmulProbe
+from quaver.linear.saved_tensors import is_checkpoint_hook
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.torch_private.autograd import find_checkpoint_frame, top_saved_tensors_hooks
+
+_cast_once_by_frame: WeakKeyDictionary[Any, dict[tuple[int, str], Operands]] = WeakKeyDictionary()
+"""Operands of a checkpoint's forward in an open `cast_weights_once`: by its frame, module's id and weight's name."""
 
 
 class Float8Module(nn.Module):
@@ -38,7 +42,7 @@ class Float8Module(nn.Module):
     _float8_config: Float8LinearConfig
     all_gather_state: object | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/all_gather_weight.py)."""
-    cast_once_weights: dict[str, CastOnceWeight]
+    cast_once_weights: dict[str, CastOnceOperands]
     """Quantized weights by name, while a `cast_weights_once` is open."""
     probes: Mapping[str, MatmulProbe] | None = None
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
@@ -76,11 +80,27 @@ class Float8Module(nn.Module):
         return "experts"
 
     def get_cast_once_operands(self, name: str) -> Operands | None:
-        """Return the operands that a forward multiplies by instead of quantizing the weight `name`, or None."""
+        """Return the operands that a forward multiplies by instead of quantizing the weight `name`, or None.
+
+        A checkpoint's recomputation must dispatch and save the same as its forward, even if a `cast_weights_once` was
+        opened or closed between the two. So an eager forward stores its operands with the checkpoint's frame, and the
+        recomputation multiplies by them. Other eager forwards check that the weight did not change.
+        """
         cast_once = self.cast_once_weights.get(name)
-        if not torch.compiler.is_compiling():
-            cast_once = choose_cast_once_weight(cast_once, self, name)
-        return None if cast_once is None else cast_once.operands
+        if torch.compiler.is_compiling():
+            return None if cast_once is None else cast_once.operands
+        hooks: Any = top_saved_tensors_hooks(True)
+        checkpoint = find_checkpoint_frame(hooks) if is_checkpoint_hook(hooks) else None
+        if checkpoint is not None:
+            frame, is_recomputed = checkpoint
+            if is_recomputed:
+                return _cast_once_by_frame.get(frame, {}).get((id(self), name))
+            if cast_once is not None:
+                _cast_once_by_frame.setdefault(frame, {})[id(self), name] = cast_once.operands
+        if cast_once is None:
+            return None
+        cast_once.check(getattr(self, name))
+        return cast_once.operands
 
     def get_probe(self, name: str) -> MatmulProbe:
         """Return the probe of the weight `name` for a forward."""

@@ -1,4 +1,4 @@
-"""The interface through which monitors observe the matmuls of linears and experts. The layers above implement it."""
+"""The interfaces that linears and experts call and the layers above implement: monitors and `cast_weights_once`."""
 
 from __future__ import annotations
 
@@ -65,3 +65,14 @@ class _NoProbe:
 
 NO_PROBE: MatmulProbe = _NoProbe()
 """The probe of a linear without a monitor, and of evaluation."""
+
+
+class CastOnceOperands(Protocol):
+    """The operands of a weight in an open `cast_weights_once`; weights/cast_once.py implements it."""
+
+    operands: Operands
+    opened_by: str
+    """The caller that opened the scope, for errors; "" for the user."""
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""

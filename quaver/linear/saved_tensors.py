@@ -8,25 +8,19 @@ block's backward. docs/design/0008-what-earns-its-place.md has the measurement.
 
 So under a checkpoint's hooks, `save` calls them itself. Otherwise it calls `ctx.save_for_backward`. `save` and
 `load_saved` can go when PyTorch packs the tensors of `save_for_backward` at the call.
-
-A recomputation must dispatch and save the same as its forward, even if a `cast_weights_once` was opened or closed
-between the two. So a forward inside the scope stores its operands with the checkpoint's frame. The recomputation
-multiplies by the stored operands (`choose_cast_once_weight`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from quaver.kernels.operands import Operand
-from quaver.linear.cast_once_weight import CastOnceWeight
-from quaver.torch_private.autograd import backward_keeps_graph, find_checkpoint_frame, top_saved_tensors_hooks
+from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
 from quaver.torch_private.versions import get_version
 
 
@@ -41,29 +35,6 @@ class PackHook:
 def is_checkpoint_hook(hooks: Any) -> bool:
     """Return whether `hooks`, a (pack, unpack) pair or None, belong to an activation checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-_cast_once_by_frame: WeakKeyDictionary[Any, dict[tuple[int, str], CastOnceWeight]] = WeakKeyDictionary()
-"""Weights of a checkpoint's forward, by its frame, then by the id of their module and their name."""
-
-
-def choose_cast_once_weight(cast_once: CastOnceWeight | None, module: Module, name: str) -> CastOnceWeight | None:
-    """Return the operands that an eager forward uses instead of the weight `name` of `module`, or None.
-
-    A recomputation uses the operands of its forward. Other forwards use `cast_once`, of an open `cast_weights_once`,
-    after a check that the weight did not change. Under a checkpoint they store it for the recomputation.
-    """
-    hooks: Any = top_saved_tensors_hooks(True)
-    checkpoint = find_checkpoint_frame(hooks) if is_checkpoint_hook(hooks) else None
-    if checkpoint is not None:
-        frame, is_recomputed = checkpoint
-        if is_recomputed:
-            return _cast_once_by_frame.get(frame, {}).get((id(module), name))
-        if cast_once is not None:
-            _cast_once_by_frame.setdefault(frame, {})[id(module), name] = cast_once
-    if cast_once is not None:
-        cast_once.check(getattr(module, name))
-    return cast_once
 
 
 def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
