@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, make_markdown_table, run_quaver, show_tables
-from quaver.linear.native_mm import ScaleKind
+from quaver.kernels.native_mm import ScaleKind
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.roofline.matmul import MATMUL_SHARES
 from quaver.roofline.scaled_matmul import get_scales_share

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 CPU_ANSWERS = {"is_cpu": True, "is_cuda": False, "is_cuda_device": False, "has_cuda": False, "is_capturing": False}
 """The answers of devices.py's functions and of tensors without a GPU."""
-GPU_MODULES = ("kernels/triton_*.py", "kernels/native_blocks.py", "experts/gpu_gemm.py")
+GPU_MODULES = ("kernels/triton_*.py", "kernels/native_mm.py", "experts/gpu_gemm.py")
 """Patterns of modules whose functions run on a GPU only."""
 CALLED_BY_VALUE = ("_run_trial_as_constant",)
 """Functions that are passed as arguments and called on a GPU only."""

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import quaver.experts.grouped_gemm
 import quaver.kernels.exact_mm
-import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
+import quaver.kernels.native_mm  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward
 from quaver.linear.shared_input import SHARED_INPUT_HOOK_KEY
 from quaver.runtime.warnings import warn_user

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_groups
 from quaver.kernels.cast import to_row_major
-from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.native_mm import ALIGNMENT
 from quaver.kernels.operands import Operand, require
 from quaver.kernels.widen import widen
 from quaver.recipes.formats import E4M3

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import ExpertMatmul, expand_row_scales, find_group_bounds, select_group
 from quaver.kernels.exact_mm import exact_float8_mm_out
+from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import register_operation
 from quaver.linear.backends import (
@@ -38,12 +39,11 @@ from quaver.linear.backends import (
     choose_backend,
     describe_backends,
     describe_hardware_failure,
-    find_cast_kind,
     is_expected_product,
+    predict_scale_kind,
     run_trial,
 )
 from quaver.linear.gemm import multiply_operands
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
@@ -112,7 +112,7 @@ def predict_grouped_backend(left: CastConfig, right: CastConfig, device: torch.d
 
 def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
     """Return whether torch's float8 grouped matmul supports operands with these casts."""
-    fits = find_cast_kind(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
+    fits = predict_scale_kind(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
     return fits and left.target_dtype is right.target_dtype is E4M3.dtype
 
 

@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.experts.grouped_mm_method import match_arguments, to_float8_grouped_mm
-from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.native_mm import ALIGNMENT
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import resolve_config
 

@@ -14,7 +14,7 @@ from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.integrations import torchao as shim
 from quaver.integrations.transformers_conv1d import Conv1DLinear, find_conv1ds, to_linears
 from quaver.integrations.transformers_roles import find_linear_roles
-from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.native_mm import ALIGNMENT
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 

@@ -4,13 +4,13 @@ The granularity of the scales decides which of two backends computes it:
 
     scales                                                   on hardware that multiplies float8    elsewhere
     one per tensor; one per row of a and column of b         NATIVE                                EXACT
-    of blocks: 1 x 128 or 1 x 32 of a (native_blocks.py)     NATIVE                                EXACT
+    of blocks: 1 x 128 or 1 x 32 of a                        NATIVE                                EXACT
     others, which vary along the contracted dim              EXACT                                 EXACT
 
-NATIVE is the hardware's float8 matmul (native_mm.py). It is used if a trial, a tiny matmul, gives the right result. The
-compute capability is not enough: rowwise scales are missing on sm_120 and were broken on sm_89. EXACT runs on every
-device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Rowwise scales vary along the contracted dim if
-grad_input reads a rowwise weight that is stored once.
+NATIVE is the hardware's float8 matmul (kernels/native_mm.py). It is used if a trial, a tiny matmul, gives the right
+result. The compute capability is not enough: rowwise scales are missing on sm_120 and were broken on sm_89. EXACT runs
+on every device (kernels/exact_mm.py). docs/numerics.md says where each rounds. Rowwise scales vary along the contracted
+dim if grad_input reads a rowwise weight that is stored once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from quaver.kernels.native_mm import ScaleKind, find_block_kind, native_mm
 from quaver.kernels.operands import Operand, require
-from quaver.linear.native_mm import ScaleKind, find_block_kind, native_mm
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2
 from quaver.recipes.linear_casts import MATMULS
@@ -62,7 +62,7 @@ def choose_backend(
     return GemmBackend.NATIVE
 
 
-def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
+def predict_scale_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
     """Return the kind of the scales of a matmul from its operands' casts, or None if no hardware supports them."""
     a, b = left.layout, None if right.layout is None else right.layout.t()
     if a is None or b is None:
@@ -78,7 +78,7 @@ def find_cast_kind(left: CastConfig, right: CastConfig) -> ScaleKind | None:
 
 def predict_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
     """Return the backend on `device` of a matmul from its operands' casts."""
-    return choose_backend(device, find_cast_kind(left, right), emulate=emulate)
+    return choose_backend(device, predict_scale_kind(left, right), emulate=emulate)
 
 
 def list_matmul_casts(config: Float8LinearConfig) -> dict[str, tuple[CastConfig, CastConfig]]:

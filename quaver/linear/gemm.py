@@ -3,7 +3,7 @@
     float8_mm(a, b, a_dequant_scale, b_dequant_scale) = (a * a_dequant_scale) @ (b * b_dequant_scale)
     a [M, K] and b [K, N], each with a scale of any granularity; result [M, N]
 
-backends.py chooses the backend: the hardware's (native_mm.py), or exact (kernels/exact_mm.py).
+backends.py chooses the backend: the hardware's (kernels/native_mm.py), or exact (kernels/exact_mm.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from quaver.kernels.cast import to_column_major_after, to_row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.native_mm import ScaleKind, find_scale_kind, native_mm, pad_operands
 from quaver.kernels.operands import Operand
 from quaver.kernels.widen import widen
 from quaver.linear.backends import GemmBackend, choose_backend
-from quaver.linear.native_mm import ScaleKind, find_kind, native_mm, pad_operands
 from quaver.recipes.formats import E5M2, FLOAT8_FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout, infer_layout
@@ -134,7 +134,7 @@ def _check_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: Scal
 
 
 def _choose_backend_for(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
-    kind = find_kind(a, b)
+    kind = find_scale_kind(a, b)
     if kind is ScaleKind.BLOCKS_OF_32 and not options.scales_are_powers_of_2:
         kind = None  # the hardware's scales have no mantissa
     return choose_backend(a.data.device, kind, emulate=options.emulate)

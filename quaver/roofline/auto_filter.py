@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quaver.conversion.convert import FilterDecision
-from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.native_mm import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unmultiplied_kinds, predict_linear_cost

@@ -41,7 +41,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
-from quaver.linear.native_mm import ScaleKind
+from quaver.kernels.native_mm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.recipes.recipe_name import canonicalize_recipe

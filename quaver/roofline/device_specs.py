@@ -36,7 +36,7 @@ class DeviceSpec:
     link_gb_per_s: float
     """The rate to other GPUs of its machine in one direction: NVLink, Infinity Fabric or PCI Express."""
     block_length: int | None = None
-    """The block length for which its matmuls take scales (kernels/native_blocks.py; cuBLAS's scaling modes)."""
+    """The block length for which its matmuls take scales (kernels/native_mm.py; cuBLAS's scaling modes)."""
     compute_capability: int | None = None
     """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention uses."""
 

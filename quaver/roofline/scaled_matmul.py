@@ -25,8 +25,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from quaver.linear.backends import find_cast_kind
-from quaver.linear.native_mm import ScaleKind
+from quaver.kernels.native_mm import ScaleKind
+from quaver.linear.backends import predict_scale_kind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import DeviceSpec
@@ -55,4 +55,4 @@ def find_scale_kinds(recipe: str) -> Mapping[str, ScaleKind | None]:
     """Return the kinds of scales of a recipe's float8 matmuls, by name in MATMULS; None if no hardware has them."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.get(*left), casts.get(*right)) for name, (left, right) in MATMULS.items()}
-    return {name: find_cast_kind(*pair) for name, pair in pairs.items() if not pair[0].is_disabled}
+    return {name: predict_scale_kind(*pair) for name, pair in pairs.items() if not pair[0].is_disabled}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
+from quaver.kernels.native_mm import ScaleKind
 from quaver.linear.backends import GemmBackend, choose_backend, find_native_failure
 from quaver.linear.gemm import float8_mm
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import get_compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, host_sync_refused, smaller

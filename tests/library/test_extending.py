@@ -26,7 +26,7 @@ from quaver import use_float8_primary_weights
 from quaver.linear.sharding import check_can_be_sharded
 from quaver.experts.module import Float8Experts
 from quaver.export.formats import make_weight_format
-from quaver.linear.backends import find_cast_kind
+from quaver.linear.backends import predict_scale_kind
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.linear.quantize import Quantizer
@@ -76,7 +76,7 @@ frozen = freeze_to_float8(nn.Sequential(nn.Linear(200, 150)), config=block_confi
 assert (frozen.granularity, tuple(frozen.dequant_scale.shape)) == ("blockwise 64 x 64", (3, 4))
 experts = convert_to_float8_training(make_mixture(layers=1), config=block_config)
 assert any(isinstance(module, Float8Experts) for module in experts.modules())
-assert find_cast_kind(lines, squares) is None
+assert predict_scale_kind(lines, squares) is None
 
 linear, model, input = train_one_step(config, *sys.argv[1:])
 assert "segments" in str(conversion_report(model))
@@ -107,7 +107,7 @@ assert_refused(use_float8_primary_weights, primary, torch.optim.SGD(primary.para
 ends = torch.tensor([2, 4], dtype=torch.int32)
 assert_refused(float8_grouped_mm, input[:, :64], torch.randn(2, 64, 64).bfloat16(), ends, config=config)
 assert_refused(count_operand_casts, config.casts.input)
-assert find_cast_kind(segments, segments) is None
+assert predict_scale_kind(segments, segments) is None
 assert segments.short_str() == "dyn_seg_e4m3"
 """
 

@@ -14,8 +14,8 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
+from quaver.kernels.native_mm import ScaleKind
 from quaver.linear import backends, gemm
-from quaver.linear.native_mm import ScaleKind
 from quaver.optim import Float8AdamW
 from quaver.recipes.linear_casts import MatmulOptions
 from tests.steps import assert_same, results_of

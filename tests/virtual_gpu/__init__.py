@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 
 from quaver.kernels import triton_blocks
+from quaver.kernels.native_mm import ScaleKind
 from quaver.linear.backends import assume_native
-from quaver.linear.native_mm import ScaleKind
 from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import list_slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime

@@ -6,7 +6,7 @@ from torch import nn
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import sync_float8_amax_and_scale_history
-from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.native_mm import ALIGNMENT
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, ScalingType, resolve_config
 

@@ -26,7 +26,7 @@ from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
 from quaver.lab.settings.float8 import BFLOAT16
-from quaver.linear.backends import GemmBackend, choose_backend, find_cast_kind
+from quaver.linear.backends import GemmBackend, choose_backend, predict_scale_kind
 from quaver.linear.gemm import float8_mm, lay_out_columns, lay_out_rows
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
@@ -67,7 +67,7 @@ class GemmBenchmark(ShapeOptions, BenchOptions):
         for granularity in self.scales:
             casts = Float8LinearConfig.from_recipe_name(granularity).casts
             left, right = (casts.get(*operand) for operand in MATMULS[matmul.name])
-            backend = choose_backend(device, find_cast_kind(left, right))
+            backend = choose_backend(device, predict_scale_kind(left, right))
             operands = Rotation(partial(matmul.make_float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]

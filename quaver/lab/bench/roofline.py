@@ -16,9 +16,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from quaver.kernels.native_mm import ScaleKind
 from quaver.lab.bench.roofline_layers import ExpertGroup, LinearGroup, ModelLayers
 from quaver.lab.output_file import replace_output, write_result
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec

@@ -13,9 +13,8 @@ from quaver.conversion.report import conversion_report
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
 from quaver.experts.grouped_gemm import fits_grouped_matmul
 from quaver.experts.grouped_mm import explain_config_obstacle
-from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.linear.backends import find_cast_kind
-from quaver.linear.native_mm import ScaleKind
+from quaver.kernels.native_mm import ALIGNMENT, ScaleKind
+from quaver.linear.backends import predict_scale_kind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, disable_cast
@@ -125,7 +124,7 @@ def _describe_recipe(recipe: str, config: Float8LinearConfig, spec: DeviceSpec) 
 def _describe_linear_matmul(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
-    kind = find_cast_kind(left, right)
+    kind = predict_scale_kind(left, right)
     obstacle = "no hardware multiplies such scales" if kind is None else explain_native_obstacle(spec, kind)
     if kind is None or obstacle is not None:
         return MatmulOnGpu(matmul, "exact", f"codes widened to bfloat16: {obstacle}")
@@ -171,7 +170,7 @@ def _describe_other_recipe(config: Float8LinearConfig, model_config: Float8Linea
 
 def _find_padding_multiple(config: Float8LinearConfig, spec: DeviceSpec) -> int:
     """Return the number whose multiples native matmuls need the dims of a weight to be; 1 without native matmuls."""
-    kinds = [find_cast_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
+    kinds = [predict_scale_kind(left, right) for left, right in _pair_casts(config).values() if not left.is_disabled]
     native = [kind for kind in kinds if kind is not None and explain_native_obstacle(spec, kind) is None]
     return max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
 

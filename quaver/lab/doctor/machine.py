@@ -16,7 +16,7 @@ from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.runs.cpu_description import describe_cpu
 from quaver.lab.terminal.counts import format_count
-from quaver.linear.backends import find_cast_kind, find_native_failure, list_matmul_casts
+from quaver.linear.backends import find_native_failure, list_matmul_casts, predict_scale_kind
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import compute_sqnr_db
@@ -95,7 +95,7 @@ def _try_config(config: Float8LinearConfig, device: torch.device) -> tuple[str, 
 
 def _describe_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
     if is_cuda_device(device):
-        kinds = {find_cast_kind(*pair) for pair in list_matmul_casts(config).values()}
+        kinds = {predict_scale_kind(*pair) for pair in list_matmul_casts(config).values()}
         failures = {
             find_native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales"
             for kind in kinds

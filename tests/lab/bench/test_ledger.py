@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quaver.kernels import triton_amax, triton_cast, triton_copy
+from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import BlockCast
 from quaver.lab.bench.ledger import counting
 from quaver.lab.bench.ledger.counting import ModuleConfig, count_launches
@@ -26,7 +27,6 @@ from quaver.lab.cli import bench_ledger as ledger_cli
 from quaver.lab.cli.bench_ledger import LedgerOptions
 from quaver.lab.settings import Model
 from quaver.lab.settings.flags import parse_options
-from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import predict_matmul_seconds

@@ -21,9 +21,9 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
+from quaver.kernels.native_mm import ScaleKind
 from quaver.linear import last_run
 from quaver.linear.backends import assume_native
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import resolve_config
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.slow_paths import report_slow_path

@@ -14,8 +14,8 @@ from quaver.experts import gpu_gemm, grouped_gemm, grouped_mm
 from quaver.experts.cast import cast_groups
 from quaver.experts.grouped_gemm import ExpertMatmul
 from quaver.experts.groups import count_scale_rows, find_first_scale_row, find_group_bounds
+from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import Operand
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ALL, ROWWISE
 from quaver.runtime.devices import simulate_gpu

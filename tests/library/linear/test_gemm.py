@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from quaver import CastConfig, Float8LinearConfig, ScalingGranularity
-from quaver.kernels import cpu, exact_mm
+from quaver.kernels import cpu, exact_mm, native_mm
 from quaver.kernels.exact_mm import exact_float8_mm
-from quaver.kernels.native_blocks import native_block_mm
+from quaver.kernels.native_mm import ScaleKind, native_block_mm, prepare_native_operands
 from quaver.kernels.operands import Operand
-from quaver.linear import backends, native_mm
+from quaver.linear import backends
 from quaver.linear.backends import GemmBackend, choose_backend
 from quaver.linear.gemm import float8_mm
-from quaver.linear.native_mm import ScaleKind, prepare_native_operands
 from quaver.recipes.scale_layout import TENSORWISE, infer_layout
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.slow_paths import error_on_slow_path
@@ -119,10 +118,12 @@ def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, powe
             assert_matmul_exact(float8_mm(a, b, a_scale, b_scale, **options), a, b, a_scale, b_spread)
 
 
-def find_kind(a, b, a_scale, b_scale):
+def find_scale_kind(a, b, a_scale, b_scale):
     """Return the kind of scales of a matmul, by the shapes of the scales."""
     pairs = (a, a_scale), (b, b_scale)
-    return native_mm.find_kind(*(Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs))
+    return native_mm.find_scale_kind(
+        *(Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def test_native_matmul_meets_hardware_rules_and_keeps_the_result(scaling, shape,
     rounding = 2**-7 * (expected.abs() + (0 if bias is None else bias.abs())) + 2**-24  # subnormal in float16
     expected = expected if bias is None else expected + bias
     with virtual_gpu("h100") as card:
-        assert choose_backend(torch.device("cpu"), find_kind(a, b, a_scale, b_scale)) is GemmBackend.NATIVE
+        assert choose_backend(torch.device("cpu"), find_scale_kind(a, b, a_scale, b_scale)) is GemmBackend.NATIVE
         card.calls.clear()  # of the trial
         out = float8_mm(a.t().contiguous().t(), b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     assert list(card.calls) == [("_scaled_mm", "tensorwise" if scaling == "tensorwise" else "rowwise")]
@@ -324,7 +325,7 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
     assert card.calls.total() == 1
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
     if min(shape) > length:
-        assert find_kind(a, b, a_scale, b_scale).block_length == length
+        assert find_scale_kind(a, b, a_scale, b_scale).block_length == length
 
 
 def test_padding_keeps_the_memory_layout_of_codes():
@@ -367,9 +368,9 @@ def test_a_probe_sees_nans(monkeypatch):
 def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe, kind):
     """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    assert {backends.find_cast_kind(*pair) for pair in backends.list_matmul_casts(config).values()} == {kind}
+    assert {backends.predict_scale_kind(*pair) for pair in backends.list_matmul_casts(config).values()} == {kind}
     plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
-    assert backends.find_cast_kind(plain, plain) is None
+    assert backends.predict_scale_kind(plain, plain) is None
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from quaver.linear.native_mm import ScaleKind
+from quaver.kernels.native_mm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, count_recipe_casts, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE

@@ -7,9 +7,10 @@ pytest.importorskip("triton")
 
 from quaver import Float8LinearConfig
 from quaver.experts.grouped_gemm import describe_grouped_backends
+from quaver.kernels import native_mm
 from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand
-from quaver.linear import backends, gemm, native_mm
+from quaver.linear import backends, gemm
 from quaver.linear.gemm import float8_mm
 from quaver.recipes.scale_layout import infer_layout
 from tests.steps import assert_same
@@ -52,7 +53,7 @@ def test_the_shapes_of_scales_choose_the_matmul(card, scales, powers_of_2, calls
     pairs = (a, a_scale), (b, b_scale)
     operands = (Operand(codes, scale, infer_layout(scale, codes.shape)) for codes, scale in pairs)
     with virtual_gpu(card) as gpu:
-        backends.find_native_failure(0, native_mm.find_kind(*operands) or native_mm.ScaleKind.TENSORWISE)
+        backends.find_native_failure(0, native_mm.find_scale_kind(*operands) or native_mm.ScaleKind.TENSORWISE)
         gpu.calls.clear()
         out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, scales_are_powers_of_2=powers_of_2)
     assert {kind for _, kind in gpu.calls} == calls

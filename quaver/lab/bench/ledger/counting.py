@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
+from quaver.kernels.native_mm import ScaleKind
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.ledger import Ledger
@@ -18,7 +19,6 @@ from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings import Model
-from quaver.linear.native_mm import ScaleKind
 from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import find_unmultiplied_kinds
 from quaver.roofline.device_specs import require_device_spec

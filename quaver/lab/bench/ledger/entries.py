@@ -22,13 +22,12 @@ from math import ceil, prod
 
 import torch
 
-from quaver.kernels.native_blocks import _native_block_mm
+from quaver.kernels.native_mm import ScaleKind, _native_block_mm
 from quaver.kernels.operands import FlatOperands
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
 from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch
 from quaver.lab.bench.ledger.operator_calls import OperatorCall, record_calls
-from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
 

@@ -11,6 +11,7 @@ functions, integers, conversions), the rate of caches, the host, the overlap of 
 
 from __future__ import annotations
 
+from quaver.kernels.native_mm import ScaleKind
 from quaver.lab.bench.ledger.entries import (
     KERNEL_CATEGORIES,
     LedgerEntry,
@@ -20,7 +21,6 @@ from quaver.lab.bench.ledger.entries import (
 )
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.linear.native_mm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec

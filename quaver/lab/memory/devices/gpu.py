@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quaver.kernels.native_mm import ScaleKind
 from quaver.lab.memory.devices.autocast import cast_to_float32, has_gpu_rule, use_gpu_autocast
 from quaver.linear.backends import assume_native
-from quaver.linear.native_mm import ScaleKind
 from quaver.runtime.devices import simulate_gpu
 from quaver.torch_private.dispatch import implement_operators
 from quaver.torch_private.replacing import replace_attribute
