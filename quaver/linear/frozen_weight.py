@@ -16,9 +16,8 @@ scales [E], [E, N, 1] or [E, 1, N], or one per block of each matrix.
 
 [Note: parts]
 FSDP2 shards a weight between any two rows, and a stack between matrices. A shard, or part, has the codes of its rows
-and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather (frozen_all_gather.py) sends codes
-only, and ranks may split a block. Only the unsharded weight, and a part in a state_dict, whose first row is known, can
-be dequantized.
+and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and ranks may
+split a block. Only the unsharded weight, and a part in a state_dict, whose first row is known, can be dequantized.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ import logging
 import math
 import typing
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quaver.kernels.operands import Operand, require
-from quaver.linear.frozen_all_gather import FrozenAllGather
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
     COLLECTIVE_NAMESPACES,
@@ -51,8 +49,14 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.recipes.sqnr import to_decibels
+from quaver.runtime.float8_collectives import pad_rows
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import OpOverload
+from quaver.torch_private.dtensor import get_local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -61,7 +65,7 @@ FROZEN_LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size
 """The scale layouts of frozen weights. Only stacks [E, K, N] may be COLUMNWISE."""
 
 
-class FrozenFloat8Weight(WeightForm, FrozenAllGather):
+class FrozenFloat8Weight(WeightForm, Float8Tensor):
     """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
     Attributes:
@@ -334,6 +338,34 @@ class FrozenFloat8Weight(WeightForm, FrozenAllGather):
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of the codes and the scales."""
         return self.data_fp8.nbytes + self.dequant_scale.nbytes
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], tuple[Operand, torch.Size]]:
+        """Return the codes of this shard as one uint8 tensor, padded to the largest shard."""
+        codes = pad_rows(self.data_fp8.view(torch.uint8), -(-outer_size[0] // mesh.size()))
+        return (codes,), (Operand(self.data_fp8, self.dequant_scale, self.scale_layout), outer_size)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[Operand, torch.Size],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Make the unsharded weight in the memory that FSDP2 all-gathered into."""
+        shard, size = metadata
+        operand = shard._replace(data=all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(shard.data.dtype))
+        if out is None:
+            return self.from_operands(operand, operand, param_dtype), ()
+        typing.cast(FrozenFloat8Weight, get_local_tensor(out)).set_operands(operand, operand)
+        return None
 
     def get_memory(self) -> Tensor:
         return self.data_fp8
