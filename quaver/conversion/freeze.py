@@ -190,7 +190,7 @@ def store_float8_weight(
         raise ValueError(
             f"expected a {expected} weight of {list(shape)}, got {frozen.granularity} {list(frozen.shape)}"
         )
-    frozen.check_numbers(power_of_2=config.weight_scales_are_powers_of_2)
+    frozen.check_codes_and_scales(power_of_2=config.weight_scales_are_powers_of_2)
     if not isinstance(module, Float8Linear | Float8Experts):
         change_to_float8(module, Float8Linear if isinstance(module, nn.Linear) else Float8Experts, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))

@@ -23,7 +23,7 @@ _MOMENT_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
 
 library.define(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, Tensor(d!) exp_avg_sq, "
-    "Tensor(e!)? exp_avg_sq_scale, Tensor scalars, Tensor(f!) skipped, int[] place, int key) -> ()"
+    "Tensor(e!)? exp_avg_sq_scale, Tensor scalars, Tensor(f!) skipped, int[] grid, int key) -> ()"
 )
 
 
@@ -36,11 +36,11 @@ def _adamw(
     exp_avg_sq_scale: Tensor | None,
     scalars: Tensor,
     skipped: Tensor,
-    place: list[int],
+    grid: list[int],
     key: int,
 ) -> None:
-    """`place` is the `BlockGrid` of the shard (quaver/optim/blocks.py)."""
-    rows, columns, lane, *_ = place
+    """`grid` is the `BlockGrid` of the shard (quaver/optim/blocks.py)."""
+    rows, columns, lane, *_ = grid
     elements, blocks = rows * columns, rows * -(-(lane + columns) // MOMENT_BLOCK_ELEMENTS)
     _prepare_argument("param", param, elements, HP_KIND.keys() - {torch.float16})
     for name, moment, scale in (
@@ -58,7 +58,7 @@ def _adamw(
     tensors = param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, scalars, skipped
     extension.adamw(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *place,
+        *grid,
         key,
         HP_KIND[param.dtype],
         HP_KIND[grad.dtype],

@@ -275,7 +275,7 @@ def _cast_rowwise_cpu(
     if rule:
         return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, rule)
     if row and column:
-        tensors = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+        tensors = cpu.dynamic_cast_both_dims(hp, float8_dtype, power_of_2=power_of_2)
         return None if tensors is None else unflatten_operands(FlatOperands(*tensors), row, column, ROWWISE)
     result = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
     return _make_operands_cpu(result, ROWWISE if row else COLUMNWISE, row, column)

@@ -51,9 +51,9 @@ def _load_extension() -> tuple[Any, str | None]:
         return None, f"quaver._cpu was not built at install, or does not load: {error}"
 
 
-extension, UNAVAILABLE_BECAUSE = _load_extension()
-"""UNAVAILABLE_BECAUSE: the reason why the C extension is unavailable, or None."""
-HAS_EXTENSION = UNAVAILABLE_BECAUSE is None
+extension, UNAVAILABLE_REASON = _load_extension()
+"""UNAVAILABLE_REASON: the reason why the C extension is unavailable, or None."""
+HAS_EXTENSION = UNAVAILABLE_REASON is None
 HAS_MM = HAS_EXTENSION and bool(extension.has_mm())
 """Whether this CPU has bfloat16 dot products in AVX-512 and no AMX; with AMX, oneDNN is faster than `mm`."""
 
@@ -135,7 +135,7 @@ def report_missing_extension() -> None:
     if not PURE_PYTORCH:
         report_slow_path(
             "casts without the C extension",
-            f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_BECAUSE}",
+            f"float8 casts on the CPU run in PyTorch, up to 10 times slower: {UNAVAILABLE_REASON}",
         )
 
 
@@ -233,7 +233,7 @@ def dynamic_cast(
     return codes, quant, dequant
 
 
-def dynamic_cast_axes(
+def dynamic_cast_both_dims(
     hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """Run `dynamic_cast` with dim 1 and with dim 0, in two reads of `hp` [rows, columns] instead of three.

@@ -50,10 +50,10 @@ MIN_BFLOAT16_MM_ELEMENTS = 8192
 MIN_PANEL_MM_ELEMENTS = 4096
 """Elements of the largest matrix below which the calls of a matmul on a CPU take longer than its arithmetic."""
 
-PANEL_LENGTH = 1024
-"""The most rows or columns of a panel on a CPU, unless it then has fewer than `PANEL_ELEMENTS`."""
+MAX_PANEL_LENGTH = 1024
+"""The most rows or columns of a panel on a CPU, unless it then has fewer than `MIN_PANEL_ELEMENTS`."""
 
-PANEL_ELEMENTS = 1 << 19
+MIN_PANEL_ELEMENTS = 1 << 19
 """The elements of a panel below which starting its matmul costs more time than the memory is worth."""
 
 
@@ -116,26 +116,30 @@ def _multiply_wide(
 ) -> Tensor:
     """Multiply two operands, and write the product to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
-    varies = a_operand.varies_along(1), b_operand.varies_along(0)
+    varies_along_k = a_operand.varies_along(1), b_operand.varies_along(0)
     if is_cpu(a) and _count_elements_of_largest(a, b) < MIN_PANEL_MM_ELEMENTS:
         folded = [
             must_fold or (scales_are_powers_of_2 and not layout.is_tensorwise)
-            for must_fold, layout in zip(varies, layouts, strict=True)
+            for must_fold, layout in zip(varies_along_k, layouts, strict=True)
         ]
-        small = _small_mm((a_operand, b_operand), folded, bias, out_dtype)
-        return small if out is None else out.copy_(small)
+        product = _small_mm((a_operand, b_operand), folded, bias, out_dtype)
+        return product if out is None else out.copy_(product)
     # The bfloat16 matmul applies one scale to the whole result; powers of two are exact in its operands.
     tensorwise = layouts[0].is_tensorwise and layouts[1].is_tensorwise
-    bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
-    wide = torch.bfloat16 if bfloat16 else torch.float32
-    mm = _bfloat16_mm if bfloat16 else _float32_mm
+    is_exact_in_bfloat16 = tensorwise or scales_are_powers_of_2
+    if is_exact_in_bfloat16 and _prefers_bfloat16(a, b, out_dtype):
+        wide_dtype, mm = torch.bfloat16, _bfloat16_mm
+    else:
+        wide_dtype, mm = torch.float32, _float32_mm
     dim = 0 if a.numel() >= b.numel() else 1  # the dim of the larger operand and of the result that panels divide
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
-    widened = _widen_operand(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
+    widened = _widen_operand(smaller, wide_dtype, scales_are_powers_of_2, varies_along_k[1 - dim])
     block = 1 if larger.layout[dim] == ALL else larger.layout[dim]
     for start, length in split_panels(larger.data, dim, block):
-        panel = _widen_operand(larger.narrow(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
+        panel = _widen_operand(
+            larger.narrow(dim, start, length), wide_dtype, scales_are_powers_of_2, varies_along_k[dim]
+        )
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)
         mm(*operands, panel_bias, out.narrow(dim, start, length))
@@ -148,7 +152,7 @@ def _count_elements_of_largest(a: Tensor, b: Tensor) -> int:
     return max(a.numel(), b.numel(), a.shape[0] * b.shape[1])
 
 
-def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
+def _prefers_bfloat16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Return whether bfloat16 operands give a result in `out_dtype`, and do so faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
@@ -172,10 +176,12 @@ class _WideOperand(NamedTuple):
     result_scale: Tensor | None
 
 
-def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool) -> _WideOperand:
+def _widen_operand(
+    operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies_along_k: bool
+) -> _WideOperand:
     """Widen the codes, and fold in scales that vary along the contracted dim, or whose products are exact."""
     codes, dequant_scale, layout, _, outer_scale = operand
-    if varies or (scales_are_powers_of_2 and not layout.is_tensorwise):
+    if varies_along_k or (scales_are_powers_of_2 and not layout.is_tensorwise):
         return _WideOperand(widen(codes, dtype, dequant_scale, layout), outer_scale)
     return _WideOperand(widen(codes, dtype), dequant_scale)
 
@@ -183,7 +189,7 @@ def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2:
 def split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
     """List start and length of the panels ([Note: panels]), nearly equal; starts are multiples of `multiple`."""
     length = codes.shape[dim]
-    longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))
+    longest = max(MAX_PANEL_LENGTH, MIN_PANEL_ELEMENTS * length // max(codes.numel(), 1))
     if length <= longest or not is_cpu(codes):
         return [(0, length)]
     count = -(-length // longest)
@@ -211,7 +217,7 @@ def _multiply_scales(first: Tensor | None, second: Tensor | None) -> Tensor | No
 def _bfloat16_mm(a: _WideOperand, b: _WideOperand, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha: product of result_scales."""
     alpha = _multiply_scales(a.result_scale, b.result_scale)
-    if is_cpu(out):  # out is bfloat16 (`_bfloat16_pays`), and oneDNN applies alpha to its float32 sums
+    if is_cpu(out):  # out is bfloat16 (`_prefers_bfloat16`), and oneDNN applies alpha to its float32 sums
         torch.addmm(out, a.data, b.data, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
     else:
         # A float32 output also prevents cuBLAS from adding partial sums in bfloat16.

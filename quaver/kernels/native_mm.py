@@ -109,17 +109,17 @@ def native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
         return _unpad(product, rows, columns, bias, out_dtype)
     a_codes, b_codes, a_scale, b_scale = prepare_native_operands(a, b)
     native_dtype = torch.bfloat16 if a_scale.dim() else out_dtype
-    bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
+    fuses_bias = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
     out = scaled_mm(
         a_codes,
         b_codes,
         scale_a=a_scale,
         scale_b=b_scale,
-        bias=bias if bias_inside else None,
+        bias=bias if fuses_bias else None,
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
     )
-    return _unpad(out, rows, columns, None if bias_inside else bias, out_dtype)
+    return _unpad(out, rows, columns, None if fuses_bias else bias, out_dtype)
 
 
 def _unpad(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -130,12 +130,12 @@ def _make_implementation(
 
     `checks`: for each argument after the first, a function that raises for a bad value, or None.
     """
-    checks_by_place = [(place, check) for place, check in enumerate(checks) if check is not None]
+    checks_by_index = [(index, check) for index, check in enumerate(checks) if check is not None]
 
     @torch.no_grad()
     def implementation(first: Tensor, *args: Any) -> Any:
-        for place, check in checks_by_place:
-            check(args[place])
+        for index, check in checks_by_index:
+            check(args[index])
         check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
         result = function(first, *args)
         if results == 1:

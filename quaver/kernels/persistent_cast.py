@@ -134,13 +134,13 @@ def _trace_persistent_cast(
         elements = scale.elements or scale.amax_buffer.unbind()
         for element, value in zip(elements, (amax, saturated), strict=True):
             element.copy_(torch.maximum(element, value.detach()))
-    computed = (
+    own_scale = (
         amax - amax
         if scale.is_known_to_compiler
         else scaling.amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     )
-    used = torch.where(stored > 0, stored, computed)
-    quant, dequant, _ = realize_scales(scaling.CastScales(used, scaling.to_dequant_scale(used)))
+    quant = torch.where(stored > 0, stored, own_scale)
+    quant, dequant, _ = realize_scales(scaling.CastScales(quant, scaling.to_dequant_scale(quant)))
     factor = stored if scale.is_known_to_compiler else quant
     if is_materialized and row and column:
         row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, factor, factor, "")
@@ -167,10 +167,10 @@ def _compute_amax_and_saturated(hp: Tensor, quant_scale: Tensor, float8_dtype: t
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 
-    above = scaling.compute_saturation_threshold(float8_dtype)
+    threshold = scaling.compute_saturation_threshold(float8_dtype)
     amaxes = scaling.compute_amax(hp, 1).float()
-    counts = (scaling.apply_quant_scale(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
-    counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
+    counts = (scaling.apply_quant_scale(hp, quant_scale).abs() > threshold).sum(1, keepdim=True, dtype=torch.float32)
+    counts = torch.where(amaxes * quant_scale <= threshold, 0.0, counts)
     rows = hp.shape[0]
     if statically_known_true(rows % _VALUES_PER_RUN == 0):
         runs = (rows // _VALUES_PER_RUN, _VALUES_PER_RUN)

@@ -38,12 +38,12 @@ def compute_amax(hp: Tensor, dim: int | None) -> Tensor | None:
     if not supports_matrix(hp):
         return None
     if dim is None:
-        return compute_amax_unless_known(hp, None)[0]
+        return compute_amax_unless_scale_known(hp, None)[0]
     row_amax, column_amax = compute_amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
     return require(row_amax if dim == 1 else column_amax, "the amax")
 
 
-def compute_amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
+def compute_amax_unless_scale_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
     """Compute float32 [2]: the amax of `hp`, or 0 if a persistent `quant_scale` () is above 0; and 0.
 
     If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.

@@ -27,13 +27,13 @@ from quaver.recipes.scale_rules import SCALE_RULES, get_rule, has_cast_kernel
 from quaver.recipes.scaling import EPS, PLAIN_TYPES
 from quaver.runtime.devices import get_compute_capability
 
-UNAVAILABLE_BECAUSE: str | None = None
+UNAVAILABLE_REASON: str | None = None
 """Why Triton cannot be imported; None if it can."""
 try:
     import triton
     import triton.language as tl
 except ImportError as error:  # PyTorch for CPUs lacks it
-    triton, UNAVAILABLE_BECAUSE = None, str(error)
+    triton, UNAVAILABLE_REASON = None, str(error)
 
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter on CPU tensors: TRITON_INTERPRET was 1 when triton was imported."""
@@ -89,8 +89,8 @@ def supports_tensor(tensor: Tensor) -> bool:
 
 def explain_kernel_obstacle(device_index: int | None) -> str | None:
     """Return why the kernels do not run on this GPU, or None if they do."""
-    if UNAVAILABLE_BECAUSE is not None:
-        return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
+    if UNAVAILABLE_REASON is not None:
+        return f"Triton cannot be imported: {UNAVAILABLE_REASON}"
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
     if (capability := get_compute_capability(device_index)) < MIN_CAPABILITY:
@@ -129,11 +129,11 @@ def choose_tile(hp: Tensor, *, column_codes: bool = False) -> KernelTile:
     return KernelTile(128, 64, warps=2 * hp.element_size(), rows_of_thread=8)
 
 
-Codes = tuple[Tensor | None, Tensor | None]
+CodePair = tuple[Tensor | None, Tensor | None]
 """Row codes and column codes; None for codes that were not requested."""
 
 
-def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> Codes:
+def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> CodePair:
     """Allocate the requested codes of `hp` [R, C]."""
     height, width = hp.shape
     row_codes = hp.new_empty(height, width, dtype=float8_dtype) if row else None

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import FlatOperands, Operand, Operands, pair_codes, select_directions, unflatten_operands
-from quaver.kernels.triton_amax import compute_amax, compute_amax_by_dim, compute_amax_unless_known, group_amax
+from quaver.kernels.triton_amax import compute_amax, compute_amax_by_dim, compute_amax_unless_scale_known, group_amax
 from quaver.kernels.triton_blocks import (
     CastTarget,
-    Codes,
+    CodePair,
     KernelTile,
     apply_scale,
     choose_tile,
@@ -118,7 +118,7 @@ def _cast_with_one_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """Run `cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
-    recorded_amax = compute_amax_unless_known(hp, quant_scale)
+    recorded_amax = compute_amax_unless_scale_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     tile = choose_tile(hp, column_codes=column)
@@ -152,7 +152,7 @@ def cast_with_scale(
     row_scale: Tensor | None,
     column_scale: Tensor | None,
     rule: str = "",
-) -> Codes | None:
+) -> CodePair | None:
     """Run `quaver.recipes.scaling.cast_to_float8` on `hp` [R, C].
 
     Args:
@@ -170,7 +170,7 @@ def cast_with_scale(
 
 def _cast_by_dim(
     hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, cast: CastTarget
-) -> Codes:
+) -> CodePair:
     row_scale, column_scale = row_scales[0], column_scales[0]
     codes = empty_codes(hp, float8_dtype, row_scale is not None, column_scale is not None)
     strides = (0 if row_scale is None else row_scale.stride(0), 0 if column_scale is None else column_scale.stride(1))

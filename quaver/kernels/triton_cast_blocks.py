@@ -78,17 +78,17 @@ def cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands | None:
         return None
     layout = ScaleLayout(cast.dot_products, cast.length)
     if cast.dot_products == cast.length:
-        return _cast(hp, cast, layout)
-    is_aligned = hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape)
+        return _cast_one_layout(hp, cast, layout)
+    is_aligned = hp.data_ptr() % 16 == 0 and casts_both_directions_at_once(*hp.shape)
     if cast.row and cast.column and cast.dot_products == 1 and is_aligned:
-        return _cast_both(hp, cast)
+        return _cast_both_layouts(hp, cast)
     return Operands(
-        _cast(hp, cast._replace(column=False), layout).row if cast.row else None,
-        _cast(hp, cast._replace(row=False), layout.t()).column if cast.column else None,
+        _cast_one_layout(hp, cast._replace(column=False), layout).row if cast.row else None,
+        _cast_one_layout(hp, cast._replace(row=False), layout.t()).column if cast.column else None,
     )
 
 
-def casts_both_at_once(rows: int, columns: int) -> bool:
+def casts_both_directions_at_once(rows: int, columns: int) -> bool:
     """Return whether one kernel casts an aligned matrix [rows, columns] in blocks of 1 x n in both directions."""
     return rows % 16 == columns % 16 == 0
 
@@ -97,7 +97,7 @@ def _make_tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Kern
     return KernelTile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
 
 
-def _cast_both(hp: Tensor, block_cast: BlockCast) -> Operands:
+def _cast_both_layouts(hp: Tensor, block_cast: BlockCast) -> Operands:
     """Quantize blocks [1, length] for row codes and [length, 1] for column codes.
 
     A thread has 64 elements. With at most 128 registers, two programs of 256 threads share a multiprocessor, so that
@@ -118,7 +118,7 @@ def _cast_both(hp: Tensor, block_cast: BlockCast) -> Operands:
     return unflatten_operands(FlatOperands(*results), row, column, layout)
 
 
-def _cast(hp: Tensor, block_cast: BlockCast, layout: ScaleLayout) -> Operands:
+def _cast_one_layout(hp: Tensor, block_cast: BlockCast, layout: ScaleLayout) -> Operands:
     """Quantize blocks of one shape, in one read of the matrix. `layout`: of the codes that are requested."""
     float8_dtype, row, column, power_of_2, _, _, rule = block_cast
     codes = empty_codes(hp, float8_dtype, row, column)

@@ -192,8 +192,8 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     """
     for operands in _make_trials(kind):
         a, b = (
-            multiply_scale_(side.data.double(), require(side.dequant_scale, "the dequant_scale"), side.layout)
-            for side in operands
+            multiply_scale_(operand.data.double(), require(operand.dequant_scale, "the dequant_scale"), operand.layout)
+            for operand in operands
         )
         expected = torch.mm(a, b)
         try:

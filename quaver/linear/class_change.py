@@ -64,10 +64,10 @@ def get_class_parts(module: nn.Module) -> ClassParts:
 def change_class(module: nn.Module, **parts: Any) -> None:
     """Replace parts of the module's class, by the names of `ClassParts`."""
     cls: Any = _get_class(get_class_parts(module)._replace(**parts))
-    before = type(module)
-    if _is_fsdp_class(before):
-        namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
-        cls = type(f"FSDP{cls.__name__}", (before.__bases__[0], cls), namespace)
+    current = type(module)
+    if _is_fsdp_class(current):
+        namespace = {"__deepcopy__": vars(current)["__deepcopy__"]}
+        cls = type(f"FSDP{cls.__name__}", (current.__bases__[0], cls), namespace)
     module.__class__ = cls
 
 

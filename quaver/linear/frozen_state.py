@@ -45,7 +45,7 @@ class FrozenState(FrozenFloat8Weight):
         """Return the values in the weight's dtype; see the top of the file."""
         return self.dequantize_codes() if self.values_hp is None else self.values_hp
 
-    def find_codes(self, values: Tensor) -> Tensor | None:
+    def find_exact_codes(self, values: Tensor) -> Tensor | None:
         """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
         quantized = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
@@ -126,7 +126,7 @@ class FrozenState(FrozenFloat8Weight):
         if not self.is_part:
             self.write(source)
             return
-        codes = self.find_codes(source)
+        codes = self.find_exact_codes(source)
         if codes is None:
             raise ValueError(
                 "these values do not fit the scales of the whole frozen weight, which a shard must keep; load them "

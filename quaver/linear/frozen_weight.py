@@ -118,9 +118,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
         layouts = [
-            allowed for allowed in FROZEN_LAYOUTS if (stack or allowed != COLUMNWISE) and layout in (None, allowed)
+            candidate
+            for candidate in FROZEN_LAYOUTS
+            if (stack or candidate != COLUMNWISE) and layout in (None, candidate)
         ]
-        shapes = [[*stack, *allowed.get_scale_shape(rows, columns)] for allowed in layouts]
+        shapes = [[*stack, *candidate.get_scale_shape(rows, columns)] for candidate in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
             expected = ", ".join(f"{shape} ({name})" for shape, name in zip(shapes, layouts, strict=True))
             raise ValueError(
@@ -225,10 +227,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 hint = "exclude its module from layerwise casting (skip_modules_classes=(FrozenFloat8Linear,))"
             expected = ", ".join(map(str, HP_DTYPES))
             raise ValueError(f"a write into a frozen float8 weight: expected {expected}, got {hp.dtype}; {hint}")
-        before = self.dequantize_codes()
+        current = self.dequantize_codes()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
-        if torch.equal(before, hp.to(before)):  # as when DistributedDataParallel broadcasts parameters
+        if torch.equal(current, hp.to(current)):  # as when DistributedDataParallel broadcasts parameters
             return
         if not bool(compute_amax(hp).isfinite()):
             raise ValueError(
@@ -251,11 +253,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
         log_merge_cost()
 
-    def check_numbers(self, *, power_of_2: bool) -> None:
+    def check_codes_and_scales(self, *, power_of_2: bool) -> None:
         """Raise ValueError unless codes and scales are finite and scales above 0; with `power_of_2`, powers of two."""
         fmt, codes = FLOAT8_FORMATS[self.data_fp8.dtype], self.data_fp8.view(torch.uint8)
-        no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
-        if any(bool(torch.isin(part, no_numbers).any()) for part in (codes if codes.dim() == 3 else [codes])):
+        nonfinite_codes = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
+        if any(bool(torch.isin(part, nonfinite_codes).any()) for part in (codes if codes.dim() == 3 else [codes])):
             raise ValueError("expected finite codes, got NaN or inf")
         if not bool(((self.dequant_scale > 0) & self.dequant_scale.isfinite()).all()):
             raise ValueError("expected finite dequant_scales above 0")
@@ -289,8 +291,12 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def explain_cast_mismatch(self, casts: OperandCasts, *, transposed: bool = False) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
-        has_granularity = self.granularity == scales or self.scales_per_matrix == 1
-        if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and has_granularity:
+        has_same_granularity = self.granularity == scales or self.scales_per_matrix == 1
+        if (
+            (casts.has_equal_casts or casts.column.is_disabled)
+            and self.data_fp8.dtype is dtype
+            and has_same_granularity
+        ):
             return ""
         return (
             f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "
@@ -409,7 +415,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             options = {name: value for name, value in kwargs.items() if name != "dtype"}
             copies = (func(tensor, **options) for tensor in (self.data_fp8, self.dequant_scale))
             return self.with_codes(*copies, dtype=kwargs.get("dtype"))
-        if (takes_rows := _ROW_OPS.get(func)) and takes_rows(self, args):
+        if (selects_rows := _ROW_OPS.get(func)) and selects_rows(self, args):
             rows = func(self.data_fp8, *args[1:], **kwargs)
             return tree_map_only(Tensor, lambda codes: self.with_codes(codes, part=True), rows)
         if func is aten.copy_.default and self.copy_codes(args[1]):

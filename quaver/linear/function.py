@@ -43,9 +43,9 @@ from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.gemm import lay_out_saved_columns, multiply_operands
 from quaver.linear.last_run import record_run
-from quaver.linear.nested import apply_to_rows
+from quaver.linear.nested import apply_to_nested
 from quaver.linear.protocols import NO_PROBE, MatmulProbe
-from quaver.linear.quantize import Quantizer, StoredQuantizer
+from quaver.linear.quantize import MaterializedQuantizer, Quantizer
 from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor
@@ -228,7 +228,7 @@ def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
 
 def make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
     """Return the quantizer for grad_output, or for this rank's part of it under tensor parallelism."""
-    make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.make_grad_output_quantizer
+    make_quantizer = MaterializedQuantizer if args.sharding is None else args.sharding.make_grad_output_quantizer
     return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
@@ -299,7 +299,7 @@ def float8_linear(
     if config.has_persistent_scales:
         raise ValueError("config: expected dynamic scaling, got persistent scales; use a Float8Linear for them")
     if input.is_nested:
-        return apply_to_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
+        return apply_to_nested(lambda rows: float8_linear(rows, weight, bias, config=config), input)
     operands = get_checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
     return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, weight_operands=operands)
 

@@ -107,8 +107,8 @@ def dequantize_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_o
         return data if data.dtype is dtype else data.to(dtype)
     if is_compiling() or outer_scale is not None:
         return dequantize(data, scale, dtype, layout, outer_scale)
-    exact = dtype is torch.bfloat16 and scales_are_powers_of_2
-    return widen(data, dtype if exact else torch.float32, scale, layout).to(dtype)
+    is_exact = dtype is torch.bfloat16 and scales_are_powers_of_2
+    return widen(data, dtype if is_exact else torch.float32, scale, layout).to(dtype)
 
 
 def _check_codes(a: Tensor, b: Tensor) -> None:

@@ -27,7 +27,7 @@ _clock = itertools.count(1)
 class Trace(NamedTuple):
     """How a forward was last traced."""
 
-    at: int
+    traced_at: int
     """The time on `_clock`."""
     device: torch.device
     has_row_codes_only: bool
@@ -69,7 +69,7 @@ class LastRun:
     def record_trace(self, device: torch.device, has_row_codes_only: bool) -> None:
         """Record that Dynamo traces a forward. Dynamo calls a method without a guard on the identity of its object."""
         self.trace = Trace(next(_clock), device, has_row_codes_only)
-        _traced_at[self.kind] = self.trace.at
+        _traced_at[self.kind] = self.trace.traced_at
 
 
 def record_run(module: Any, device: torch.device, *, has_row_codes_only: bool = False) -> None:
@@ -95,13 +95,13 @@ def find_traces(modules: Iterable[Any]) -> dict[str, Trace]:
     """Return the last trace of each kind of float8 modules among `modules`, which are those of one model."""
     runs = (vars(module).get("_last_run") for module in modules)
     traces = [(run.trace, run.kind) for run in runs if run is not None and run.trace is not None]
-    return {kind: trace for trace, kind in sorted(traces, key=lambda traced: traced[0].at)}
+    return {kind: trace for trace, kind in sorted(traces, key=lambda trace_and_kind: trace_and_kind[0].traced_at)}
 
 
 def _select_newer(run: LastRun, traces: Mapping[str, Trace]) -> Trace | None:
     """Return the trace of this kind if it is newer than what the module's own forward recorded."""
     trace = traces.get(run.kind)
-    return trace if trace is not None and trace.at > max(run.created_at, run.recorded_at) else None
+    return trace if trace is not None and trace.traced_at > max(run.created_at, run.recorded_at) else None
 
 
 def get_last_device(module: Any, traces: Mapping[str, Trace]) -> torch.device | None:

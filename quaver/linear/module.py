@@ -13,7 +13,7 @@ from quaver.linear.backends import describe_backends
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import Float8Module
 from quaver.linear.function import apply_linear, get_checked_operands
-from quaver.linear.nested import apply_to_rows
+from quaver.linear.nested import apply_to_nested
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrapperWeight
@@ -103,7 +103,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
-            return apply_to_rows(self.forward, input)
+            return apply_to_nested(self.forward, input)
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             if is_torchao_tensor(weight):  # quantized for inference, after training

@@ -15,7 +15,7 @@ from torch import Tensor
 from quaver.torch_private.nested import ragged_dim
 
 
-def apply_to_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
+def apply_to_nested(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
     """Apply `linear` to the last dim of the nested tensor `input`. Returns a nested tensor of the same layout.
 
     Raises:

@@ -24,7 +24,7 @@ Row and column have this sense in every file, from config.py (`casts.weight.colu
 Five quantizers share this interface, the last two in tensor_parallel_quantizer.py:
 
     Quantizer                   scales computed from the matrix, or persistent scales from an earlier step
-    StoredQuantizer             the same, for a gradient, which is in memory when compiled code casts it
+    MaterializedQuantizer             the same, for a gradient, which is in memory when compiled code casts it
     CachedQuantizer             the same, for an activation that several linears read (shared_input.py)
     TensorParallelQuantizer     scales that agree across the ranks that hold parts of the matrix
     GatheringQuantizer          the same, and codes all-gathered from the ranks that hold other tokens
@@ -129,7 +129,7 @@ class Quantizer:
         return CastScales(quant, to_dequant_scale(quant))
 
 
-class StoredQuantizer(Quantizer):
+class MaterializedQuantizer(Quantizer):
     """Quantizes a gradient for both of its matmuls in one operation, in code compiled for a GPU.
 
     The gradient is in memory, and Inductor would read it once per layout. Activations keep `Quantizer`, so that
@@ -141,14 +141,14 @@ class StoredQuantizer(Quantizer):
     def apply_cast(
         self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
     ) -> Operands:
-        by_operation = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
-        if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
+        cast_materialized = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
+        if cast_materialized is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         if cast.is_persistent and self.scale is not None:
             power_of_2, is_materialized = self.casts.power_of_2, True
             scale, dtype = self.scale, cast.float8_dtype
             return cast_with_persistent_scale(hp, scale, dtype, row, column, power_of_2, is_materialized)
-        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.trailing_arguments)
+        return cast_materialized(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.trailing_arguments)
 
 
 def flatten_to_matrix(hp: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ from quaver.torch_private.versions import get_version
 
 OPERANDS = ("input", "weight", "grad_output")
 
-FORWARDS_WITHOUT_SYNC = 1000
+MAX_FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
 _ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent", "weight_versions")
 """Attributes of a `ConversionScaleSlots` that copies do not get."""
@@ -76,12 +76,12 @@ class ConversionScaleSlots:
         last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks before the last sync, for reports.
         is_known: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
         is_known_to_compiler: whether each of the T scales is known; see [Note: known scales].
-        syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
+        syncs_with_unknown_scales: eager syncs with an unknown scale since slots were loaded.
         has_unknown_static: whether a static scale has not been measured.
         loads: how often slots were loaded or reset.
         loaded_scales: quant_scale after the last load, 0 where unknown; with `loads` it shows ranks that load alone.
         calibrating: whether static scales are being measured.
-        host_decides: whether ranks read is_known to decide which amaxes they exchange, so each sync updates it.
+        ranks_read_is_known: whether ranks read is_known to decide which amaxes they exchange, so each sync updates it.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
         weight_versions: the version of each linear's weight in its first training forward since the last sync.
         is_sync_forgotten: whether a weight changed between training forwards since the last sync.
@@ -99,21 +99,21 @@ class ConversionScaleSlots:
             if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
         ]
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        slots = len(casts)
+        count = len(casts)
         self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
         self.quant_scale = self.round_by_rules(self.quant_scale)
-        self.amax_buffer = torch.empty(slots, 2, **options)
-        self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
+        self.amax_buffer = torch.empty(count, 2, **options)
+        self.history = torch.zeros(count, self.delayed_config.history_len, **options)
         self.format_max = torch.tensor([FLOAT8_FORMATS[cast.float8_dtype].max for cast in casts], **options)
         self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
-        self.is_known = torch.zeros(slots, dtype=torch.bool, device="cpu")
-        self.is_known_to_compiler = [False] * slots
-        self.syncs_with_unknown = 0
+        self.is_known = torch.zeros(count, dtype=torch.bool, device="cpu")
+        self.is_known_to_compiler = [False] * count
+        self.syncs_with_unknown_scales = 0
         self._reset_views()
-        self.loads, self.loaded_scales = 0, [0.0] * slots
+        self.loads, self.loaded_scales = 0, [0.0] * count
         self.calibrating = False
-        self.host_decides = False
+        self.ranks_read_is_known = False
         self.forwards_since_sync = 0
         self.is_sync_forgotten = False
         self.refresh_after_load()
@@ -169,12 +169,12 @@ class ConversionScaleSlots:
     def _renew_views(self) -> None:
         self._persistent.clear()
         for slots in self.linear_slots:
-            slots.refresh()
+            slots.renew_views()
 
     def sync(self, group: ProcessGroup | None) -> None:
         """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
 
-        Traceable without graph breaks: compiled code reads no tensor on the host, except where `host_decides`.
+        Traceable without graph breaks: compiled code reads no tensor on the host, except where `ranks_read_is_known`.
         """
         config = self.delayed_config
         recorded_amax = self.reduce_amax_buffer(group)
@@ -192,7 +192,7 @@ class ConversionScaleSlots:
         self.reset_amax_buffer()
         if not torch.compiler.is_compiling():
             self._refresh_known_after_sync()
-        elif self.host_decides:
+        elif self.ranks_read_is_known:
             self.is_known.copy_(self.quant_scale > 0)
         self.forwards_since_sync, self.weight_versions, self.is_sync_forgotten = 0, {}, False
 
@@ -200,9 +200,9 @@ class ConversionScaleSlots:
         """Count a sync with unknown scales, and in the syncs of [Note: known scales] read which are known now."""
         if all(self.is_known_to_compiler):
             return
-        self.syncs_with_unknown += 1
+        self.syncs_with_unknown_scales += 1
         # With an outdated flag, ranks that decide on the host would exchange amaxes of a known scale.
-        if self.host_decides or (self.syncs_with_unknown.bit_count() == 1 and not is_capturing()):
+        if self.ranks_read_is_known or (self.syncs_with_unknown_scales.bit_count() == 1 and not is_capturing()):
             self.refresh_known()
 
     def reduce_amax_buffer(self, group: ProcessGroup | None) -> Tensor:
@@ -221,7 +221,7 @@ class ConversionScaleSlots:
             self._renew_views()
 
     def count_forward(self, linear: int, weight: Tensor | None) -> None:
-        """Count a forward that records gradients, and warn after `FORWARDS_WITHOUT_SYNC` for each linear.
+        """Count a forward that records gradients, and warn after `MAX_FORWARDS_WITHOUT_SYNC` for each linear.
 
         `linear`: the id of its `LinearScaleSlots`.
         """
@@ -229,10 +229,11 @@ class ConversionScaleSlots:
         if weight is not None and self.has_delayed and not weight.is_inference():
             version = get_version(weight)
             self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
-        if self.forwards_since_sync == FORWARDS_WITHOUT_SYNC * len(self.linear_slots) and self.has_delayed:
+        if self.forwards_since_sync == MAX_FORWARDS_WITHOUT_SYNC * len(self.linear_slots) and self.has_delayed:
             warn_user(
-                f"{FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
-                "delayed scales do not change until it is called. Call it once a step, after the backward",
+                f"{MAX_FORWARDS_WITHOUT_SYNC} forwards with gradients without "
+                "sync_float8_amax_and_scale_history(model): delayed scales do not change until it is called. "
+                "Call it once a step, after the backward",
                 RuntimeWarning,
             )
 
@@ -248,7 +249,7 @@ class ConversionScaleSlots:
         missing = self.quant_scale[self.calibrated_slots] <= 0
         self.has_unknown_static = missing.numel() > 0 and bool(missing.any())  # fake tensors have no values
         self.reset_amax_buffer()
-        self.syncs_with_unknown = 0
+        self.syncs_with_unknown_scales = 0
         self.refresh_known()
 
 
@@ -270,9 +271,9 @@ class LinearScaleSlots:
         self.recorded_weight_amax: Tensor | None = None
         """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
         conversion_slots.linear_slots.append(self)
-        self.refresh()
+        self.renew_views()
 
-    def refresh(self) -> None:
+    def renew_views(self) -> None:
         """Replace the views by new views of the slots."""
         self.recorded, self.unrecorded = (
             PersistentScales(*(self.conversion_slots.get_persistent_scale(slot, record=record) for slot in self.slots))
@@ -346,8 +347,8 @@ class LinearScaleSlots:
 
     def list_named_slots(self, prefix: str = "") -> list[NamedSlot]:
         """Return the slots of this linear, named `<prefix><operand>`."""
-        slots = zip(OPERANDS, self.slots, strict=True)
-        return [(f"{prefix}{operand}", self.conversion_slots, slot) for operand, slot in slots if slot is not None]
+        named = zip(OPERANDS, self.slots, strict=True)
+        return [(f"{prefix}{operand}", self.conversion_slots, slot) for operand, slot in named if slot is not None]
 
     def describe_loaded_weight_scale(self) -> str:
         """Describe the last load for the ranks to compare."""
@@ -356,9 +357,9 @@ class LinearScaleSlots:
             "no persistent scale" if slot is None else f"loaded quant_scale {self.conversion_slots.loaded_scales[slot]}"
         )
 
-    def let_host_decide(self) -> None:
-        """Set `ConversionScaleSlots.host_decides`."""
-        self.conversion_slots.host_decides = True
+    def let_ranks_read_is_known(self) -> None:
+        """Set `ConversionScaleSlots.ranks_read_is_known`."""
+        self.conversion_slots.ranks_read_is_known = True
 
     def move_to(self, device: torch.device) -> None:
         device = add_device_index(device)

@@ -291,19 +291,20 @@ def check_can_be_sharded(
     `config`: instead of the linear's.
     """
     casts = (config or linear.float8_config).casts
-    sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
+    sharded_operands = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
     # Configs give the layout of row codes; in column codes blocks are transposed.
-    cast_dims = [(operand.row, dim) for operand, dim in sharded]
-    cast_dims += [(operand.column, 1 - dim) for operand, dim in sharded]
+    cast_dims = [(operand.row, dim) for operand, dim in sharded_operands]
+    cast_dims += [(operand.column, 1 - dim) for operand, dim in sharded_operands]
     lengths = [cast.require_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
     block = max([1, *lengths])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
-    part = -(-features // ranks)
-    if ranks > 1 and part % block:
+    rank_features = -(-features // ranks)
+    if ranks > 1 and rank_features % block:
+        fitting_features = ranks * block * -(-rank_features // block)
         raise ValueError(
             f"tensor parallelism expects parts of whole blocks, a multiple of {block} features on each rank, got "
-            f"{part} ({name}_features {features} on {ranks} ranks); {ranks * block * -(-part // block)} in all would "
-            "fit, and rowwise recipes take any number"
+            f"{rank_features} ({name}_features {features} on {ranks} ranks); {fitting_features} in all "
+            "would fit, and rowwise recipes take any number"
         )
 
 
@@ -321,7 +322,7 @@ def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
             "parallelism, use (Float8)ColwiseParallel or (Float8)RowwiseParallel on a mesh with one dim"
         )
     if linear.scale_slots is not None:
-        linear.scale_slots.let_host_decide()
+        linear.scale_slots.let_ranks_read_is_known()
     if not isinstance(placement, Shard):
         layout = input.placements[0]
         by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1

@@ -100,9 +100,9 @@ def begin_parent_forward(parent: nn.Module, args: object) -> None:
     """Record that a parent's forward runs, which allows a cache. A forward pre-hook."""
     if not torch.compiler.is_compiling():
         parents = _thread.forwards.parents
-        ended = [other for other in parents if other() in (parent, None)]
-        if ended:  # Ctrl-C ended their last forwards, without `end_parent_forward`
-            del parents[parents.index(ended[0]) :]
+        interrupted = [other for other in parents if other() in (parent, None)]
+        if interrupted:  # Ctrl-C ended their last forwards, without `end_parent_forward`
+            del parents[parents.index(interrupted[0]) :]
             clear_cached_operands()
         parents.append(weakref.ref(parent))
 
@@ -111,15 +111,10 @@ def end_parent_forward(parent: nn.Module, args: object, output: object) -> None:
     """Clear the cache when the outermost parent's forward ends, also if it raised. A forward hook."""
     if not torch.compiler.is_compiling():
         parents = _thread.forwards.parents
-        _remove_from_running(parent, parents)
+        if weakref.ref(parent) in parents:  # remove also the modules that it called
+            del parents[parents.index(weakref.ref(parent)) :]
         if not parents:
             clear_cached_operands()
-
-
-def _remove_from_running(parent: nn.Module, parents: list[weakref.ref[nn.Module]]) -> None:
-    """Remove `parent`, and the modules that it called, from the running forwards."""
-    if weakref.ref(parent) in parents:
-        del parents[parents.index(weakref.ref(parent)) :]
 
 
 def share_input_casts(model: nn.Module, linear_class: type[nn.Module]) -> None:
@@ -130,24 +125,24 @@ def share_input_casts(model: nn.Module, linear_class: type[nn.Module]) -> None:
     """
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, linear_class))
-    around = [list(iter_enclosing_modules(name, modules)) for name in linears]
-    linear_counts = Counter(name for names in around for name in names)
-    for names in around:
+    enclosing_names = [list(iter_enclosing_modules(name, modules)) for name in linears]
+    linear_counts = Counter(name for names in enclosing_names for name in names)
+    for names in enclosing_names:
         parent = next((modules[name] for name in names if linear_counts[name] > 1), None)
         if parent is not None and begin_parent_forward not in parent._forward_pre_hooks.values():
             _set_hook_key(parent.register_forward_pre_hook(begin_parent_forward).id, parent._forward_pre_hooks)
-            ended = parent.register_forward_hook(end_parent_forward, always_call=True).id
-            _set_hook_key(ended, parent._forward_hooks, parent._forward_hooks_always_called)
+            hook_id = parent.register_forward_hook(end_parent_forward, always_call=True).id
+            _set_hook_key(hook_id, parent._forward_hooks, parent._forward_hooks_always_called)
 
 
-def _set_hook_key(key: int, *hooks: dict[Any, Any]) -> None:
+def _set_hook_key(hook_id: int, *hooks: dict[Any, Any]) -> None:
     """Give a hook the same key in all modules.
 
     torch.compile guards on the keys of always-called hooks. The default keys are numbers that differ from module to
     module, so each block of a model would be compiled anew.
     """
     for hooks_by_key in hooks:
-        hooks_by_key[SHARED_INPUT_HOOK_KEY] = hooks_by_key.pop(key)
+        hooks_by_key[SHARED_INPUT_HOOK_KEY] = hooks_by_key.pop(hook_id)
 
 
 def stop_sharing_input_casts(model: nn.Module) -> None:

@@ -132,9 +132,11 @@ class GatheringQuantizer(TensorParallelQuantizer):
         casts, token_dim = self.casts, self.token_dim % hp.dim()
         row_tokens = _count_tokens_per_scale(casts.row, 0)
         column_tokens = row_tokens if casts.is_dequantized else _count_tokens_per_scale(casts.column, 1)
-        consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole activation
+        consecutive_tokens = math.prod(hp.shape[token_dim:-1])  # of this rank, in the whole activation
         needs_hp = (row and casts.row.is_disabled) or (column and casts.column_source.is_disabled)
-        cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
+        cuts_blocks = (row and consecutive_tokens % (row_tokens or 1)) or (
+            column and consecutive_tokens % (column_tokens or 1)
+        )
         if needs_hp or cuts_blocks:
             # One operand needs the all-gather in high precision, and the other is quantized from the result.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)

@@ -38,7 +38,14 @@ class FrozenModule(nn.Module):
             destination[prefix + weight.name] = _match_dtensor(state, weight.parameter)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         state_dict = dict(state_dict)
         is_transposed = getattr(self, "state_dict_is_transposed", False)
@@ -50,10 +57,12 @@ class FrozenModule(nn.Module):
                 value = value.t() if is_transposed and value.dim() == 2 else value
                 state_dict[name] = _convert_loaded(local, value, weight)
             except ValueError as error:
-                lists[-1].append(f"{name}: {error}")
+                error_msgs.append(f"{name}: {error}")
                 del state_dict[name]
                 strict = False
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 class FrozenFloat8Linear(FrozenModule, Float8Linear):
@@ -77,7 +86,7 @@ def _convert_loaded(current: FrozenFloat8Weight, value: Tensor, weight: ModuleWe
         loaded = FrozenFloat8Weight.from_state(*local.get_state())
         current.check_same_format(loaded)
         if not loaded.is_meta:
-            loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
+            loaded.check_codes_and_scales(power_of_2=weight.config.weight_scales_are_powers_of_2)
         return _match_dtensor(loaded, value)
     values = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
     if values.dtype in FLOAT8_FORMATS or values.shape != current.shape:
@@ -85,7 +94,7 @@ def _convert_loaded(current: FrozenFloat8Weight, value: Tensor, weight: ModuleWe
             f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
             f"got {value.dtype} {list(value.shape)}"
         )
-    codes = _make_state(weight.parameter, current).find_codes(values.to(current.data_fp8.device, current.dtype))
+    codes = _make_state(weight.parameter, current).find_exact_codes(values.to(current.data_fp8.device, current.dtype))
     if codes is not None:
         return _match_dtensor(current.with_codes(codes), value)
     if current.is_part:

@@ -97,7 +97,7 @@ class Float8PrimaryOptimizer(Optimizer):
         with self._update_masters():
             self._is_stepping = True
             if closure is None:
-                self._pass_gradients()
+                self._set_master_gradients()
                 result = self.inner.step()
             else:
                 result = self.inner.step(lambda: self._run_closure(closure))
@@ -180,7 +180,7 @@ class Float8PrimaryOptimizer(Optimizer):
                 weight.wrapped = master
                 weight.quantize()
 
-    def _pass_gradients(self) -> None:
+    def _set_master_gradients(self) -> None:
         for primary in self.primaries:
             grad = primary.weight.grad
             primary.master.grad = None if grad is None else grad.to(primary.master.dtype)
@@ -190,7 +190,7 @@ class Float8PrimaryOptimizer(Optimizer):
         for primary in self.primaries:
             primary.weight.quantize()
         loss = closure()
-        self._pass_gradients()
+        self._set_master_gradients()
         return loss
 
     def _round_masters(self) -> None:
@@ -241,25 +241,25 @@ def use_float8_primary_weights(
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
     rounds_masters = master_dtype is torch.bfloat16
-    named: dict[str, ModuleWeight] = {}
+    weights: dict[str, ModuleWeight] = {}
     options = {}
 
-    def prepare() -> int:
-        named.update(_find_weights_to_convert(model, optimizer, master_dtype))
+    def find_weights_and_draw_seed() -> int:
+        weights.update(_find_weights_to_convert(model, optimizer, master_dtype))
         return int(torch.randint(2**62, (), device="cpu"))
 
     if rounds_masters:  # all ranks draw, so that their generators advance alike, and take rank 0's number
-        options[_ROUNDINGS_KEY] = run_on_every_rank(prepare)[0]
+        options[_ROUNDINGS_KEY] = run_on_every_rank(find_weights_and_draw_seed)[0]
     else:
-        named = _find_weights_to_convert(model, optimizer, master_dtype)
+        weights = _find_weights_to_convert(model, optimizer, master_dtype)
     with ExitStack() as undo:
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         undo.callback(optimizer.param_groups[0].pop, _ROUNDINGS_KEY, None)
         optimizer.param_groups[0].update(options)
-        primaries = [_replace_with_primary(name, weight, master_dtype, undo) for name, weight in named.items()]
+        primaries = [_replace_with_primary(name, weight, master_dtype, undo) for name, weight in weights.items()]
         primary_optimizer = Float8PrimaryOptimizer(optimizer, primaries, rounds_masters=rounds_masters)
         undo.pop_all()
-    for module in {weight.module: None for weight in named.values()}:
+    for module in {weight.module: None for weight in weights.values()}:
         module.register_state_dict_post_hook(_put_masters_in_state_dict)
     return primary_optimizer
 
@@ -283,29 +283,29 @@ def _find_weights_to_convert(
         raise ValueError(
             "model: expected one outside of DistributedDataParallel, got one inside; wrap it after this call"
         )
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, weight in iter_model_weights(model):
-        if isinstance(weight.parameter, Float8PrimaryWeight) and id(weight.parameter.wrapped) in optimized:
+        if isinstance(weight.parameter, Float8PrimaryWeight) and id(weight.parameter.wrapped) in optimized_ids:
             raise ValueError(
                 f"expected an optimizer of ordinary parameters, got the master of {name}, which is a float8 primary "
                 "weight already; use the optimizer that the first use_float8_primary_weights returned"
             )
-    trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in optimized]
+    trained = [(name, weight) for name, weight in iter_model_weights(model) if id(weight.parameter) in optimized_ids]
     if not trained:
         raise ValueError(
             "expected an optimizer that holds weights of float8 linears or experts of this model, got none; convert "
             "the model, then make the optimizer with model.parameters()"
         )
-    named = {f"{name}.weight".lstrip(".") if weight.name == "weight" else name: weight for name, weight in trained}
-    owners = find_parameter_names(model)
-    for name, weight in named.items():
-        obstacle = _explain_primary_obstacle(weight, owners)
+    weights = {f"{name}.weight".lstrip(".") if weight.name == "weight" else name: weight for name, weight in trained}
+    parameter_names = find_parameter_names(model)
+    for name, weight in weights.items():
+        obstacle = _explain_primary_obstacle(weight, parameter_names)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
-    return named
+    return weights
 
 
-def _explain_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
+def _explain_primary_obstacle(weight: ModuleWeight, parameter_names: dict[int, list[str]]) -> str:
     parameter, casts = weight.parameter, weight.config.casts
     if isinstance(parameter, Float8AllGatherWeight):
         return "its config has enable_fsdp_float8_all_gather; convert without it, or under FSDP2 use cast_weights_once"
@@ -321,7 +321,7 @@ def _explain_primary_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]
         return "its codes have four bits"
     if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
-    names = owners[id(parameter)]
+    names = parameter_names[id(parameter)]
     return f"it is tied: {', '.join(names)}" if len(names) > 1 else ""
 
 

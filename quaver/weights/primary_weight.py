@@ -39,7 +39,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     """How to quantize the master, which is `wrapped`. Both are None in a tensor that a compiler traces."""
     transposed: bool
     """Whether experts are stored [E, K, N]."""
-    _quantized: tuple[int, int]
+    _quantized_versions: tuple[int, int]
     """The versions of parameter and master at the last cast. A write through a view increments one of the two."""
 
     @staticmethod
@@ -61,7 +61,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         super().__init__(row, column, dtype)
         self.wrapped, self.config = typing.cast(Tensor, master), typing.cast(Float8LinearConfig, config)
         self.transposed = transposed
-        self._quantized = self._get_versions()
+        self._quantized_versions = self._get_versions()
 
     @staticmethod
     def from_master(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
@@ -74,7 +74,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
         A master that was made in inference mode has no version counter, so it is quantized at each use.
         """
-        if self._quantized != self._get_versions():
+        if self._quantized_versions != self._get_versions():
             self.quantize()
         return super().get_stored_operands()
 
@@ -82,12 +82,13 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
     def quantize(self) -> None:
         """Quantize the master into the codes."""
         operands = _quantize_master(self.wrapped, self.config, self.transposed)
-        for target, operand in zip(super().get_stored_operands(), operands, strict=True):
-            require(target, "the stored operand").data.copy_(operand.data)
-            require(require(target, "the stored operand").dequant_scale, "the dequant_scale").copy_(
+        for stored, operand in zip(super().get_stored_operands(), operands, strict=True):
+            target = require(stored, "the stored operand")
+            target.data.copy_(operand.data)
+            require(target.dequant_scale, "the dequant_scale").copy_(
                 require(operand.dequant_scale, "the dequant_scale")
             )
-        self._quantized = self._get_versions()
+        self._quantized_versions = self._get_versions()
 
     def _get_versions(self) -> tuple[int, int]:
         if self.wrapped is None or torch.compiler.is_compiling():
@@ -132,7 +133,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
 
     def handle_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
         if func.namespace in COLLECTIVE_NAMESPACES:
-            self._quantized = _NEVER_QUANTIZED
+            self._quantized_versions = _NEVER_QUANTIZED
         else:
             self.quantize()
 
@@ -146,7 +147,7 @@ class Float8PrimaryWeight(WrapperWeight, Float8Tensor):
         alias = Float8PrimaryWeight(
             require(row, "the row operand"), column, self.dtype, self.wrapped, self.config, self.transposed
         )
-        alias._quantized = self._quantized
+        alias._quantized_versions = self._quantized_versions
         return alias
 
 
@@ -156,13 +157,9 @@ def _quantize_master(master: Tensor, config: Float8LinearConfig, transposed: boo
     """Return the row and column operands of the stored weight, as one object if one cast serves both."""
     casts = config.casts.weight
     if master.dim() == 3:
-        both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (
-            require(side, "the stored operand")._replace(
-                data=require(side, "the stored operand").data.view(master.shape)
-            )
-            for side in both
-        )
+        matrices = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
+        stored = [require(operand, "the stored operand") for operand in matrices]
+        row, column = (operand._replace(data=operand.data.view(master.shape)) for operand in stored)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
     shared = casts.shares_codes

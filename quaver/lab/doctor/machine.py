@@ -152,5 +152,5 @@ def _list_versions() -> dict[str, str]:
     for name in ("triton", "torchao"):
         is_installed = importlib.util.find_spec(name) is not None
         versions[name] = _find_version(name) if is_installed else "not installed"
-    versions["C extension"] = "built" if cpu.HAS_EXTENSION else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_BECAUSE}"
+    versions["C extension"] = "built" if cpu.HAS_EXTENSION else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_REASON}"
     return versions

@@ -165,7 +165,7 @@ def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, run_quav
 
 def test_slow_paths_are_listed_and_do_not_raise(monkeypatch, capsys):
     monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
-    monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
+    monkeypatch.setattr(cpu, "UNAVAILABLE_REASON", "quaver._cpu was not built at install")
     monkeypatch.setattr(cpu, "PURE_PYTORCH", False)
     slow = "float8 casts on the CPU run in PyTorch, up to 10 times slower: quaver._cpu was not built at install"
     with error_on_slow_path():

@@ -372,7 +372,7 @@ def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compil
 @pytest.fixture
 def few_forwards(monkeypatch):
     """Warn after 3 forwards without a sync."""
-    monkeypatch.setattr(scale_state, "FORWARDS_WITHOUT_SYNC", 3)
+    monkeypatch.setattr(scale_state, "MAX_FORWARDS_WITHOUT_SYNC", 3)
     return 3
 
 

@@ -20,7 +20,7 @@ codes, scale, recorded_amax = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 def calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     for dim in (None, 0, 1):
         yield lambda dim=dim: cpu.dynamic_cast(hp, E4M3, dim)
-    yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
+    yield lambda: cpu.dynamic_cast_both_dims(hp, E4M3)
     yield lambda: cpu.compute_block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
     yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, recorded_amax)

@@ -29,7 +29,7 @@ INTS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 NAN, INF = float("nan"), float("inf")
 SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45, 3.4e38, 0.0, -1.5, INF, -INF, NAN]
 
-pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_REASON}")
 
 
 def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -111,7 +111,7 @@ def test_dynamic_casts_have_the_bits_of_the_reference(dtype, float8_dtype, dims,
         if len(dims) == 1:
             casts = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
         else:
-            casts = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+            casts = cpu.dynamic_cast_both_dims(hp, float8_dtype, power_of_2=power_of_2)
             assert cpu.count_elements_read() - read_before == 2 * hp.numel()
         for dim, cast in zip(dims, (casts[:3], casts[3:]), strict=False):
             scales = reference_scales(reference_amax(hp, dim), float8_dtype, power_of_2=power_of_2)
@@ -234,7 +234,7 @@ def _reload(value: str, available: bool) -> None:
     os.environ["QUAVER_PURE_PYTORCH"] = value
     importlib.reload(cpu)
     assert cpu.HAS_EXTENSION is cpu.supports(torch.ones(2, 2), E4M3) is available
-    assert ("QUAVER_PURE_PYTORCH is set" in str(cpu.UNAVAILABLE_BECAUSE)) is (value == "1")
+    assert ("QUAVER_PURE_PYTORCH is set" in str(cpu.UNAVAILABLE_REASON)) is (value == "1")
 
 
 @pytest.mark.parametrize(("value", "available"), [("1", False), ("0", cpu.HAS_EXTENSION)])

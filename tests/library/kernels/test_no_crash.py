@@ -12,7 +12,7 @@ import quaver.distributed  # noqa: F401 - registers operations
 from quaver.kernels import cpu
 from tests.isolated import isolated
 
-pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_BECAUSE}")
+pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_REASON}")
 
 PREAMBLE = """
 from torch._subclasses import FakeTensorMode
@@ -181,7 +181,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         values |= dict.fromkeys(("param", "grad"), values["hp"]) | {"exp_avg": codes, "exp_avg_sq": codes.clone()}
         values |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), torch.zeros(ROWS, 2))
         values |= {"skipped": torch.tensor(0), "scalars": torch.rand(8) + 0.1, "key": 7}
-        values |= {"place": [ROWS, COLUMNS, 0, 0, ROWS, 0, 2]}
+        values |= {"grid": [ROWS, COLUMNS, 0, 0, ROWS, 0, 2]}
         values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
     if name == "grouped_mm":
         values |= {"b": codes, "b_dequant_scale": torch.rand(ROWS, 1) + 1}

@@ -69,8 +69,8 @@ def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, sh
 )
 def test_exact_matmul_in_panels_equals_the_whole_matmul(scaling, out_dtype, shape, power_of_2, transposed, monkeypatch):
     """The larger operand in panels of rows or columns, which need not be contiguous, all in the same memory."""
-    monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 90)
-    monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+    monkeypatch.setattr(exact_mm, "MAX_PANEL_LENGTH", 90)
+    monkeypatch.setattr(exact_mm, "MIN_PANEL_ELEMENTS", 1)
     m, n = shape
     a, a_scale, b, b_scale = operands(m, 128, n, scaling, power_of_2=power_of_2)
     if transposed:
@@ -107,8 +107,8 @@ def cast_weight_once(kind, n, k, *, power_of_2):
 )
 def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, power_of_2, shape, panels, monkeypatch):
     if panels:
-        monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 200)
-        monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+        monkeypatch.setattr(exact_mm, "MAX_PANEL_LENGTH", 200)
+        monkeypatch.setattr(exact_mm, "MIN_PANEL_ELEMENTS", 1)
     m, n, k = shape
     codes, scale, spread = cast_weight_once(kind, n, k, power_of_2=power_of_2)
     for b, b_scale, b_spread in ((codes.t(), scale.t(), spread.t()), (codes, scale, spread)):

@@ -81,7 +81,7 @@ def test_the_environment_variable_makes_slow_paths_raise(value, raises):
 @pytest.fixture
 def without_extension(monkeypatch):
     monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
-    monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
+    monkeypatch.setattr(cpu, "UNAVAILABLE_REASON", "quaver._cpu was not built at install")
     monkeypatch.setattr(cpu, "PURE_PYTORCH", False)
 
 
@@ -144,7 +144,7 @@ def test_casts_on_a_gpu_without_triton_are_a_slow_path(monkeypatch, caplog):
 )
 def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
     triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
-    monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
+    monkeypatch.setattr(triton_blocks, "UNAVAILABLE_REASON", None)
     monkeypatch.setattr(torch.version, "hip", hip)
     with simulate_gpu(capability):
         assert operation.find_triton_kernels(torch.ones(4, 4)) is None

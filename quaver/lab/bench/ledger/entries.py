@@ -24,7 +24,7 @@ import torch
 
 from quaver.kernels.native_mm import ScaleKind, _native_block_mm
 from quaver.kernels.operands import FlatOperands
-from quaver.kernels.triton_cast_blocks import casts_both_at_once
+from quaver.kernels.triton_cast_blocks import casts_both_directions_at_once
 from quaver.lab.bench.ledger.kernels import count_float64_operations, count_loads_in_loops, is_along_rows
 from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch
 from quaver.lab.bench.ledger.operator_calls import OperatorCall, record_calls
@@ -274,7 +274,7 @@ def _count_cast_of_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
 def _count_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count one kernel; for 1 x n blocks in both directions of unaligned sizes two, which both read the operand."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
-    if written == len(FlatOperands._fields) - 2 and not casts_both_at_once(*operand.size):
+    if written == len(FlatOperands._fields) - 2 and not casts_both_directions_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
     return [entry]
 
