@@ -17,7 +17,7 @@ LAYOUTS = TENSORWISE, TENSORWISE
 codes, scale, recorded_amax = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 
 
-def calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
+def list_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     for dim in (None, 0, 1):
         yield lambda dim=dim: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_both_dims(hp, E4M3)
@@ -38,12 +38,12 @@ def calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
 
 def attempt(**tensors):
     """Every call ends; whether in a result or an error is not what is tested."""
-    for call in calls(**tensors):
+    for call in list_calls(**tensors):
         with contextlib.suppress(Exception):
             call()
 
 
-def refused(call, error=ValueError):
+def assert_refused(call, error=ValueError):
     try:
         if call() is None:  # it does not take them
             return

@@ -32,7 +32,7 @@ SCALES = [1.0, 2.0**20, 2.0**-9, 0.37, 448 / 3.3, 448e12, 57344e12, 1e-38, 1e-45
 pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_REASON}")
 
 
-def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def draw_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every class of number: normals of all sizes, subnormals, zeros, inf and NaN."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator, dtype=torch.int64)
@@ -42,7 +42,7 @@ def random_bits(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Te
     return torch.where(chosen < len(special), special[chosen.clamp(max=len(special) - 1)], hp)
 
 
-def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def draw_gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """A different size in every row and column, and outliers."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = shape
@@ -52,14 +52,14 @@ def gaussian(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tenso
     return hp.to(dtype)
 
 
-def every_number(dtype: torch.dtype) -> Tensor:
+def list_numbers(dtype: torch.dtype) -> Tensor:
     """Every 16-bit number; for float32 random bits."""
-    return random_bits((512, 1024), dtype) if dtype is torch.float32 else every_value(dtype).view(256, 256)
+    return draw_bits((512, 1024), dtype) if dtype is torch.float32 else every_value(dtype).view(256, 256)
 
 
 @pytest.mark.parametrize(("dtype", "float8_dtype", "scale"), thinned(HP_DTYPES, FLOAT8_DTYPES, SCALES))
 def test_every_number_is_cast_as_the_reference_casts_it(dtype, float8_dtype, scale):
-    hp, quant_scale = every_number(dtype), torch.tensor(scale)
+    hp, quant_scale = list_numbers(dtype), torch.tensor(scale)
     actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, reference_cast))
     assert_same_bits(actual, expected)
     keeps_sign = ~hp.isinf()
@@ -67,7 +67,7 @@ def test_every_number_is_cast_as_the_reference_casts_it(dtype, float8_dtype, sca
 
 
 def test_blocks_of_whole_rows_are_of_any_width():
-    hp = gaussian((130, 4101), torch.float32)
+    hp = draw_gaussian((130, 4101), torch.float32)
     quant_scale = torch.tensor([[2.0], [0.25]])
     expected = reference_cast(hp, quant_scale.repeat_interleave(128, 0)[:130], E4M3)
     layout = ScaleLayout(128, ALL)
@@ -90,8 +90,8 @@ def test_ties_round_to_even_and_their_neighbours_away(float8_dtype):
 
 
 @pytest.mark.parametrize(("shape", "dtype", "float8_dtype"), thinned([*SHAPES, LARGE], HP_DTYPES, FLOAT8_DTYPES))
-def test_scales_of_each_shape(shape, dtype, float8_dtype):
-    hp = gaussian(shape, dtype)
+def test_scales_of_each_shape_are_applied(shape, dtype, float8_dtype):
+    hp = draw_gaussian(shape, dtype)
     for scale_shape in ((), (shape[0], 1), (1, shape[1])):
         quant_scale = torch.rand(scale_shape) * 100
         actual = cpu.cast_with_scale(hp, quant_scale, float8_dtype)
@@ -105,8 +105,8 @@ def test_scales_of_each_shape(shape, dtype, float8_dtype):
 )
 def test_dynamic_casts_have_the_bits_of_the_reference(dtype, float8_dtype, dims, power_of_2, threads):
     """Casts the matrix, its rows or its columns; both axes in two reads."""
-    inputs = [draw(shape, dtype) for shape in [*SHAPES, LARGE] for draw in (gaussian, random_bits)]
-    for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), every_number(dtype).reshape(-1, 1)):
+    inputs = [draw(shape, dtype) for shape in [*SHAPES, LARGE] for draw in (draw_gaussian, draw_bits)]
+    for hp in (*inputs, torch.zeros(3, 5, dtype=dtype), list_numbers(dtype).reshape(-1, 1)):
         read_before = cpu.count_elements_read()
         if len(dims) == 1:
             casts = cpu.dynamic_cast(hp, float8_dtype, *dims, power_of_2=power_of_2)
@@ -125,7 +125,7 @@ LAYOUTS = [ScaleLayout(*size) for size in (*BLOCK_SIZES, (128, 1), (32, 1))]
 def test_blocks_have_the_bits_of_pytorch(dtype, layout, threads):
     """Compares amaxes, codes and widened values; runs of columns end between blocks, within one and at the last."""
     for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
-        for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
+        for hp in (draw_gaussian(shape, dtype), draw_bits(shape, dtype)):
             amax = scaling.compute_block_amax(hp, layout)
             assert_same_bits(cpu.compute_block_amax(hp, layout), amax)
             quant, dequant, _ = scaling.compute_scales(amax, E4M3, True, is_blockwise=True)

@@ -26,7 +26,7 @@ ONE = torch.tensor(1.0)
 pytestmark = pytest.mark.skipif(not cpu.HAS_MM, reason="quaver's matmul does not run on this CPU")
 
 
-def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def draw_codes(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every finite number of a format, subnormals and both zeros included."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -34,7 +34,7 @@ def codes(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.where(values.isfinite(), bits, torch.zeros((), dtype=torch.uint8)).view(dtype)
 
 
-def sums_by_slabs(a: Tensor, b: Tensor) -> Tensor:
+def sum_by_slabs(a: Tensor, b: Tensor) -> Tensor:
     """By ascending k in slabs of DEPTH. Products of float8 numbers are exact in float32, so each step rounds once."""
     left, right = a.float().t().contiguous(), b.float()
     sums = torch.zeros(a.shape[0], b.shape[1])
@@ -73,8 +73,8 @@ def part_of_taller(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize(("shape", "formats", "threads"), thinned(SHAPES, FORMATS, (1, 3)), indirect=["threads"])
 def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, formats, threads):
     m, k, n = shape
-    a, b = codes((m, k), formats[0]), codes((k, n), formats[1], seed=1)
-    sums = sums_by_slabs(a, b)
+    a, b = draw_codes((m, k), formats[0]), draw_codes((k, n), formats[1], seed=1)
+    sums = sum_by_slabs(a, b)
     row_scale, column_scale = torch.rand(m, 1) + 0.1, (torch.rand(1, n) + 0.1) * 2**-20
     a_tensor_scale, b_tensor_scale, bias = torch.tensor(0.37), torch.tensor(2.0**-18), torch.randn(n)
     for layout_a, layout_b in itertools.product((Tensor.contiguous, by_columns), repeat=2):
@@ -91,10 +91,10 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
             assert_same_bits(actual, sums * (a_tensor_scale * b_tensor_scale))
 
 
-def test_scales_of_any_strides_and_biases_of_any_dtype():
-    a, b = codes((20, 40), E4M3), codes((40, 30), E4M3, seed=1)
+def test_scales_may_have_any_strides_and_biases_any_dtype():
+    a, b = draw_codes((20, 40), E4M3), draw_codes((40, 30), E4M3, seed=1)
     row_scale, column_scale, bias = torch.rand(20, 3)[:, 1:2], torch.rand(60, 1)[::2].t(), torch.randn(60)[::2]
-    sums = sums_by_slabs(a, b)
+    sums = sum_by_slabs(a, b)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         actual = cpu.mm(a, b, row_scale, column_scale, bias.to(dtype), torch.float32)
         assert_same_bits(actual, sums * (row_scale * column_scale) + bias.to(dtype).float())
@@ -105,7 +105,7 @@ def test_scales_of_any_strides_and_biases_of_any_dtype():
 def test_a_result_depends_on_its_own_row_and_column_only(threads):
     """So ranks and threads may split rows and columns as they like."""
     m, k, n = 300, 1100, 270
-    a, b = codes((m, k), E4M3), codes((k, n), E5M2, seed=1)
+    a, b = draw_codes((m, k), E4M3), draw_codes((k, n), E5M2, seed=1)
     whole = cpu.mm(a, b, ONE, ONE, None, torch.float32)
     for start, stop in ((0, 1), (5, 22), (37, 300), (288, 300)):
         assert_same_bits(cpu.mm(a[start:stop], b, ONE, ONE, None, torch.float32), whole[start:stop])
@@ -117,7 +117,7 @@ def test_a_result_depends_on_its_own_row_and_column_only(threads):
 @pytest.mark.parametrize("shape", [(0, 4, 4), (4, 0, 4), (4, 4, 0), (0, 0, 0), (0, 0, 7)], ids=str)
 def test_empty_matrices_give_zeros_or_the_bias(shape):
     m, k, n = shape
-    a, b, bias = codes((m, k), E4M3), codes((k, n), E4M3), torch.arange(1.0, n + 1)
+    a, b, bias = draw_codes((m, k), E4M3), draw_codes((k, n), E4M3), torch.arange(1.0, n + 1)
     for out_dtype in OUT_DTYPES:
         assert_same_bits(cpu.mm(a, b, ONE, ONE, None, out_dtype), torch.zeros(m, n, dtype=out_dtype))
         assert_same_bits(cpu.mm(a, b, ONE, ONE, bias, out_dtype), bias.to(out_dtype).expand(m, n).contiguous())
@@ -136,8 +136,8 @@ def test_the_smallest_numbers_are_not_flushed():
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_results_round_as_torch_rounds(out_dtype):
     """To even, with subnormals, to inf: for scales that give every size of result."""
-    a, b = codes((64, 3), E4M3), codes((3, 48), E4M3, seed=1)
-    sums = sums_by_slabs(a, b)
+    a, b = draw_codes((64, 3), E4M3), draw_codes((3, 48), E4M3, seed=1)
+    sums = sum_by_slabs(a, b)
     for exponent in (*range(-149, -100, 4), -24, -14, -5, 0, 1, 100, 110, 120, 127):
         scale = torch.tensor(2.0**exponent)
         actual = cpu.mm(a, b, scale, ONE, None, out_dtype)
@@ -156,7 +156,7 @@ def test_nan_and_inf_codes_reach_the_result(layout, out_dtype):
         a.view(torch.uint8)[5, 49] = code
         for left, right in ((layout(a), ones.to(E4M3)), (ones.to(E4M3), layout(a))):
             out = cpu.mm(left, right, ONE, ONE, None, out_dtype)
-            expected = sums_by_slabs(left, right)
+            expected = sum_by_slabs(left, right)
             assert int(expected.isnan().sum()) == 50
             assert_same_bits(out, expected.to(out_dtype))
     infinite = ones.to(E5M2)
@@ -171,12 +171,12 @@ def test_nan_and_inf_codes_reach_the_result(layout, out_dtype):
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_scales_that_are_not_finite_reach_their_rows_and_columns(bad):
-    a, b = codes((40, 30), E4M3), codes((30, 50), E4M3, seed=1)
+    a, b = draw_codes((40, 30), E4M3), draw_codes((30, 50), E4M3, seed=1)
     a_scale, b_scale = torch.ones(40, 1), torch.ones(1, 50)
     a_scale[3], b_scale[0, 44] = bad, bad
     for out_dtype in OUT_DTYPES:
         out = cpu.mm(a, b, a_scale, b_scale, None, out_dtype)
-        assert_same_bits(out, (sums_by_slabs(a, b) * (a_scale * b_scale)).to(out_dtype))
+        assert_same_bits(out, (sum_by_slabs(a, b) * (a_scale * b_scale)).to(out_dtype))
         assert not out[3].isfinite().any()
         assert not out[:, 44].isfinite().any()
 
@@ -184,8 +184,8 @@ def test_scales_that_are_not_finite_reach_their_rows_and_columns(bad):
 @pytest.mark.parametrize("shape", [*SHAPES, (530, 1040, 700), (2, 5000, 900), (900, 3, 2)], ids=str)
 def test_nothing_is_written_outside_of_the_result(shape):
     (m, k, n), margin = shape, 4096
-    a, b = codes((m, k), E4M3), codes((k, n), E4M3, seed=1)
-    sums = sums_by_slabs(a, b)
+    a, b = draw_codes((m, k), E4M3), draw_codes((k, n), E4M3, seed=1)
+    sums = sum_by_slabs(a, b)
     for (kind, dtype), threads in itertools.product(enumerate((torch.float32, torch.bfloat16)), (1, 2, 5)):
         out = torch.full((m * n * dtype.itemsize + 2 * margin,), 0xA5, dtype=torch.uint8)
         a_arguments = a.data_ptr(), 0, *a.stride(), ONE.data_ptr(), 0
@@ -197,16 +197,17 @@ def test_nothing_is_written_outside_of_the_result(shape):
 
 
 def test_a_bias_of_another_shape_is_refused():
-    a, b = codes((40, 30), E4M3), codes((30, 50), E4M3)
+    a, b = draw_codes((40, 30), E4M3), draw_codes((30, 50), E4M3)
     for bias in (torch.ones(1), torch.ones(40), torch.ones(1, 50)):
         with pytest.raises(ValueError, match=re.escape(f"expected a bias of [50], got {list(bias.shape)}")):
             cpu.mm(a, b, ONE, ONE, bias, torch.float32)
 
 
 def test_operands_of_other_shapes_dtypes_and_devices_are_not_taken():
-    a = codes((40, 30), E4M3)
-    assert cpu.mm(a, codes((30, 5), E5M2), ONE, ONE, None, torch.float32) is not None
-    for b in (codes((31, 5), E5M2), torch.zeros(30, 5).to(torch.float8_e4m3fnuz), codes((30, 5), E5M2).to("meta")):
+    a = draw_codes((40, 30), E4M3)
+    assert cpu.mm(a, draw_codes((30, 5), E5M2), ONE, ONE, None, torch.float32) is not None
+    of_another_format, on_meta = torch.zeros(30, 5).to(torch.float8_e4m3fnuz), draw_codes((30, 5), E5M2).to("meta")
+    for b in (draw_codes((31, 5), E5M2), of_another_format, on_meta):
         assert cpu.mm(a, b, ONE, ONE, None, torch.float32) is None
 
 

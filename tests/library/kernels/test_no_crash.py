@@ -54,8 +54,8 @@ for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeD
     transposed = codes.t()
     with mode:
         assert not cpu.supports(ones, E4M3) and not cpu.supports(codes, torch.bfloat16), mode
-        for call in list(calls())[:8]:
-            refused(call)
+        for call in list(list_calls())[:8]:
+            assert_refused(call)
         assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
         attempt()
 assert cpu.supports(ones, E4M3) and cpu.supports(codes, torch.bfloat16)
@@ -81,8 +81,8 @@ attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
     "tensors inside functorch transforms": """
 def inside(x):
     assert not cpu.supports(x, E4M3) and not cpu.supports(ones, E4M3)
-    for call in list(calls())[:8]:
-        refused(call)
+    for call in list(list_calls())[:8]:
+        assert_refused(call)
     attempt()
     attempt(hp=x, scale=x.sum(), recorded_amax=x)
     return x.sum()
@@ -97,26 +97,26 @@ attempt(hp=escaped[0], scale=escaped[0], recorded_amax=escaped[0])
     "shapes strides and scales that do not fit": """
 huge = torch.ones(1).expand(1 << 20, 1 << 40)
 for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
-    for call in list(calls(hp))[:7]:
-        refused(call)
+    for call in list(list_calls(hp))[:7]:
+        assert_refused(call)
 for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
-    refused(lambda: cpu.widen(float8, torch.bfloat16))
+    assert_refused(lambda: cpu.widen(float8, torch.bfloat16))
 for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
             torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
-    refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
-    refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, recorded_amax))
-    refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
-    refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
+    assert_refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
+    assert_refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, recorded_amax))
+    assert_refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
+    assert_refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
     if cpu.HAS_MM and bad.is_contiguous():
-        refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
-        refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
+        assert_refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
+        assert_refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
 apart = torch.ones(ROWS, 2).double()[:, :1]
-refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
+assert_refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
 for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
-    refused(lambda: cpu.widen(codes, dtype))
-    refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
+    assert_refused(lambda: cpu.widen(codes, dtype))
+    assert_refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
 for dim in (-1, 2, 1 << 70):
-    refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
+    assert_refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
 for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
     attempt(hp=empty, codes=empty.to(E4M3))
 """,
@@ -126,36 +126,36 @@ hp, float8 = ones.data_ptr(), codes.data_ptr()
 sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
 room = [hp] * 6
 for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
-    refused(lambda: entry(0, *room, *sizes))
-    refused(lambda: entry(hp, 0, *room[1:], *sizes))
+    assert_refused(lambda: entry(0, *room, *sizes))
+    assert_refused(lambda: entry(hp, 0, *room[1:], *sizes))
     bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 3), 8: (-1,),
            9: (-1,)}
     for at, values in bad.items():
         for value in values:
-            refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
-    refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
-    refused(lambda: entry(hp), TypeError)
+            assert_refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
+    assert_refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
+    assert_refused(lambda: entry(hp), TypeError)
 for entry in (block_amax, cast_with_scale, widen):
     for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
-        refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
-refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
+        assert_refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
+assert_refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
 for missing in range(2, 7):
-    refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+    assert_refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
 for missing in range(2, 6):
-    refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
+    assert_refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
 good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
 bad = {0: (0,), 1: (0,), 2: (-1, 2), 3: (-1,), 4: (2, -1), 5: (0,), 6: (2,), 7: (0,), 8: (2,), 9: (-1,),
        10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
 for at, values in bad.items():
     for value in values:
-        refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
+        assert_refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
 """,
 }
 """Programs of which each ends, and in which the extension refuses what the name says."""
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_the_extension_refuses(what):
+def test_the_extension_refuses_bad_calls(what):
     isolated(exec, PREAMBLE + PROGRAMS[what], {})
 
 
@@ -290,7 +290,7 @@ def test_every_cast_refuses_unknown_rules_and_dtypes(argument, value, message, m
 
 
 @pytest.mark.nightly
-def test_more_elements_than_an_int32_counts():
+def test_casts_index_more_elements_than_an_int32_counts():
     """14 GiB, half a minute."""
     rows, columns = 1 << 16, (1 << 15) + 16
     hp = torch.ones(rows, columns, dtype=torch.bfloat16)

@@ -82,7 +82,7 @@ KNOWN += thinned([compiled, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2], togeth
 
 
 @pytest.mark.parametrize(("path", "hp_dtype", "float8_dtype"), KNOWN)
-def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
+def test_known_scales_cast_every_value_as_the_oracle(path, hp_dtype, float8_dtype):
     hp = every_value(hp_dtype).view(256, 256)
     for scale in (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3.0e38):
         assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))

@@ -187,7 +187,7 @@ BYTES_AT_NIGHT = {"known": [3, 3, 4], "unknown": [5, 5, 6], "given": [3, 3, 4]}
 
 
 @pytest.mark.parametrize(("cast", "expected"), [*BYTES.items(), *at_night(BYTES_AT_NIGHT.items())])
-def test_bytes_of_a_bfloat16_element(interpreter, cast, expected):
+def test_casts_move_the_documented_bytes_per_element(interpreter, cast, expected):
     moved = interpreter(_bytes, cast)
     assert [hp_and_codes for hp_and_codes, _ in moved] == expected
     assert max(rest for _, rest in moved) < 0.3  # scales and amaxes, of a small matrix

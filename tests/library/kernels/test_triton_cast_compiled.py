@@ -70,7 +70,7 @@ def compiled(monkeypatch, tmp_path):
     triton.runtime.driver.set_active(None)
 
 
-def empty(hp_dtype, rows=128, columns=128):
+def make_hp(hp_dtype, rows=128, columns=128):
     return torch.empty(rows, columns, dtype=hp_dtype)
 
 
@@ -109,7 +109,7 @@ def count_machine_instructions(folder):
 def assert_whole_accesses(asm, hp_dtype, conversions):
     """Assert loads of 16 bytes, stores of 16 column codes, and of 8 row codes, or 4 where a load is of 4 elements."""
     counts = count_instructions(asm)
-    tile = triton_blocks.choose_tile(empty(hp_dtype), column_codes=True)
+    tile = triton_blocks.choose_tile(make_hp(hp_dtype), column_codes=True)
     elements = tile.rows * tile.columns // (32 * tile.warps)  # of a thread
     assert counts["ld.global.v4.b32"] >= elements * hp_dtype.itemsize // 16  # and scales of columns
     assert counts["st.global.v4.b32"] >= elements // 16  # likewise
@@ -132,16 +132,16 @@ def assert_no_narrow_accesses(counts):
 )
 def test_casts_with_one_scale_access_whole_vectors_in_few_registers(compiled, hp_dtype, float8_dtype, tmp_path):
     for scale in (None, torch.ones(())):
-        triton_cast.cast_with_persistent_scale(empty(hp_dtype), float8_dtype, *BOTH, False, scale)
+        triton_cast.cast_with_persistent_scale(make_hp(hp_dtype), float8_dtype, *BOTH, False, scale)
     for asm in compiled["_cast_tensorwise"]:
         assert_whole_accesses(asm, hp_dtype, conversions=1)
         assert_fits(asm, tmp_path, 96)  # 80 KiB of loads under way on a multiprocessor
 
 
 @HP
-def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
-    triton_cast.cast_rowwise(empty(hp_dtype), E4M3, *BOTH, False)
-    triton_cast.cast_with_scale(empty(hp_dtype), E4M3, torch.ones(128, 1), torch.ones(1, 128))
+def test_rowwise_casts_access_whole_vectors_in_few_registers(compiled, hp_dtype, tmp_path):
+    triton_cast.cast_rowwise(make_hp(hp_dtype), E4M3, *BOTH, False)
+    triton_cast.cast_with_scale(make_hp(hp_dtype), E4M3, torch.ones(128, 1), torch.ones(1, 128))
     for asm in compiled["_cast_rowwise"]:
         assert_whole_accesses(asm, hp_dtype, conversions=2)
         assert_fits(asm, tmp_path, 128)
@@ -150,7 +150,7 @@ def test_scales_per_row_and_column(compiled, hp_dtype, tmp_path):
 @HP
 @pytest.mark.parametrize(("width", "registers"), [(112, 96), (triton_cast.WIDEST_ROW, 64), *at_night([(4096, 64)])])
 def test_whole_rows_are_read_16_bytes_at_a_time_into_registers(compiled, hp_dtype, width, registers, tmp_path):
-    triton_cast.cast_rowwise(empty(hp_dtype, columns=width), E4M3, *ROWS, False)
+    triton_cast.cast_rowwise(make_hp(hp_dtype, columns=width), E4M3, *ROWS, False)
     [asm] = compiled["_cast_whole_rows"]
     counts = count_instructions(asm)
     assert counts[CONVERSION[E4M3]] == 16
@@ -162,7 +162,7 @@ def test_whole_rows_are_read_16_bytes_at_a_time_into_registers(compiled, hp_dtyp
 @HP
 def test_amaxes_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
     for dim in (None, 0, 1):
-        triton_cast.compute_amax(empty(hp_dtype), dim)
+        triton_cast.compute_amax(make_hp(hp_dtype), dim)
     for asm in compiled["_amax"]:
         counts = count_instructions(asm)
         assert counts["ld.global.v4.b32"] == 8
@@ -172,7 +172,7 @@ def test_amaxes_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
 
 @HP
 def test_amaxes_of_groups_read_16_bytes_at_a_time(compiled, hp_dtype, tmp_path):
-    triton_cast.group_amax(empty(hp_dtype), torch.zeros(len(empty(hp_dtype)), dtype=torch.int64), 3)
+    triton_cast.group_amax(make_hp(hp_dtype), torch.zeros(len(make_hp(hp_dtype)), dtype=torch.int64), 3)
     [asm] = compiled["_group_amax"]
     assert count_instructions(asm)["ld.global.v4.b32"] == 8
     assert_fits(asm, tmp_path, 128)
@@ -188,7 +188,7 @@ def test_casts_of_blocks_do_not_spill(compiled, hp_dtype, block_size, directions
     """Blocks of 128 x 128 spill up to 200 bytes where the width is no multiple of 16, and accesses are narrow."""
     mode = "" if 128 in block_size else "rceil"  # as the recipes have them
     cast = BlockCast(E4M3, directions[0], directions[1], True, *block_size, rule=mode)
-    triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), cast)
+    triton_cast.cast_blockwise(make_hp(hp_dtype, 144, 304), cast)
     [[asm]] = compiled.values()
     assert CONVERSION[E4M3] in asm["ptx"]
     assert_fits(asm, tmp_path, 208 if "_cast_rows_and_columns" in compiled else 200)
@@ -201,13 +201,13 @@ BLOCKS += at_night([(F32, 32, "rceil", True, 208, 9, 24)])
 
 
 @pytest.mark.parametrize(("hp_dtype", "length", "mode", "power_of_2", "registers", "barriers", "most"), BLOCKS)
-def test_both_directions_of_blocks(compiled, hp_dtype, length, mode, power_of_2, registers, barriers, most, tmp_path):
+def test_two_way_blocks_fit_twice(compiled, hp_dtype, length, mode, power_of_2, registers, barriers, most, tmp_path):
     """Two programs share a multiprocessor, and issue at most so many instructions an element.
 
     An H200 moves the bytes of an element in bfloat16 in the time of 26: 4.1 bytes at 4.8 TB/s; 132 multiprocessors
     issue 4 x 32 instructions of a thread at 1.83 GHz.
     """
-    triton_cast.cast_blockwise(empty(hp_dtype, 256, 4096), BlockCast(E4M3, *BOTH, power_of_2, 1, length, mode))
+    triton_cast.cast_blockwise(make_hp(hp_dtype, 256, 4096), BlockCast(E4M3, *BOTH, power_of_2, 1, length, mode))
     [asm] = compiled["_cast_rows_and_columns"]
     counts = count_instructions(asm)
     assert counts["ld.global.v4.b32"] == 64 * hp_dtype.itemsize // 16
@@ -243,8 +243,8 @@ def assert_addresses_of_64_bits(asm):
 
 
 def test_odd_sizes_do_not_spill(compiled, tmp_path):
-    launch_casts(empty(torch.bfloat16, 129, 129))
-    triton_cast.cast_rowwise(empty(torch.bfloat16, 3, triton_cast.WIDEST_ROW - 1), E4M3, *ROWS, False)
+    launch_casts(make_hp(torch.bfloat16, 129, 129))
+    triton_cast.cast_rowwise(make_hp(torch.bfloat16, 3, triton_cast.WIDEST_ROW - 1), E4M3, *ROWS, False)
     assert set(compiled) == {"_amax", "_cast_tensorwise", "_cast_rowwise", "_cast_whole_rows"}
     for asm in itertools.chain(*compiled.values()):
         assert_addresses_of_64_bits(asm)
@@ -252,8 +252,8 @@ def test_odd_sizes_do_not_spill(compiled, tmp_path):
 
 
 @pytest.mark.parametrize(("length", "mode"), [(128, ""), *at_night([(32, "rceil")])])
-def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, mode, tmp_path):
-    triton_cast.cast_blockwise(empty(torch.bfloat16, 129, 129), BlockCast(E4M3, *BOTH, True, 1, length, mode))
+def test_two_way_odd_blocks_do_not_spill(compiled, length, mode, tmp_path):
+    triton_cast.cast_blockwise(make_hp(torch.bfloat16, 129, 129), BlockCast(E4M3, *BOTH, True, 1, length, mode))
     for asm in itertools.chain(*compiled.values()):
         assert_fits(asm, tmp_path, 200)
 
@@ -262,7 +262,7 @@ def test_odd_sizes_of_both_directions_of_blocks_do_not_spill(compiled, length, m
 @pytest.mark.parametrize("capability", [90, 100, 120])
 def test_code_for_other_gpus_has_the_same_properties(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
-    launch_casts(empty(torch.bfloat16, 128, 4096), E5M2)
+    launch_casts(make_hp(torch.bfloat16, 128, 4096), E5M2)
     for asm in itertools.chain(*compiled.values()):
         assert_addresses_of_64_bits(asm)
         assert ".ftz" not in asm["ptx"]
@@ -274,7 +274,7 @@ def test_code_for_other_gpus_has_the_same_properties(compiled, capability, monke
 @pytest.mark.parametrize("shape", [(1, 40), *at_night([((33, 1),)])], ids=str)
 def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
     """Triton makes constants of both."""
-    hp, scale = empty(torch.bfloat16, *shape), torch.ones(())
+    hp, scale = make_hp(torch.bfloat16, *shape), torch.ones(())
     triton_cast.cast_with_persistent_scale(hp, E4M3, *BOTH, True, scale)
     triton_cast.cast_rowwise(hp, E4M3, *ROWS, True)
     triton_cast.cast_tensorwise(hp, E5M2, *COLUMNS, False)

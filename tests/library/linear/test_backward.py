@@ -44,7 +44,7 @@ def make_step(config, dtype=torch.bfloat16):
     return convert_to_float8_training(nn.Sequential(linear), config=config), input, torch.randn(*M, N, dtype=dtype)
 
 
-def expected_gradients(model, input, grad_output):
+def compute_expected_gradients(model, input, grad_output):
     """Return the gradients of input and weight of plain PyTorch, on dequantized operands or those in high precision."""
     linear, dtype = model[0], input.dtype
     operands = []
@@ -58,7 +58,7 @@ def expected_gradients(model, input, grad_output):
     return [operand.grad for operand in operands[:2]]
 
 
-def gradients(model, input, grad_output, call=None):
+def compute_gradients(model, input, grad_output, call=None):
     return results_of(model, input, grad_output=grad_output, call=call)[1:3]
 
 
@@ -68,15 +68,15 @@ def gradients(model, input, grad_output, call=None):
 )
 def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
     model, input, grad_output = make_step(make_config(recipe, backward), dtype)
-    expected = expected_gradients(model, input, grad_output)
-    assert_same(gradients(model, input, grad_output), expected)
+    expected = compute_expected_gradients(model, input, grad_output)
+    assert_same(compute_gradients(model, input, grad_output), expected)
     saves_weight_codes = copy.deepcopy(model)
     saves_weight_codes[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
-    assert_same(gradients(saves_weight_codes, input, grad_output), expected)
+    assert_same(compute_gradients(saves_weight_codes, input, grad_output), expected)
     with cast_weights_once(model):
-        assert_same(gradients(model, input, grad_output), expected)
+        assert_same(compute_gradients(model, input, grad_output), expected)
     recomputed = functools.partial(checkpoint, model, use_reentrant=False)
-    assert_same(gradients(model, input, grad_output, recomputed), expected)
+    assert_same(compute_gradients(model, input, grad_output, recomputed), expected)
     float8_backward = Float8Linear(K, N, dtype=dtype, config=recipe)
     float8_backward.load_state_dict(model[0].state_dict())
     assert_same(model(input), float8_backward(input))
@@ -84,9 +84,9 @@ def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])  # whose own scales are powers of two
 @pytest.mark.parametrize("serving", ["vllm-per-token", "vllm-per-tensor", "deepgemm", "deepgemm-ue8m0"])
-def test_gradients_of_what_a_server_multiplies(serving, recipe):
+def test_gradients_match_the_operands_that_a_server_multiplies(serving, recipe):
     model, input, grad_output = make_step(serving_config(serving, make_config(recipe, "dequantized")))
-    assert_same(gradients(model, input, grad_output), expected_gradients(model, input, grad_output))
+    assert_same(compute_gradients(model, input, grad_output), compute_expected_gradients(model, input, grad_output))
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
@@ -95,10 +95,10 @@ def test_delayed_scaling_has_dynamic_gradients_under_autocast_at_first(backward)
     dynamic, _, _ = make_step(make_config("tensorwise", backward), torch.float32)
     dynamic.load_state_dict(delayed.state_dict())
     with torch.autocast("cpu", torch.bfloat16):
-        assert_same(gradients(dynamic, input, grad_output), gradients(delayed, input, grad_output))
+        assert_same(compute_gradients(dynamic, input, grad_output), compute_gradients(delayed, input, grad_output))
 
 
-def test_an_output_in_high_precision_under_autocast():
+def test_autocast_casts_an_output_in_high_precision():
     model, input, _ = make_step(Float8LinearConfig(high_precision_matmuls=("output",)), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(model(input), F.linear(input, model[0].weight, model[0].bias))
@@ -133,9 +133,9 @@ def test_each_backward_saves_codes_or_high_precision():
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
 def test_primary_weights_and_a_monitor_keep_the_gradients(backward):
     model, input, grad_output = make_step(make_config("rowwise", backward))
-    expected = gradients(model, input, grad_output)
+    expected = compute_gradients(model, input, grad_output)
     with Monitor(model, every=1) as watched:
-        assert_same(gradients(model, input, grad_output), expected)
+        assert_same(compute_gradients(model, input, grad_output), expected)
         watched.step()
     casts = [(tensor["operand"], tensor["cast"]) for tensor in watched.header["tensors"]]
     cast = "both" if backward == "dequantized" else "row"
@@ -147,7 +147,7 @@ def test_primary_weights_and_a_monitor_keep_the_gradients(backward):
         return
     use_float8_primary_weights(model, torch.optim.SGD(model.parameters()), master_dtype=torch.bfloat16)
     assert model[0].weight.column_data_fp8 is model[0].weight.data_fp8
-    assert_same(gradients(model, input, grad_output), expected)
+    assert_same(compute_gradients(model, input, grad_output), expected)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_primary_weights_and_a_monitor_keep_the_gradients(backward):
 def test_compiled_gradients_are_those_of_eager_code(recipe, backward):
     model, input, grad_output = make_step(make_config(recipe, backward))
     compiled = torch.compile(model, fullgraph=True)
-    assert_same(gradients(model, input, grad_output, compiled), gradients(model, input, grad_output))
+    assert_same(compute_gradients(model, input, grad_output, compiled), compute_gradients(model, input, grad_output))
 
 
-def penalty(model, input):
+def compute_penalty(model, input):
     """A gradient penalty, as a discriminator has: a function of the gradient of the input."""
     (grad,) = torch.autograd.grad(model(input).square().sum(), input, create_graph=True)
     return (grad.norm() - 1).square()
@@ -170,7 +170,7 @@ def penalty(model, input):
 def test_a_second_derivative_is_refused_for_any_parameter_alone(wanted, in_place):
     layers = [nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16)]
     model = convert_to_float8_training(nn.Sequential(*layers), module_filter_fn=lambda module, name: name == "2")
-    loss = penalty(model, torch.randn(8, 32, requires_grad=True))
+    loss = compute_penalty(model, torch.randn(8, 32, requires_grad=True))
     inputs = [model.get_parameter(wanted)]
     with pytest.raises(RuntimeError, match="no second derivative"):
         if in_place:

@@ -24,7 +24,7 @@ from tests.reference import (
 from tests.thinned import thinned
 
 
-def e8m0_exponent(amax, largest, mode):
+def compute_e8m0_exponent(amax, largest, mode):
     """Return the exponent of the dequant_scale of one amax, in exact arithmetic; None for NaN."""
     if not math.isfinite(amax):
         return None
@@ -41,13 +41,13 @@ def e8m0_exponent(amax, largest, mode):
 
 @pytest.mark.parametrize("mode", ["rceil", "floor"])
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
-def test_e8m0_scales_of_every_bfloat16_amax(dtype, largest, mode):
+def test_e8m0_scales_are_right_for_every_bfloat16_amax(dtype, largest, mode):
     """Of zero, subnormals, infinities and NaNs too."""
     amax = every_value(torch.bfloat16)
     amax = amax[(amax > 0) | amax.isnan() | (amax == 0)].abs()
     quant, dequant = e8m0.compute_scales(amax, dtype, mode)
     for value, q, d in zip(amax.tolist(), quant.tolist(), dequant.tolist(), strict=True):
-        exponent = e8m0_exponent(value, largest, mode)
+        exponent = compute_e8m0_exponent(value, largest, mode)
         expected = (math.nan, math.nan) if exponent is None else (2.0**-exponent, 2.0**exponent)
         assert (q, d) == pytest.approx(expected, rel=0, abs=0, nan_ok=True), value
 
@@ -61,7 +61,7 @@ def test_e8m0_scales_of_every_bfloat16_amax(dtype, largest, mode):
         (torch.float32, torch.bfloat16, torch.float16),
     ),
 )
-def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
+def test_each_block_is_cast_as_a_matrix(shape, size, mode, dtype):
     """Each block is cast as a matrix of its own would be; the edge is cut. The layout of the matrix does not matter."""
     power_of_2, mode = mode != "float32", "rceil" if mode == "rceil" else ""
     hp = (torch.randn(shape) * torch.logspace(-2, 2, max(shape[1], 1))[: shape[1]]).to(dtype)
@@ -124,7 +124,7 @@ def quantize_and_dequantize(hp, size):
     return scaling.dequantize(codes, dequant)
 
 
-def test_what_one_outlier_costs_the_others():
+def test_one_outlier_costs_the_others_what_the_docs_say():
     """docs/numerics.md: one element of 1e6 among 512 x 512 Gaussian ones; SQNR of the others, in dB."""
     torch.manual_seed(0)
     hp = torch.randn(512, 512)
@@ -135,7 +135,7 @@ def test_what_one_outlier_costs_the_others():
         assert abs(sqnr_db(hp[others], quantize_and_dequantize(hp, size)[others]) - expected) < 0.3, size
 
 
-def test_how_much_of_unequal_columns_becomes_zero():
+def test_unequal_columns_underflow_as_the_docs_say():
     """docs/numerics.md: 1024 x 1024 Gaussian numbers, columns times 2^(6 N), N Gaussian."""
     torch.manual_seed(0)
     hp = torch.randn(1024, 1024) * torch.exp2(6 * torch.randn(1024))

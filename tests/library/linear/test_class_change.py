@@ -61,7 +61,7 @@ def run(model: nn.Module):
     return results_of(model, torch.randn(24, 40, generator=torch.Generator().manual_seed(1)))
 
 
-def classes_of(model: nn.Module) -> list[type]:
+def list_classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
 
 
@@ -76,16 +76,16 @@ def test_class_changes_combine_in_any_order(order):
     assert torch.equal(run(model)[0], run(float8)[0])  # only float8 changes the forward
     expected = run(model)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert classes_of(copied) == classes_of(model)
+        assert list_classes(copied) == list_classes(model)
         assert_same(run(copied), expected)
     stopped = copy.deepcopy(model)
     stop_storing_activations(stopped)
     without_store = make_changed([change for change in order if change is not store])
-    assert classes_of(stopped) == classes_of(without_store)
+    assert list_classes(stopped) == list_classes(without_store)
     assert_same(run(stopped), run(without_store))
     convert_to_high_precision(model)
     plain = make_changed([change for change in order if change is not convert])
-    assert classes_of(model) == classes_of(plain)
+    assert list_classes(model) == list_classes(plain)
     assert_same(run(model), run(plain))
     assert vars(model.experts).keys() == vars(plain.experts).keys()
 

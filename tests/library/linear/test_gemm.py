@@ -33,7 +33,7 @@ def multiplier(request, monkeypatch):
     monkeypatch.setattr(cpu, "HAS_MM", request.param == "own")
 
 
-def operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):
+def make_operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):
     """Two cast matrices with an outlier column and a different magnitude per row."""
     a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
     b = torch.randn(k, n) * torch.logspace(1, -2, n)
@@ -55,9 +55,9 @@ FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
     ("scaling", "out_dtype", "power_of_2", "shape", "formats"),
     thinned(SCALINGS, DTYPES, (False, True), SHAPES, FORMATS),
 )
-def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, shape, formats):
+def test_products_match_float64_on_the_same_operands(scaling, out_dtype, power_of_2, shape, formats):
     a_dtype, b_dtype = formats
-    a, a_scale, b, b_scale = operands(*shape, scaling, a_dtype=a_dtype, b_dtype=b_dtype, power_of_2=power_of_2)
+    a, a_scale, b, b_scale = make_operands(*shape, scaling, a_dtype=a_dtype, b_dtype=b_dtype, power_of_2=power_of_2)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
     assert out.dtype is out_dtype
     assert_matmul_exact(out, a, b, a_scale, b_scale)
@@ -72,7 +72,7 @@ def test_exact_matmul_in_panels_equals_the_whole_matmul(scaling, out_dtype, shap
     monkeypatch.setattr(exact_mm, "MAX_PANEL_LENGTH", 90)
     monkeypatch.setattr(exact_mm, "MIN_PANEL_ELEMENTS", 1)
     m, n = shape
-    a, a_scale, b, b_scale = operands(m, 128, n, scaling, power_of_2=power_of_2)
+    a, a_scale, b, b_scale = make_operands(m, 128, n, scaling, power_of_2=power_of_2)
     if transposed:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     bias = torch.randn(n)
@@ -135,7 +135,7 @@ def find_scale_kind(a, b, a_scale, b_scale):
     ],
 )
 def test_compiled_matmul_is_exact(scaling, out_dtype, backend):
-    a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
+    a, a_scale, b, b_scale = make_operands(128, 96, 160, scaling, power_of_2=True)
     compiled = torch.compile(float8_mm, fullgraph=True, backend=backend)
     for power_of_2 in (False, True):
         out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
@@ -143,7 +143,7 @@ def test_compiled_matmul_is_exact(scaling, out_dtype, backend):
 
 
 def test_strides_change_no_bit():
-    a, a_scale, b, b_scale = operands(128, 128, 128)
+    a, a_scale, b, b_scale = make_operands(128, 128, 128)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     a_columns = a.t().contiguous().t()
     b_strided = torch.zeros(128, 256).to(E4M3)
@@ -155,7 +155,7 @@ def test_strides_change_no_bit():
     ("scaling", "shape", "out_dtype"), thinned(SCALINGS, [(33, 17, 5), (128, 100, 130), (16, 16, 16)], DTYPES)
 )
 def test_padding_never_changes_a_result(scaling, shape, out_dtype):
-    a, a_scale, b, b_scale = operands(*shape, scaling)
+    a, a_scale, b, b_scale = make_operands(*shape, scaling)
     bias = torch.randn(shape[2])
     plain = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias, pad=True)
@@ -165,7 +165,7 @@ def test_padding_never_changes_a_result(scaling, shape, out_dtype):
 
 
 def test_padding_completes_scales_along_the_contracted_dim():
-    a, _, b, b_scale = operands(33, 17, 5)
+    a, _, b, b_scale = make_operands(33, 17, 5)
     a_scale = torch.rand(1, 17)
     padded = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, pad=True)
     assert_matmul_exact(padded, a, b, a_scale, b_scale)
@@ -185,7 +185,7 @@ def test_results_of_large_amaxes_are_finite(size, large):
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
 def test_empty_operands_give_the_bias(shape):
-    a, a_scale, b, b_scale = operands(*shape)
+    a, a_scale, b, b_scale = make_operands(*shape)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias=torch.ones(shape[2]))
     assert out.equal(torch.ones(shape[0], shape[2], dtype=torch.bfloat16))
 
@@ -206,7 +206,7 @@ def test_non_finite_values_reach_the_result(bad, out_dtype, size):
 def test_float32_matmul_setting_is_restored():
     setting = torch.backends.mkldnn.matmul
     before = setting.fp32_precision
-    a, a_scale, b, b_scale = operands(128, 128, 128)
+    a, a_scale, b, b_scale = make_operands(128, 128, 128)
     float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     assert setting.fp32_precision == before
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -216,7 +216,7 @@ def test_float32_matmul_setting_is_restored():
 
 def test_the_operation_has_a_faithful_fake():
     for scaling, bias, out_dtype in itertools.product(SCALINGS, (None, torch.ones(8)), DTYPES):
-        a, a_scale, b, b_scale = operands(16, 32, 8, scaling)
+        a, a_scale, b, b_scale = make_operands(16, 32, 8, scaling)
         layouts = [*infer_layout(a_scale, a.shape)], [*infer_layout(b_scale, b.shape)]
         args = (a, b, a_scale, b_scale, bias, out_dtype, False, *layouts)
         # The schema test multiplies every argument, which torch cannot do in float8.
@@ -239,7 +239,7 @@ def test_the_operation_has_a_faithful_fake():
     ],
 )
 def test_bad_operands_are_refused(change, message):
-    a, a_scale, b, b_scale = operands(16, 16, 16)
+    a, a_scale, b, b_scale = make_operands(16, 16, 16)
     with pytest.raises(ValueError, match=message):
         float8_mm(*change(a, b, a_scale, b_scale), out_dtype=torch.float32)
 
@@ -257,7 +257,7 @@ def test_bad_operands_are_refused(change, message):
     ],
 )
 def test_bad_options_are_refused(options, message):
-    a, a_scale, b, b_scale = operands(16, 16, 16)
+    a, a_scale, b, b_scale = make_operands(16, 16, 16)
     with pytest.raises(ValueError, match=message):
         float8_mm(a, b, a_scale, b_scale, **{"out_dtype": torch.float32, **options})
 
@@ -277,7 +277,7 @@ def test_a_cpu_and_emulation_never_take_the_native_path():
     ),
 )
 def test_native_matmul_meets_hardware_rules_and_keeps_the_result(scaling, shape, out_dtype, bias_dtype):
-    a, a_scale, b, b_scale = operands(*shape, scaling, b_dtype=E5M2)
+    a, a_scale, b, b_scale = make_operands(*shape, scaling, b_dtype=E5M2)
     bias = None if bias_dtype is None else torch.randn(shape[2], dtype=bias_dtype)
     expected = (a.double() * a_scale) @ (b.double() * b_scale)
     rounding = 2**-7 * (expected.abs() + (0 if bias is None else bias.abs())) + 2**-24  # subnormal in float16
@@ -305,7 +305,7 @@ def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
 BLOCK_SHAPES = [(33, 200, 300), (128, 256, 128), (5, 17, 7), (160, 64, 48), (130, 1000, 260)]
 
 
-def block_operands(m, k, n, length, is_square):
+def make_block_operands(m, k, n, length, is_square):
     """Return a [m, k] and b [k, n], and their scales."""
     a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
     b = torch.randn(k, n) * torch.logspace(1, -2, n)
@@ -318,7 +318,7 @@ def block_operands(m, k, n, length, is_square):
 @pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
 def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square):
     """Every scale is read where the hardware reads it; ragged blocks are completed with zeros."""
-    a, b, a_scale, b_scale = block_operands(*shape, length=length, is_square=is_square)
+    a, b, a_scale, b_scale = make_block_operands(*shape, length=length, is_square=is_square)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
     with virtual_gpu({128: "h100", 32: "b200"}[length]) as card:
         out = native_block_mm(a, b, a_scale, b_scale, length, is_square)
@@ -343,7 +343,7 @@ def test_padding_keeps_the_memory_layout_of_codes():
     ("kind", "card", "bits"),
     [(ScaleKind.BLOCKS_OF_128, "h100", torch.int32), (ScaleKind.BLOCKS_OF_32, "b200", torch.uint8)],
 )
-def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
+def test_a_trial_sees_a_wrong_scale(kind, card, bits, monkeypatch):
     def exchange_scales_of_a(card, a, b, scale_a, *rest):
         exchanged = scale_a[0].view(bits).t().flip(0).t().view(scale_a[0].dtype)
         return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
@@ -353,7 +353,7 @@ def test_a_probe_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         assert "wrong result" in backends.find_native_failure(0, kind)
 
 
-def test_a_probe_sees_nans(monkeypatch):
+def test_a_trial_sees_nans(monkeypatch):
     def multiply(*args, **options):
         return matmuls.scaled_mm(*args, **options) * float("nan")
 
@@ -403,7 +403,7 @@ def make_device_error(text, code):
         make_device_error("CUDA error: an illegal memory access was encountered", 700),
     ],
 )
-def test_a_probe_that_fails_temporarily_raises_and_is_retried(error, device_errors):
+def test_a_trial_that_fails_temporarily_raises_and_is_retried(error, device_errors):
     errors, called = device_errors
     errors.append(error)
     with virtual_gpu("h100"):
@@ -420,7 +420,7 @@ def test_a_failure_of_the_hardware_is_its_first_line():
     assert backends.describe_hardware_failure(missing) == "CUDA error: no kernel image is available"
 
 
-def test_a_failed_probe_is_cached_and_warns_once(device_errors, caplog):
+def test_a_failed_trial_is_cached_and_warns_once(device_errors, caplog):
     with virtual_gpu("rtx5090"):
         for _ in range(3):
             assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE) is GemmBackend.EXACT
@@ -432,7 +432,7 @@ def test_a_failed_probe_is_cached_and_warns_once(device_errors, caplog):
     assert warning.endswith("no rowwise scales on sm_120")
 
 
-def test_no_probe_runs_while_a_graph_is_captured():
+def test_no_trial_runs_while_a_graph_is_captured():
     with virtual_gpu("h100") as card, simulate_capture():
         with pytest.raises(RuntimeError, match="run a step before the capture"):
             backends.find_native_failure(0, ScaleKind.TENSORWISE)

@@ -282,7 +282,7 @@ def test_forward_mode_autodiff_is_refused(name, is_training):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
-def test_a_bias_of_another_kind_is_refused(dtype):
+def test_a_bias_of_another_dtype_is_refused(dtype):
     """A conversion to float32 would drop the imaginary part."""
     with pytest.raises(ValueError, match=f"expected a bias of torch.float32, .* got {dtype}"):
         float8_linear(torch.randn(3, 64), torch.randn(32, 64), torch.ones(32, dtype=dtype))

@@ -229,7 +229,7 @@ def test_a_reused_tensor_is_cast_with_the_current_scale(change):
 
 
 def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
-    module, input = convert_to_float8_training(nn.Linear(64, 32), config=static_config()), torch.randn(16, 64)
+    module, input = convert_to_float8_training(nn.Linear(64, 32), config=make_static_config()), torch.randn(16, 64)
     for factor in (1.7, 5.0):
         with calibrate_float8_static_scales(module):
             module(input).sum().backward()
@@ -420,14 +420,14 @@ OPERANDS = ("input", "weight", "grad_output")
 CAST_OPTIONS = tuple(f"cast_config_{operand}" for operand in OPERANDS)
 
 
-def static_config(**scales):
+def make_static_config(**scales):
     casts = (CastConfig(ScalingType.STATIC, static_quant_scale=scales.get(operand)) for operand in OPERANDS)
     return Float8LinearConfig(**dict(zip(CAST_OPTIONS, casts, strict=True)))
 
 
 def test_given_static_scales_are_used_and_stay():
     module = convert_to_float8_training(
-        nn.Linear(64, 32, bias=False), config=static_config(input=100.0, weight=2000.0, grad_output=5000.0)
+        nn.Linear(64, 32, bias=False), config=make_static_config(input=100.0, weight=2000.0, grad_output=5000.0)
     )
     input = torch.randn(16, 64)
     for _ in range(2):
@@ -441,7 +441,7 @@ def test_given_static_scales_are_used_and_stay():
 
 
 def test_calibration_measures_the_largest_amax_of_its_batches():
-    model = convert_to_float8_training(Net(), config=static_config())
+    model = convert_to_float8_training(Net(), config=make_static_config())
     with pytest.raises(RuntimeError, match="static scales that were never measured"):
         model(torch.randn(4, 64))
     batches = [torch.randn(8, 64) * factor for factor in (1.0, 7.0, 2.0)]
@@ -459,13 +459,13 @@ def test_calibration_measures_the_largest_amax_of_its_batches():
     dynamic = convert_to_float8_training(Net())
     casts = 2 * 2 * sum(isinstance(module, nn.Linear) for module in model.modules())  # two operands, by two scales
     assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > lowest_sqnr_db(*[3] * casts)
-    other = convert_to_float8_training(Net(), config=static_config())
+    other = convert_to_float8_training(Net(), config=make_static_config())
     float8_scaling_state(other).load_state_dict(before)
     assert torch.equal(step(other, batches[1])[0], outputs[0])
 
 
 def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
-    module = convert_to_float8_training(nn.Linear(8, 8), config=static_config())
+    module = convert_to_float8_training(nn.Linear(8, 8), config=make_static_config())
 
     def calibrate(run):
         with calibrate_float8_static_scales(module):
@@ -492,7 +492,7 @@ def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
 
 
 def test_a_calibration_of_an_inner_module_leaves_its_siblings_unchanged():
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=static_config())
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=make_static_config())
     with calibrate_float8_static_scales(model):
         step(model, torch.ones(2, 8), sync=False)
     before = copy_scales(model)

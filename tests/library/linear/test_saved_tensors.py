@@ -15,7 +15,7 @@ CONTEXTS = pytest.mark.parametrize("contexts", [noop_context_fn, make_selective_
 RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"])
 
 
-def inputs_alive_in_backward(recipe, contexts):
+def find_inputs_alive_in_backward(recipe, contexts):
     """Return for each of four checkpointed blocks which blocks' inputs are alive when its gradient is computed."""
     linear = nn.Linear(64, 64)
     if recipe:
@@ -34,9 +34,9 @@ def inputs_alive_in_backward(recipe, contexts):
 @RECIPE
 def test_a_block_frees_its_input_when_its_backward_ends(recipe, contexts):
     """One block in its own test cannot show it: every block's input would live until the last backward ends."""
-    expected = inputs_alive_in_backward(None, contexts)
+    expected = find_inputs_alive_in_backward(None, contexts)
     assert expected[-1] == [False] * 4
-    assert inputs_alive_in_backward(recipe, contexts) == expected
+    assert find_inputs_alive_in_backward(recipe, contexts) == expected
 
 
 @CONTEXTS

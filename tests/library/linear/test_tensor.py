@@ -18,22 +18,22 @@ from tests.thinned import at_night
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 
 
-def both_operands(matrix, casts):
+def quantize_both_ways(matrix, casts):
     return Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
 
 
-def as_float8_weight(weight, config):
-    return Float8Tensor.from_operands(*both_operands(weight, config.casts.weight), dtype=weight.dtype)
+def make_float8_weight(weight, config):
+    return Float8Tensor.from_operands(*quantize_both_ways(weight, config.casts.weight), dtype=weight.dtype)
 
 
-def as_float8_input(input, config):
+def make_float8_input(input, config):
     """[B, T, K]"""
     rows = input.flatten(0, -2)
-    whole = Float8Tensor.from_operands(*both_operands(rows, config.casts.input), dtype=input.dtype)
+    whole = Float8Tensor.from_operands(*quantize_both_ways(rows, config.casts.input), dtype=input.dtype)
     return whole.view(input.shape)
 
 
-def results(input, weight, config, grad, *, backend=None):
+def compute_results(input, weight, config, grad, *, backend=None):
     """Return the output, and the gradients of input and weight."""
     linear = functools.partial(float8_linear, config=config)
     call = torch.compile(linear, fullgraph=True, backend=backend) if backend else linear
@@ -45,8 +45,8 @@ def results(input, weight, config, grad, *, backend=None):
 def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
     config = config_of(recipe)
     input, weight, grad = (torch.randn(shape).to(dtype) for shape in ((2, 6, 20), (28, 20), (2, 6, 28)))
-    expected = results(input, weight, config, grad)
-    actual = results(input, as_float8_weight(weight, config), config, grad)
+    expected = compute_results(input, weight, config, grad)
+    actual = compute_results(input, make_float8_weight(weight, config), config, grad)
     assert_same(actual, expected)
     assert {tensor.dtype for tensor in actual} == {dtype}
 
@@ -65,14 +65,14 @@ def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
 def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
     config = config_of(recipe)
     input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
-    expected = results(input, weight, config, grad)
-    actual = results(as_float8_input(input, config), weight, config, grad, backend=backend)
+    expected = compute_results(input, weight, config, grad)
+    actual = compute_results(make_float8_input(input, config), weight, config, grad, backend=backend)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
     config = config_of("rowwise_with_gw_hp")
-    whole = as_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
+    whole = make_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
     message = "expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
     with pytest.raises(RuntimeError, match=message):
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
@@ -93,7 +93,7 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
     input, weight = torch.randn(64, 128), torch.randn(256, 128)
     for index, matrix in enumerate((input, weight)):
         operands = [input, weight]
-        row, column = both_operands(matrix, casts)
+        row, column = quantize_both_ways(matrix, casts)
         operands[index] = Float8Tensor.from_operands(row, column, matrix.dtype)
         with pytest.raises(RuntimeError, match=message):
             float8_linear(*operands, config=config_of(recipe))
@@ -101,7 +101,9 @@ def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, me
 
 def test_a_weight_without_codes_for_grad_input_is_refused():
     config = config_of("rowwise")
-    weight = Float8Tensor.from_operands(both_operands(torch.randn(32, 16), config.casts.weight)[0], None, torch.float32)
+    weight = Float8Tensor.from_operands(
+        quantize_both_ways(torch.randn(32, 16), config.casts.weight)[0], None, torch.float32
+    )
     with pytest.raises(RuntimeError, match="the weight's column operand is missing"):
         float8_linear(torch.randn(4, 16, requires_grad=True), weight, config=config)
 
@@ -120,7 +122,7 @@ def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_sto
 def cast_matrix(kind="own"):
     """Return a matrix and its Float8Tensor, whose column operand is its own, the row operand, or none."""
     matrix = torch.randn(12, 8)
-    row, column = both_operands(matrix, config_of("tensorwise" if kind == "shared" else "rowwise").casts.input)
+    row, column = quantize_both_ways(matrix, config_of("tensorwise" if kind == "shared" else "rowwise").casts.input)
     return matrix, Float8Tensor.from_operands(row, None if kind == "none" else column, torch.bfloat16)
 
 

@@ -56,7 +56,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [build_linears, build_experts])
-def test_inference_mode_makes_the_same_as_no_grad(kind, make, way):
+def test_inference_mode_gives_the_results_of_no_grad(kind, make, way):
     results, input = [], draw(8, DIM)
     for mode in (torch.no_grad, torch.inference_mode):
         model = KINDS[kind](make)

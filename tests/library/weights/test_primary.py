@@ -125,7 +125,7 @@ def test_two_casts_of_a_weight_have_two_sets_of_codes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimizer_that_has_stepped(dtype):
+def test_an_optimizer_that_has_stepped_keeps_its_state(dtype):
     model = build_linears(dtype=dtype)
     optimizer = make_adamw(model.parameters())
     for parameter in model.parameters():
@@ -144,7 +144,7 @@ def make_lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
 
-def test_an_optimizer_that_evaluates_the_model_within_its_step():
+def test_a_closure_evaluates_the_masters_of_its_step():
     losses = []
     for model, optimizer in (build_ordinary(make_optimizer=make_lbfgs), build_pair(make_optimizer=make_lbfgs)):
 
@@ -192,7 +192,7 @@ def test_groups_schedules_and_clipping_train_primary_weights_as_ordinary_ones():
     assert_same(results, expected)
 
 
-def test_casts_each_weight_once_per_step(monkeypatch):
+def test_a_step_casts_each_weight_once(monkeypatch):
     model, optimizer = build_pair("tensorwise")
     casts, quantize = [], Float8PrimaryWeight.quantize
     monkeypatch.setattr(Float8PrimaryWeight, "quantize", lambda weight: casts.append(weight) or quantize(weight))

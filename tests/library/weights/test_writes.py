@@ -96,13 +96,13 @@ FORMS = {
 }
 
 
-def name_of(model):
+def get_name(model):
     """Return the name of the weight that is written to: the linear's, or the first one of the experts."""
     return next(name for name, _ in model.named_parameters())
 
 
-def weight_of(model):
-    return model.get_parameter(name_of(model))
+def get_weight(model):
+    return model.get_parameter(get_name(model))
 
 
 def double(weight):
@@ -113,12 +113,12 @@ def double(weight):
 
 
 def load(model, weight, **options):
-    model.load_state_dict({**model.state_dict(), name_of(model): double(weight)}, **options)
+    model.load_state_dict({**model.state_dict(), get_name(model): double(weight)}, **options)
 
 
 def average_models(model, weight):
     source = copy.deepcopy(model)
-    weight_of(source).mul_(2)
+    get_weight(source).mul_(2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.0))
     average.n_averaged.fill_(1)
     average.update_parameters(source)
@@ -149,10 +149,10 @@ WRITES = {
     "transpose_": lambda model, weight: weight.transpose_(-1, -2).mul_(2),
     "resize_": lambda model, weight: weight.requires_grad_(False).resize_(*weight.shape[:-1], weight.shape[-1] // 2),
     "another parameter": lambda model, weight: setattr(
-        model[0], name_of(model).removeprefix("0."), nn.Parameter(double(weight))
+        model[0], get_name(model).removeprefix("0."), nn.Parameter(double(weight))
     ),
     "swap_tensors": lambda model, weight: torch.utils.swap_tensors(weight, nn.Parameter(double(weight))),
-    "state dict": lambda model, weight: model.state_dict()[name_of(model)].mul_(2),
+    "state dict": lambda model, weight: model.state_dict()[get_name(model)].mul_(2),
     "load_state_dict": load,
     "load assigned": lambda model, weight: load(model, weight, assign=True),
     "averaging": average_models,
@@ -185,7 +185,7 @@ def compute_grad_input(model, folder):
 def export(model, folder):
     folder = folder / str(len(list(folder.iterdir())))
     save_float8(model, folder, config={})
-    name, state = name_of(model), load_float8(folder, dtype=torch.float32)
+    name, state = get_name(model), load_float8(folder, dtype=torch.float32)
     if name in state:
         return state[name]
     return torch.stack([state[name.replace(".", f".{expert}.") + ".weight"] for expert in range(2)])
@@ -194,7 +194,7 @@ def export(model, folder):
 def read_checkpoint(model, folder):
     torch.save(model.state_dict(), folder / "model.pt")
     state = torch.load(folder / "model.pt", weights_only=False)
-    weight = state[name_of(model)]
+    weight = state[get_name(model)]
     if isinstance(weight, FrozenFloat8Weight):
         return weight.to_high_precision()
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -239,7 +239,7 @@ def test_each_reader_sees_the_write_or_it_is_refused_in_one_line(request, tmp_pa
         model = FORMS[form](kind, recipe, scope)
         before = {name: read(model, tmp_path) for name, read in READERS.items()}
         with torch.no_grad():
-            written = attempt(WRITES[write], model, weight_of(model))
+            written = attempt(WRITES[write], model, get_weight(model))
         if isinstance(written, nn.Module):
             model = written
         is_refused = isinstance(written, list) and isinstance(written[0], str)
