@@ -20,7 +20,7 @@ from torch import Tensor
 from quaver.experts.cast import cast_groups
 from quaver.experts.grouped_gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
-from quaver.experts.token_exchange import Dispatch
+from quaver.experts.token_exchange import TokenExchange
 from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import (
@@ -67,9 +67,9 @@ class GroupedMMArgs(NamedTuple):
     """The weight's operands, if it was quantized before."""
     saves_weight_codes: bool
     """Whether codes of the weight are saved for backward, instead of the weight."""
-    dispatch: Dispatch | None = None
+    input_exchange: TokenExchange | None = None
     """Sends rows of `a` to the ranks of their experts; None if they are there."""
-    combine: Dispatch | None = None
+    output_exchange: TokenExchange | None = None
     """Sends rows of the output back to the ranks of their tokens; None if they stay."""
     probe: MatmulProbe = NO_PROBE
     """Observes the operands and results; `NO_PROBE` without a monitor."""
@@ -114,8 +114,8 @@ def _compute_output(
     output = grouped_mm(
         a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
     )
-    args.probe.observe_output(output, None if args.dispatch else a_hp, weight_hp, None, args.make_groups(ends))
-    return output if args.combine is None else args.combine.combine(output)
+    args.probe.observe_output(output, None if args.input_exchange else a_hp, weight_hp, None, args.make_groups(ends))
+    return output if args.output_exchange is None else args.output_exchange.combine(output)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -125,7 +125,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
     grad_output = grad_output.contiguous()
     grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
-    local_grad = None if args.combine else grad_output  # with `combine` the experts multiply rows of other ranks
+    local_grad = (
+        None if args.output_exchange else grad_output
+    )  # with `output_exchange` the experts multiply rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
         column, tokens = require(grad_operands.column, "the column operand"), require(saved_a, "the saved input")
@@ -149,7 +151,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
         args.probe.observe_grad_input(grad_a, local_grad, weight_hp, weight, args.make_groups(ends))
-        grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
+        grad_a = grad_a if args.input_exchange is None else args.input_exchange.combine(grad_a)
     return grad_a, grad_weight
 
 
@@ -174,12 +176,12 @@ def quantize_groups(
 def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *, row: bool, column: bool) -> Operands:
     """Quantize "input" or "grad_output" (`name`), and send the rows to their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
-    dispatch = args.dispatch if name == "input" else args.combine
-    if dispatch is not None and (row or column):
-        operands = dispatch.quantize(hp, casts, row=row, column=column)
+    exchange = args.input_exchange if name == "input" else args.output_exchange
+    if exchange is not None and (row or column):
+        operands = exchange.quantize(hp, casts, row=row, column=column)
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
-    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
+    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=exchange is not None)
     return operands
 
 
@@ -289,8 +291,8 @@ def multiply_by_weight(
     *,
     transposed: bool,
     operands: Operands | None = None,
-    dispatch: Dispatch | None = None,
-    combine: Dispatch | None = None,
+    input_exchange: TokenExchange | None = None,
+    output_exchange: TokenExchange | None = None,
     probe: MatmulProbe = NO_PROBE,
 ) -> Tensor:
     """Run `float8_grouped_mm` with a contiguous weight that is stored [E, N, K] or, if `transposed`, [E, K, N].
@@ -298,16 +300,16 @@ def multiply_by_weight(
     Under expert parallelism this rank's experts multiply the tokens of all ranks.
 
     Args:
-        ends: int32 [E]: where each group of rows ends, after `dispatch`.
+        ends: int32 [E]: where each group of rows ends, after `input_exchange`.
         operands: the weight's operands, if it was quantized before.
-        dispatch: sends the rows of `a` to the ranks of their experts. None if they are there already.
-        combine: sends the rows of the output back. None if they stay.
+        input_exchange: sends the rows of `a` to the ranks of their experts. None if they are there already.
+        output_exchange: sends the rows of the output back. None if they stay.
         probe: observes the operands and results.
     """
     _check_arguments(a, weight, ends, transposed)
     saves_weight_codes = operands is not None or config.keep_float8_weight_for_backward
     args = GroupedMMArgs(
-        config, get_output_dtype(a), transposed, operands, saves_weight_codes, dispatch, combine, probe
+        config, get_output_dtype(a), transposed, operands, saves_weight_codes, input_exchange, output_exchange, probe
     )
     a = a.contiguous()
     check_transforms(a, weight)

@@ -34,7 +34,7 @@ from quaver.experts.grouped_mm import (
     multiply_by_weight,
 )
 from quaver.experts.grouped_module import Float8GroupedModule
-from quaver.experts.token_exchange import Dispatch, Dispatcher, send_back
+from quaver.experts.token_exchange import Dispatcher, TokenExchange, send_back
 from quaver.foreign.transformers import is_llama4_experts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import record_run
@@ -109,20 +109,20 @@ class RoutedExperts(nn.Module):
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
         call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
-        dispatch = dispatcher(tokens, ends, call)
-        return self._run_sorted(tokens, dispatch.ends, dispatch.row_experts, dispatch)
+        exchange = dispatcher(tokens, ends, call)
+        return self._run_sorted(tokens, exchange.ends, exchange.row_experts, exchange)
 
     def _run_sorted(
-        self, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, dispatch: Dispatch | None = None
+        self, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, exchange: TokenExchange | None = None
     ) -> Tensor:
         """Run the experts on sorted tokens.
 
-        `row_experts`: the expert of each token, with a `dispatch` of each received token; None for experts without
+        `row_experts`: the expert of each token, with an `exchange` of each received token; None for experts without
         biases.
         """
         has_gate = getattr(self, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
-        inner = self._multiply_and_add_bias(name, tokens, ends, row_experts, dispatch=dispatch)
+        inner = self._multiply_and_add_bias(name, tokens, ends, row_experts, input_exchange=exchange)
         if has_gate and hasattr(self, "_apply_gate"):
             inner = self._apply_gate(inner)
         elif has_gate:
@@ -132,13 +132,13 @@ class RoutedExperts(nn.Module):
             inner = self.act_fn(inner)
         has_norm = getattr(self, "has_post_expert_norm", False)
         if not has_norm and not getattr(self, "has_bias", False):
-            return self._multiply_and_add_bias("down_proj", inner, ends, row_experts, combine=dispatch)
+            return self._multiply_and_add_bias("down_proj", inner, ends, row_experts, output_exchange=exchange)
         out = self._multiply_and_add_bias("down_proj", inner, ends, row_experts)
         out = self.post_expert_norm(out) if has_norm else out
-        return out if dispatch is None else send_back(out, dispatch)
+        return out if exchange is None else send_back(out, exchange)
 
     def _multiply_and_add_bias(
-        self, name: str, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, **exchanges: Dispatch | None
+        self, name: str, tokens: Tensor, ends: Tensor, row_experts: Tensor | None, **exchanges: TokenExchange | None
     ) -> Tensor:
         out = self._multiply_tokens(name, tokens, ends, **exchanges)
         if row_experts is None or not getattr(self, "has_bias", False):
@@ -149,7 +149,7 @@ class RoutedExperts(nn.Module):
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: TokenExchange | None) -> Tensor:
         """Multiply sorted tokens by the weight `name` in a grouped matmul."""
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class Float8Experts(Float8GroupedModule, RoutedExperts):
         super()._init_float8(config)
         self.dispatcher = self.external_dispatcher
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: TokenExchange | None) -> Tensor:
         weight, operands, has_row_codes_only = self._get_local(name), None, False
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ from quaver.kernels.operands import Operands
 from quaver.recipes.linear_casts import OperandCasts
 
 
-class Dispatch(Protocol):
+class TokenExchange(Protocol):
     """The exchange of one routing. `dispatch`, `combine` and `quantize` are collectives."""
 
     ends: Tensor
@@ -40,7 +40,7 @@ class Dispatcher(Protocol):
     num_experts: int
     """The number of experts on all ranks."""
 
-    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> Dispatch:
+    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenExchange:
         """Make the exchange of pairs of a token and an expert. A collective.
 
         Args:
@@ -56,15 +56,15 @@ class Dispatcher(Protocol):
         """Return this rank's part of a parameter, differentiably."""
 
 
-def send_to_experts(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """Run `Dispatch.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
-    sent: Tensor = _ExchangeRows.apply(rows, dispatch, True)
+def send_to_experts(rows: Tensor, exchange: TokenExchange) -> Tensor:
+    """Run `TokenExchange.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
+    sent: Tensor = _ExchangeRows.apply(rows, exchange, True)
     return sent
 
 
-def send_back(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """Run `Dispatch.combine` on rows in high precision, differentiably. A collective, in the backward too."""
-    sent: Tensor = _ExchangeRows.apply(rows, dispatch, False)
+def send_back(rows: Tensor, exchange: TokenExchange) -> Tensor:
+    """Run `TokenExchange.combine` on rows in high precision, differentiably. A collective, in the backward too."""
+    sent: Tensor = _ExchangeRows.apply(rows, exchange, False)
     return sent
 
 
@@ -72,10 +72,10 @@ class _ExchangeRows(torch.autograd.Function):
     """Sends rows to the experts, or back from them. Gradients take the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch, to_experts: bool) -> Tensor:
-        ctx.dispatch, ctx.to_experts = dispatch, to_experts
-        return dispatch.dispatch(rows) if to_experts else dispatch.combine(rows)
+    def forward(ctx: Any, rows: Tensor, exchange: TokenExchange, to_experts: bool) -> Tensor:
+        ctx.exchange, ctx.to_experts = exchange, to_experts
+        return exchange.dispatch(rows) if to_experts else exchange.combine(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.dispatch.combine(grad) if ctx.to_experts else ctx.dispatch.dispatch(grad)), None, None
+        return (ctx.exchange.combine(grad) if ctx.to_experts else ctx.exchange.dispatch(grad)), None, None

@@ -55,7 +55,7 @@ from quaver.runtime.warnings import warn_user
 
 
 class TokenDispatch:
-    """The exchange of one routing; implements `Dispatch` (experts/token_exchange.py)."""
+    """The exchange of one routing; implements `TokenExchange` (experts/token_exchange.py)."""
 
     def __init__(
         self,

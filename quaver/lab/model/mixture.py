@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
-from quaver.experts.token_exchange import Dispatch, send_back, send_to_experts
+from quaver.experts.token_exchange import TokenExchange, send_back, send_to_experts
 from quaver.lab.model.functional import swiglu
 from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.settings import Model
@@ -90,17 +90,17 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: Dispatch | None) -> Tensor:
-        dispatch, combine = exchanges.get("dispatch"), exchanges.get("combine")
+    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: TokenExchange | None) -> Tensor:
+        input_exchange, output_exchange = exchanges.get("input_exchange"), exchanges.get("output_exchange")
         dtype = get_output_dtype(tokens)  # autocast does not cast the operands of a grouped matmul
         tokens = tokens.to(dtype)
-        tokens = tokens if dispatch is None else send_to_experts(tokens, dispatch)
+        tokens = tokens if input_exchange is None else send_to_experts(tokens, input_exchange)
         weights = self._get_local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
         else:  # torch.compile traces F.grouped_mm in bfloat16 only; this matmul has the same bits as its eager one
             output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION_CONFIG)
-        return output if combine is None else send_back(output, combine)
+        return output if output_exchange is None else send_back(output, output_exchange)
 
 
 class Mixture(nn.Module):
