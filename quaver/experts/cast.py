@@ -63,7 +63,7 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
 
     def quantize(layout: ScaleLayout) -> Operand:
         rows, columns = layout.rows, layout.columns
-        count = count_scale_rows(rows, groups, hp.shape[0])
+        num_scale_rows = count_scale_rows(rows, groups, hp.shape[0])
         scale_row = find_scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _compute_amaxes(hp, ends, groups, layout, scale_row)
         amax = amax.to(hp.dtype) if rule else amax  # exact; see `compute_scales`
@@ -79,7 +79,7 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
             codes = scaling.cast_blocks(*arguments, own_amax=True, rule=rule).t().contiguous()
         else:
             codes = scaling.cast_blocks(hp, row_scales, float8_dtype, layout_in_row, own_amax=True, rule=rule)
-        return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
+        return Operand(codes, dequant[:num_scale_rows].view(shape), layout, quant[:num_scale_rows].view(shape))
 
     return cast_by_layout(quantize, row, column, row_layout)
 
@@ -92,11 +92,11 @@ def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
 def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
     """Run `compute_scale_row_amax`, without a scatter if all scales have equal numbers of rows."""
     rows, columns = layout.rows, layout.columns
-    is_even = rows == ALL and ends is None and hp.shape[0] > 0
-    if rows != 1 and not is_even:
+    has_equal_groups = rows == ALL and ends is None and hp.shape[0] > 0
+    if rows != 1 and not has_equal_groups:
         return compute_scale_row_amax(hp, scale_row, count_scale_rows(rows, groups, hp.shape[0]), columns)
     amax = scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)).float()
-    amax = amax.view(groups, -1, amax.shape[1]).amax(1) if is_even else amax
+    amax = amax.view(groups, -1, amax.shape[1]).amax(1) if has_equal_groups else amax
     return F.pad(amax, (0, 0, 0, 1))
 
 

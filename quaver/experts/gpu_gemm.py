@@ -50,11 +50,10 @@ def multiply_scaled(
         return None
     a_scales = _split_scales(a, ends, ends.shape[0])
     b_scales = _split_scales(b, _select_b_ends(ends, matmul), ends.shape[0])
-    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
     if matmul is ExpertMatmul.GRAD_WEIGHT:
         scales = [a_scales.column_scales, b_scales.column_scales]
     else:
-        scales = [a_scales.row_scales, b_scales.row_scales if by_rows else b_scales.column_scales]
+        scales = [a_scales.row_scales, b_scales.row_scales if matmul.reads_rows(transposed) else b_scales.column_scales]
     if any(scale is None for scale in scales):
         return None
     return _multiply_natively(a.data, b.data, scales, ends, matmul, transposed, use_fast_accum=use_fast_accum)
@@ -103,22 +102,22 @@ def _multiply_natively(
         if transposed:  # [E, K, N] = b.t() @ a
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         sizes = a.shape[1], b.shape[1]
-        target, padded_ends, rows = _place_rows(ends, a.shape[0])
-        left, right = (_lay_out_contracted(_move_rows(_pad(side), target, rows).t()) for side in (a, b))
+        target_rows, padded_ends, rows = _find_padded_rows(ends, a.shape[0])
+        left, right = (_lay_out_contracted(_scatter_rows(_pad(side), target_rows, rows).t()) for side in (a, b))
         if a_scale is not None and b_scale is not None:
             a_scale, b_scale = (_pad(scale, 1.0).reshape(-1) for scale in (a_scale, b_scale))
         out = _run_kernel(left, right.t(), a_scale, b_scale, padded_ends, use_fast_accum)[:, : sizes[0], : sizes[1]]
         return out.masked_fill((torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
     weights = b.view(groups, -1, b.shape[1])
-    weights = weights if by_rows else weights.transpose(1, 2)  # [E, columns of the result, contracted]
-    columns = weights.shape[1]
+    if not matmul.reads_rows(transposed):
+        weights = weights.transpose(1, 2)
+    columns = weights.shape[1]  # weights is [E, columns of the result, contracted]
     right = _lay_out_contracted(_pad(_pad(weights).transpose(1, 2)).transpose(1, 2))
     if b_scale is not None:
         b_scale = _pad(b_scale.reshape(groups, columns), 1.0)
     out = _run_kernel(_pad(a).contiguous(), right.transpose(1, 2), a_scale, b_scale, ends, use_fast_accum)[:, :columns]
-    past = torch.arange(a.shape[0], device=a.device) >= ends[-1]
-    return out.masked_fill(past[:, None], 0)
+    is_outside = torch.arange(a.shape[0], device=a.device) >= ends[-1]
+    return out.masked_fill(is_outside[:, None], 0)
 
 
 def _run_kernel(
@@ -153,11 +152,11 @@ def _pad(tensor: Tensor, value: float = 0.0) -> Tensor:
     return F.pad(tensor, (0, missing), value=value) if missing else tensor
 
 
-def _place_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
-    """Compute where rows go if each group is padded to a multiple of 16 rows.
+def _find_padded_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
+    """Find where rows lie after each group is padded to a multiple of 16 rows.
 
-    Returns each row's place, int64 [rows], the ends of the padded groups, and an upper bound of their rows. The place
-    of rows outside every group is one past the last row.
+    Returns each row's padded row, int64 [rows], the ends of the padded groups, and an upper bound of their rows, which
+    is also the padded row of rows outside every group.
     """
     groups = ends.shape[0]
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -165,12 +164,12 @@ def _place_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
     group, starts = find_groups(ends, groups, rows, ends.device)
     total = -(-(rows + groups * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
     shift = F.pad(padded_ends[:-1], (1, 0)) - starts
-    target = torch.arange(rows, device=ends.device) + F.pad(shift, (0, 1))[group]
-    return target.where(group < groups, total), padded_ends, total
+    target_rows = torch.arange(rows, device=ends.device) + F.pad(shift, (0, 1))[group]
+    return target_rows.where(group < groups, total), padded_ends, total
 
 
-def _move_rows(data: Tensor, target: Tensor, rows: int) -> Tensor:
-    """Copy the rows of `data` [T, columns] to the rows `target` of zeros [rows, columns]."""
+def _scatter_rows(data: Tensor, target_rows: Tensor, rows: int) -> Tensor:
+    """Copy the rows of `data` [T, columns] to the rows `target_rows` of zeros [rows, columns]."""
     bits = data.view(torch.uint8) if data.dtype is E4M3.dtype else data
-    moved = bits.new_zeros(rows + 1, bits.shape[1]).index_copy_(0, target, bits)
-    return moved[:rows].view(data.dtype)
+    scattered = bits.new_zeros(rows + 1, bits.shape[1]).index_copy_(0, target_rows, bits)
+    return scattered[:rows].view(data.dtype)

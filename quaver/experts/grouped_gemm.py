@@ -81,13 +81,13 @@ def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
     a_operand = Operand(a, grouped.a_dequant_scale, ScaleLayout(*grouped.a_layout))
     b_operand = Operand(grouped.b, grouped.b_dequant_scale, ScaleLayout(*grouped.b_layout))
     options = MatmulOptions(grouped.use_fast_accum, grouped.scales_are_powers_of_2, grouped.emulate, grouped.pad)
-    product = a_operand, b_operand, grouped.ends, ExpertMatmul(grouped.matmul), grouped.transposed
+    arguments = a_operand, b_operand, grouped.ends, ExpertMatmul(grouped.matmul), grouped.transposed
     if not is_cpu(a):
         out, is_hp, out_dtype = None, grouped.a_dequant_scale is None, grouped.out_dtype
         if not is_hp and _has_native(a.device, emulate=grouped.emulate):
-            out = gpu_gemm.multiply_scaled(*product, use_fast_accum=grouped.use_fast_accum)
+            out = gpu_gemm.multiply_scaled(*arguments, use_fast_accum=grouped.use_fast_accum)
         if out is None and out_dtype is torch.bfloat16 and (is_hp or grouped.scales_are_powers_of_2):
-            out = gpu_gemm.multiply_widened(*product)
+            out = gpu_gemm.multiply_widened(*arguments)
             if get_compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_MM_CAPABILITIES:
                 report_slow_path(
                     f"torch's grouped matmul on {a.device}",
@@ -101,7 +101,7 @@ def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
             f"{a.device} multiplies these experts one by one, and waits for the sizes of their groups: its grouped "
             "matmul supports bfloat16, and e4m3 with rowwise or tensorwise scales",
         )
-    return _multiply_groups(*product, options, grouped.out_dtype)
+    return _multiply_groups(*arguments, options, grouped.out_dtype)
 
 
 def predict_grouped_backend(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
@@ -151,7 +151,7 @@ def _multiply_groups(
     for group, (start, stop) in enumerate(bounds):
         left, right = (select_group(side, group, *rows) for side, rows in ((a, (start, stop)), (b, b_bounds[group])))
         if matmul is not ExpertMatmul.GRAD_WEIGHT:
-            right = right.t() if (matmul is ExpertMatmul.OUTPUT) is not transposed else right
+            right = right.t() if matmul.reads_rows(transposed) else right
             _multiply_one(left, right, options, out[start:stop])
         elif transposed:
             out[group] = multiply_operands(left.t(), right, options, out_dtype).t()
@@ -175,8 +175,7 @@ def _get_result_shape(a: Tensor, b: Tensor, groups: int, matmul: ExpertMatmul, t
     if matmul is ExpertMatmul.GRAD_WEIGHT:
         sizes = (b.shape[1], a.shape[1]) if transposed else (a.shape[1], b.shape[1])
         return groups, *sizes
-    by_rows = (matmul is ExpertMatmul.OUTPUT) is not transposed
-    return a.shape[0], b.shape[0] // groups if by_rows else b.shape[1]
+    return a.shape[0], b.shape[0] // groups if matmul.reads_rows(transposed) else b.shape[1]
 
 
 def _grouped_mm_fake(a: Tensor, grouped: GroupedMatmul) -> Tensor:
@@ -243,5 +242,4 @@ def try_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
         out = gpu_gemm.multiply_scaled(*on_device, matmul, transposed=False, use_fast_accum=False)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return describe_hardware_failure(error)
-    is_right = out is not None and is_expected_product(out, expected)
-    return None if is_right else "a grouped matmul gave a wrong result"
+    return None if out is not None and is_expected_product(out, expected) else "a grouped matmul gave a wrong result"

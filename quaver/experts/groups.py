@@ -36,6 +36,10 @@ class ExpertMatmul(enum.Enum):
     GRAD_INPUT = "grad_input"
     GRAD_WEIGHT = "grad_weight"
 
+    def reads_rows(self, transposed: bool) -> bool:
+        """Return whether dot products run along stored rows of the weight. GRAD_WEIGHT reads no weight."""
+        return (self is ExpertMatmul.OUTPUT) is not transposed
+
 
 def find_group_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
     """Return where each group begins and ends. Reads `ends` on the host.
@@ -57,14 +61,14 @@ def find_group_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple
 def find_groups(ends: Tensor | None, groups: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the group of each row, int64 [rows], and the first row of each group, int64 [groups].
 
-    Rows past the last end have the number `groups`.
+    Rows past the last end have the group `groups`.
     """
-    numbers = torch.arange(rows, device=device)
+    row_indices = torch.arange(rows, device=device)
     if ends is None:
-        height = rows // groups
-        return numbers // max(height, 1), torch.arange(groups, device=device) * height
+        rows_per_group = rows // groups
+        return row_indices // max(rows_per_group, 1), torch.arange(groups, device=device) * rows_per_group
     stops = ends.long()
-    return torch.searchsorted(stops, numbers, right=True), F.pad(stops[:-1], (1, 0))
+    return torch.searchsorted(stops, row_indices, right=True), F.pad(stops[:-1], (1, 0))
 
 
 def count_scale_rows(block_rows: int, groups: int, rows: int) -> int:
@@ -81,8 +85,8 @@ def get_scale_shape(layout: ScaleLayout, groups: int, rows: int, columns: int) -
 def arrange_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
     """Arrange the scales [E, blocks, columns] of E matrices of `rows` rows as in [Note: scale rows]."""
     groups, blocks, columns = scale.shape
-    numbers = torch.arange(groups, device=scale.device)
-    first = numbers * rows // block_rows + numbers
+    group_indices = torch.arange(groups, device=scale.device)
+    first = group_indices * rows // block_rows + group_indices
     scales = scale.new_zeros(count_scale_rows(block_rows, groups, groups * rows), columns)
     return scales.index_copy(
         0, (first[:, None] + torch.arange(blocks, device=scale.device)).view(-1), scale.flatten(0, 1)
@@ -129,12 +133,12 @@ def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int
 
     Rows outside every group get `count_scale_rows`, unless every row has its own scale (`block_rows` is 1).
     """
-    numbers = torch.arange(rows, device=device)
+    row_indices = torch.arange(rows, device=device)
     if block_rows == 1:
-        return numbers
+        return row_indices
     group, starts = find_groups(ends, groups, rows, device)
     if block_rows == ALL:
         return group
     start = F.pad(starts, (0, 1))[group]
-    scale_row = start // block_rows + group + (numbers - start) // block_rows
+    scale_row = start // block_rows + group + (row_indices - start) // block_rows
     return scale_row.where(group < groups, count_scale_rows(block_rows, groups, rows))

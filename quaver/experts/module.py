@@ -76,25 +76,25 @@ class RoutedExperts(nn.Module):
                     "expert parallelism expects a call with top_k_index and top_k_weights, got hidden_states only"
                 )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
-            height, remainder = divmod(tokens.shape[0], self.num_experts)
+            tokens_per_expert, remainder = divmod(tokens.shape[0], self.num_experts)
             if remainder:
                 raise ValueError(
                     f"expected the same number of tokens for each of {self.num_experts} experts, grouped by expert; "
                     f"got {tokens.shape[0]} rows"
                 )
-            ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
+            ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * tokens_per_expert
             return self._run_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
-        count = self.num_experts if self.dispatcher is None else self.dispatcher.num_experts
-        pair_experts, order = torch.sort(top_k_index.masked_fill(top_k_index < 0, count).reshape(-1), stable=True)
-        indices = torch.arange(count, device=order.device)
+        num_experts = self.num_experts if self.dispatcher is None else self.dispatcher.num_experts
+        pair_experts, order = torch.sort(top_k_index.masked_fill(top_k_index < 0, num_experts).reshape(-1), stable=True)
+        indices = torch.arange(num_experts, device=order.device)
         ends = torch.searchsorted(pair_experts, indices, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
         if self.dispatcher is None:
-            results = self._run_sorted(tokens, ends, pair_experts.clamp(max=count - 1))
+            results = self._run_sorted(tokens, ends, pair_experts.clamp(max=num_experts - 1))
         else:
             results = self._run_dispatched(tokens, ends, self.dispatcher)
-        weights = top_k_weights.reshape(-1)[order].masked_fill(pair_experts >= count, 0)
+        weights = top_k_weights.reshape(-1)[order].masked_fill(pair_experts >= num_experts, 0)
         results = results * weights.unsqueeze(-1)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = results[inverse].view(*top_k_index.shape, results.shape[-1])
