@@ -354,4 +354,4 @@ def _check_ranks_agree(model: nn.Module, all_slots: list[ConversionScaleSlots], 
         ]
 
     fingerprint = [(conversion_slots, conversion_slots.loads) for conversion_slots in all_slots]
-    check_ranks_agree_once(model, fingerprint, describe, lambda: [group], what="the tensors with persistent scales")
+    check_ranks_agree_once(model, fingerprint, describe, lambda: [group], subject="the tensors with persistent scales")

@@ -155,7 +155,7 @@ def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float
     run_on_every_rank(lambda: planned.append(plan()))
     tensors = planned[0]
     lines = [f"the format {format}", f"the recipe {tensors.plan.recipe}", *tensors.plan.names]
-    check_ranks_agree(lines, None, what="the export")
+    check_ranks_agree(lines, None, subject="the export")
     return tensors
 
 

@@ -22,7 +22,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.part_scales import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
-from quaver.runtime.float8_collectives import max_over_ranks
+from quaver.runtime.float8_collectives import all_reduce_max
 from quaver.torch_private.dtensor import compute_local_shape_and_offset, make_dtensor_like
 
 
@@ -46,7 +46,7 @@ def compute_whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearCon
     amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded shard is on the CPU
     for axis, placement in enumerate(weight.placements):
         if not placement.is_replicate():
-            amaxes = max_over_ranks(amaxes, weight.device_mesh.get_group(axis))
+            amaxes = all_reduce_max(amaxes, weight.device_mesh.get_group(axis))
     return amaxes
 
 

@@ -37,7 +37,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.part_scales import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import CastScales, compute_scales_of_parts
-from quaver.runtime.float8_collectives import max_over_ranks
+from quaver.runtime.float8_collectives import all_reduce_max
 
 
 class _WeightCast(NamedTuple):
@@ -159,9 +159,9 @@ def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: LocatedShard) -> Tensor
     if shard.tp_group is not None and tp_start == 0:
         world = dist.group.WORLD
         if world is not None and world.size() == shard.fsdp_group.size() * shard.tp_group.size():
-            return max_over_ranks(amaxes, world)
-    amaxes = max_over_ranks(amaxes, shard.fsdp_group)
+            return all_reduce_max(amaxes, world)
+    amaxes = all_reduce_max(amaxes, shard.fsdp_group)
     if shard.tp_group is None or tp_start == amaxes.numel():
         return amaxes
-    both = max_over_ranks(amaxes[tp_start:].contiguous(), shard.tp_group)
+    both = all_reduce_max(amaxes[tp_start:].contiguous(), shard.tp_group)
     return torch.cat([amaxes[:tp_start], both])

@@ -148,7 +148,7 @@ def check_ranks_gather_alike(weight: ModuleWeight) -> None:
     sharded = [(name, member) for name, member in state.weight_group.named_weights if _is_sharded(member)]
     named = [(name, member) for name, member in sharded if get_current_shard(member).group_ranks == shard.group_ranks]
     check = check_ranks_agree_after_change if weight.name in state.agreed_settings else check_ranks_agree
-    check(_describe_weights(named), *_list_groups(shard), what=_GATHERED_WEIGHTS)
+    check(_describe_weights(named), *_list_groups(shard), subject=_GATHERED_WEIGHTS)
     for _, member in named:
         get_all_gather_state(member.module).agreed_settings[member.name] = _get_gather_settings(member)
 
@@ -190,7 +190,7 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
-        check_ranks_agree_after_change(names, *_list_groups(shard), what=_WRITTEN_WEIGHTS, event=_WRITE)
+        check_ranks_agree_after_change(names, *_list_groups(shard), subject=_WRITTEN_WEIGHTS, event=_WRITE)
     usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
@@ -273,7 +273,7 @@ def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
     fingerprint = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
     check_ranks_agree_once(
-        module, fingerprint, lambda: _describe_weights(named), lambda: _find_groups(module), what=_GATHERED_WEIGHTS
+        module, fingerprint, lambda: _describe_weights(named), lambda: _find_groups(module), subject=_GATHERED_WEIGHTS
     )
 
 

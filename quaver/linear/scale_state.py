@@ -55,7 +55,7 @@ from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
-from quaver.runtime.float8_collectives import NO_AMAX, max_over_ranks
+from quaver.runtime.float8_collectives import NO_AMAX, all_reduce_max
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version
@@ -207,7 +207,7 @@ class ConversionScaleSlots:
 
     def reduce_amax_buffer(self, group: ProcessGroup | None) -> Tensor:
         """Return the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
-        return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, allow_missing=True)
+        return self.amax_buffer if group is None else all_reduce_max(self.amax_buffer, group, allow_missing=True)
 
     def reset_amax_buffer(self) -> None:
         self.amax_buffer.fill_(NO_AMAX)

@@ -280,7 +280,7 @@ def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
         return [f"{title}, trains: {trains}", *(f"{title}, {part}" for part in str(config).split("; ")), *loaded]
 
     fingerprint = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]
-    check_ranks_agree_once(linear, fingerprint, describe, lambda: [group], what="tensor-parallel linears")
+    check_ranks_agree_once(linear, fingerprint, describe, lambda: [group], subject="tensor-parallel linears")
 
 
 def check_can_be_sharded(

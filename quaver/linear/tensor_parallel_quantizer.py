@@ -32,7 +32,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
 from quaver.recipes.scaling import PLAIN_TYPES, CastScales, PersistentScale, choose_factor, compute_scales
 from quaver.runtime.compile_hints import is_compiling, store_once
-from quaver.runtime.float8_collectives import all_gather, max_over_ranks
+from quaver.runtime.float8_collectives import all_gather, all_reduce_max
 
 
 class TensorParallelQuantizer(Quantizer):
@@ -101,7 +101,7 @@ class TensorParallelQuantizer(Quantizer):
 
     def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
-        amax = max_over_ranks(compute_matrix_amax(hp, dim), self.group)
+        amax = all_reduce_max(compute_matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.rule else amax  # exact: an amax is an element of `hp`; see `compute_scales`
         power_of_2 = self.casts.power_of_2
         return compute_scales(amax, cast.float8_dtype, power_of_2, cast.rule, is_blockwise=cast.is_blockwise)
@@ -211,7 +211,7 @@ def _cast_with_agreed_scale(
     local_amax = compute_matrix_amax(hp, None)
     record_amax(scale, local_amax)
     # Functional collectives also take the name of a group.
-    amax = max_over_ranks(local_amax, group_name)  # type: ignore[arg-type]
+    amax = all_reduce_max(local_amax, group_name)  # type: ignore[arg-type]
     scales = compute_scales(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None, "")
     return codes, scales.quant, scales.dequant, recorded_amax

@@ -164,7 +164,7 @@ class Float8Optimizer(Optimizer):
                         process_group = parameter.device_mesh.get_group(axis)
                         replicas[tuple(dist.get_process_group_ranks(process_group))] = process_group
         check = check_ranks_agree if self._compared_seeds is None else check_ranks_agree_after_change
-        check([f"seed {seed}" for seed in seeds], *replicas.values(), what=f"the seeds of {type(self).__name__}")
+        check([f"seed {seed}" for seed in seeds], *replicas.values(), subject=f"the seeds of {type(self).__name__}")
         self._compared_seeds = seeds
 
     def name_parameters(self, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.optim.blocks import BlockGrid, find_cut_axes, make_grid
 from quaver.optim.rounding import compute_moment_scales
-from quaver.runtime.float8_collectives import max_over_ranks
+from quaver.runtime.float8_collectives import all_reduce_max
 from quaver.torch_private.dtensor import is_dtensor
 
 
@@ -60,7 +60,7 @@ def reduce_amaxes(unreduced: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:
     for indices in by_ranks.values():
         amaxes = torch.cat([unreduced[i].amaxes.flatten() for i in indices])
         for group in _get_groups(unreduced[indices[0]].parameter):
-            amaxes = max_over_ranks(amaxes, group)
+            amaxes = all_reduce_max(amaxes, group)
         split = amaxes.split([unreduced[i].amaxes.numel() for i in indices])
         for i, whole_amaxes in zip(indices, split, strict=True):
             reduced[i] = unreduced[i]._replace(amaxes=whole_amaxes.view(unreduced[i].amaxes.shape))

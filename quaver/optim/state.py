@@ -45,7 +45,7 @@ from quaver.optim.rounding import (
 )
 from quaver.optim.update import ParameterBlocks
 from quaver.runtime.agreement import find_collective_device
-from quaver.runtime.float8_collectives import max_over_ranks
+from quaver.runtime.float8_collectives import all_reduce_max
 from quaver.torch_private.dtensor import get_local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")
@@ -267,7 +267,7 @@ def check_finite(parameter: Tensor, tensors: Mapping[str, Any]) -> None:
     invalid = torch.stack([_has_invalid(name, get_local_tensor(tensor)).cpu() for name, tensor in tensors.items()])
     if isinstance(parameter, DTensor):
         for group in parameter.device_mesh.get_all_groups():
-            invalid = max_over_ranks(invalid.to(find_collective_device(group), torch.float32), group)
+            invalid = all_reduce_max(invalid.to(find_collective_device(group), torch.float32), group)
     for name, is_invalid in zip(tensors, invalid.tolist(), strict=True):
         if is_invalid:
             expected = f"finite numbers{', 0 or more' if name in _NEVER_NEGATIVE else ''}"

@@ -50,7 +50,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
-from quaver.runtime.float8_collectives import all_gather, all_to_all, max_over_ranks, pad_rows
+from quaver.runtime.float8_collectives import all_gather, all_reduce_max, all_to_all, pad_rows
 from quaver.runtime.warnings import warn_user
 
 
@@ -105,7 +105,7 @@ class TokenDispatch:
         """Quantize with one scale for each expert, from the amax of its tokens on all ranks, and dispatch the codes."""
         num_experts = self._all_ends.shape[0]
         expert = find_groups(self._all_ends, num_experts, hp.shape[0], hp.device)[0]
-        amax = max_over_ranks(compute_scale_row_amax(hp, expert, num_experts, ALL), self._group)
+        amax = all_reduce_max(compute_scale_row_amax(hp, expert, num_experts, ALL), self._group)
         scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.rule)
         factor = scaling.choose_factor(scales, cast.rule)
         codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, cast.rule)[0]
@@ -167,7 +167,7 @@ class ExpertDispatcher:
         counts, numbers = self.exchange_counts(ends, call)
         sent_counts, received_counts, differs = numbers.tolist()
         if any(differs):
-            check_ranks_agree([call], group, what="the tokens that they send to experts")
+            check_ranks_agree([call], group, subject="the tokens that they send to experts")
         if torch.is_grad_enabled() and not self._has_compared_tokens and self.ranks > 1:
             self._has_compared_tokens = True
             self._warn_of_equal_tokens(tokens, group)
@@ -258,7 +258,7 @@ class Float8ExpertParallel(ParallelStyle):
         shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         precision = getattr(experts, "float8_config", "high precision")
         line = f"{precision}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
-        check_ranks_agree([line], device_mesh.get_group(), what="experts")
+        check_ranks_agree([line], device_mesh.get_group(), subject="experts")
         check_backend(device_mesh, torch.device(device_mesh.device_type))
         for name, parameter in parameters.items():
             shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])

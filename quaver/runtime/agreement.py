@@ -29,7 +29,7 @@ _DIGEST_WORDS = 2
 _T = TypeVar("_T")
 
 
-def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, what: str) -> None:
+def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, subject: str) -> None:
     """Raise on every rank of `groups` unless all have the same `lines`.
 
     A rank compares the lines in its groups in turn, for example first with the ranks of FSDP2, then with those of
@@ -38,40 +38,40 @@ def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, what: 
     Args:
         lines: a description, one line for each thing that must be the same.
         groups: None for the world.
-        what: what the lines describe, for the error message.
+        subject: what the lines describe, for the error message.
     Raises:
         RuntimeError: the lines differ. The message quotes the first line that each of two ranks has alone, with the
             ranks' numbers in the world.
     """
     disagreement = ""
     for group in groups:
-        disagreement = _find_disagreement(lines, group, what, disagreement) or disagreement
+        disagreement = _find_disagreement(lines, group, subject, disagreement) or disagreement
     if disagreement:
         raise RuntimeError(disagreement)
 
 
-def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, what: str, earlier: str) -> str:
+def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, subject: str, earlier: str) -> str:
     """Compare `lines` and the disagreement in an `earlier` group; return "" if they are the same on every rank."""
     if dist.get_backend(group) == "fake":  # one process without other ranks, perhaps under FakeTensorMode
         return ""
     digest = hashlib.sha256("\n".join([*lines, earlier]).encode()).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
-    low_and_high = torch.tensor(
-        [[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group)
-    )
-    dist.all_reduce(low_and_high, dist.ReduceOp.MAX, group)
-    if (low_and_high[0] == -low_and_high[1]).all():
+    bounds = torch.tensor([[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group))
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+    if (bounds[0] == -bounds[1]).all():
         return ""
     gathered: list[tuple[list[str], str]] = [([], "")] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (list(lines), earlier), group)
     ranks = dist.get_process_group_ranks(group)
-    for rank, (theirs, their_earlier) in zip(ranks, gathered, strict=True):
-        if their_earlier:
-            return their_earlier
-        if theirs != gathered[0][0]:
-            has, other_has = _describe_difference(gathered[0][0], theirs), _describe_difference(theirs, gathered[0][0])
-            return f"ranks disagree about {what}: rank {ranks[0]} has {has}, rank {rank} has {other_has}"
-    return f"ranks disagree about {what}"
+    first_lines = gathered[0][0]
+    for rank, (rank_lines, rank_earlier) in zip(ranks, gathered, strict=True):
+        if rank_earlier:
+            return rank_earlier
+        if rank_lines != first_lines:
+            first_has = _describe_difference(first_lines, rank_lines)
+            rank_has = _describe_difference(rank_lines, first_lines)
+            return f"ranks disagree about {subject}: rank {ranks[0]} has {first_has}, rank {rank} has {rank_has}"
+    return f"ranks disagree about {subject}"
 
 
 def _describe_difference(lines: Sequence[str], others: Sequence[str]) -> str:
@@ -93,7 +93,7 @@ def find_collective_device(group: ProcessGroup | None) -> torch.device:
 
 
 _agreed_fingerprints: WeakKeyDictionary[object, dict[str, list[Any]]] = WeakKeyDictionary()
-"""By owner and `what`: the fingerprint that `check_ranks_agree_once` has checked."""
+"""By owner and `subject`: the fingerprint that `check_ranks_agree_once` has checked."""
 
 
 def check_ranks_agree_once(
@@ -102,7 +102,7 @@ def check_ranks_agree_once(
     describe: Callable[[], Sequence[str]],
     find_groups: Callable[[], Sequence[ProcessGroup]],
     *,
-    what: str,
+    subject: str,
 ) -> None:
     """Call `check_ranks_agree` the first time, and `check_ranks_agree_after_change` when `fingerprint` changes.
 
@@ -117,16 +117,16 @@ def check_ranks_agree_once(
         RuntimeError: the errors of `check_ranks_agree`; `fingerprint` changed on some ranks only.
     """
     agreed = _agreed_fingerprints.get(owner, {})
-    if agreed.get(what) == fingerprint:
+    if agreed.get(subject) == fingerprint:
         return
     if groups := find_groups():
-        check = check_ranks_agree_after_change if what in agreed else check_ranks_agree
-        check(describe(), *groups, what=what)
-        _agreed_fingerprints.setdefault(owner, {})[what] = fingerprint
+        check = check_ranks_agree_after_change if subject in agreed else check_ranks_agree
+        check(describe(), *groups, subject=subject)
+        _agreed_fingerprints.setdefault(owner, {})[subject] = fingerprint
 
 
 def check_ranks_agree_after_change(
-    lines: Sequence[str], *groups: ProcessGroup, what: str, event: str | None = None
+    lines: Sequence[str], *groups: ProcessGroup, subject: str, event: str | None = None
 ) -> None:
     """Call `check_ranks_agree` after a change on this rank, which the other ranks may not have made.
 
@@ -139,8 +139,8 @@ def check_ranks_agree_after_change(
         RuntimeError: the errors of `check_ranks_agree` and of `wait_at_store_barrier`.
     """
     for group in groups:
-        wait_at_store_barrier(group, event or f"{what} changed", advice=_ADVICE)
-    check_ranks_agree(lines, *groups, what=what)
+        wait_at_store_barrier(group, event or f"{subject} changed", advice=_ADVICE)
+    check_ranks_agree(lines, *groups, subject=subject)
 
 
 _ADVICE = (
@@ -162,29 +162,29 @@ def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> No
     if dist.get_backend(group) == "fake":  # its store holds nothing
         return
     store, ranks = group.get_group_store(), dist.get_world_size(group)
-    counter = f"quaver: calls: {event}"
-    calls = _add_to_counter(store, counter, 1)
+    counter_key = f"quaver: calls: {event}"
+    calls = _add_to_counter(store, counter_key, 1)
     round_number = -(-calls // ranks)
-    everyone = f"quaver: all ranks, time {round_number}: {event}"
+    round_key = f"quaver: all ranks, time {round_number}: {event}"
     if calls % ranks == 0:
-        store.set(everyone, "")
+        store.set(round_key, "")
     try:
-        store.wait([everyone], store.timeout / 2)  # type: ignore[attr-defined]
+        store.wait([round_key], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
         # The last rank may have called since. Then no rank is missing, and this one goes on, as the others do.
-        if _add_to_counter(store, counter, -1, limit=round_number * ranks) < round_number * ranks:
+        if _add_to_counter(store, counter_key, -1, limit=round_number * ranks) < round_number * ranks:
             raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
 
 
-def _add_to_counter(store: Any, counter: str, number: int, *, limit: float = math.inf) -> int:
+def _add_to_counter(store: Any, key: str, number: int, *, limit: float = math.inf) -> int:
     """Add `number` to a counter that is below `limit`, in one atomic step, and return its value.
 
     The stored text ends with the rank, so that a rank knows its own text from that of a rank that added as much.
     """
-    current = store.compare_set(counter, "", "0").decode()
+    current = store.compare_set(key, "", "0").decode()
     while (value := int(current.split()[0])) < limit:
         changed = f"{value + number} by rank {dist.get_rank()}"
-        current = store.compare_set(counter, current, changed).decode()
+        current = store.compare_set(key, current, changed).decode()
         if current == changed:
             return value + number
     return value
@@ -222,11 +222,11 @@ def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = Non
 def run_on_first_rank(action: Callable[[], object], group: ProcessGroup | None = None) -> None:
     """Run `action` on the first rank of `group`; if it raises, raise on every rank, as `run_on_every_rank` does."""
 
-    def first() -> None:
+    def run_if_first() -> None:
         if not has_process_group() or dist.get_rank(group) == 0:
             action()
 
-    run_on_every_rank(first, group)
+    run_on_every_rank(run_if_first, group)
 
 
 def _make_sendable(error: Exception, rank: int) -> Exception:

@@ -97,11 +97,11 @@ def simulate_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
     CUDA tensors. Tests run that code on CPU tensors. Both use one thread.
     """
     global _simulated_capability
-    before, _simulated_capability = _simulated_capability, capability
+    previous, _simulated_capability = _simulated_capability, capability
     try:
         yield
     finally:
-        _simulated_capability = before
+        _simulated_capability = previous
 
 
 def synchronize(device: torch.device) -> None:

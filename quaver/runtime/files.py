@@ -26,7 +26,7 @@ _PARTIAL_NAME = ".{}.partial"
 _MAX_FOLDER_NAME_BYTES = MAX_NAME_BYTES - len(_PARTIAL_NAME.format(""))
 """The longest name of a folder that leaves room for its partial name."""
 
-_NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
+_LOCKS_UNSUPPORTED = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
 """The `errno` of a lock on a file system without locks, such as some mounts of Lustre."""
 
 
@@ -183,7 +183,7 @@ def _open_locked(lock: Path, path: Path) -> int:
         except FileNotFoundError:
             pass
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in _LOCKS_UNSUPPORTED:
                 logger.warning("%s: the file system has no locks, so a second writer is not refused", path)
                 return descriptor
             os.close(descriptor)

@@ -13,7 +13,7 @@ NO_AMAX = -1.0
 """A value that stands for a missing amax."""
 
 
-def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool = False) -> Tensor:
+def all_reduce_max(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool = False) -> Tensor:
     """Compute the elementwise maximum over the ranks of `group`, NaN where any rank has a NaN.
 
     Args:

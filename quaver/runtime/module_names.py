@@ -11,8 +11,8 @@ from torch import nn
 _WRAPPERS = re.compile(
     r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module|_original_module)\."
 )
-_SECOND_NAME = re.compile(r"\b_original_module\.")
-"""Part of the second name that Lightning Fabric's wrapper gives to all that is in it."""
+_FABRIC_ALIAS = re.compile(r"\b_original_module\.")
+"""Part of the second name that Lightning Fabric's wrapper gives to each parameter in it."""
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -35,12 +35,12 @@ def iter_enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Itera
 
 def find_parameter_names(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter by the parameter's id; a tied parameter has several names."""
-    owners: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names = owners.setdefault(id(parameter), [])
-        if not names or not _SECOND_NAME.search(name):
+        names = names_by_id.setdefault(id(parameter), [])
+        if not names or not _FABRIC_ALIAS.search(name):
             names.append(name)
-    return owners
+    return names_by_id
 
 
 def find_tied_modules(model: nn.Module) -> set[str]:
@@ -52,9 +52,9 @@ def find_tied_modules(model: nn.Module) -> set[str]:
 def find_weight_modules(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of the modules that hold each parameter called `weight`, by the parameter's id."""
     return {
-        key: holders
-        for key, names in find_parameter_names(model).items()
-        if (holders := [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"])
+        parameter_id: module_names
+        for parameter_id, names in find_parameter_names(model).items()
+        if (module_names := [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"])
     }
 
 
@@ -64,10 +64,10 @@ def mask_layer_numbers(name: str) -> str:
 
 
 def suggest_name(name: object, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown `name`: the choice that it begins or is near to, or ""."""
+    """Return the end of a message about an unknown `name`: the choice that it begins or resembles, or ""."""
     choices = list(choices)
-    begun = [choice for choice in choices if name and choice.startswith(str(name).lower())]
-    matches = begun or difflib.get_close_matches(str(name).lower(), choices, n=1, cutoff=0.5)
+    completions = [choice for choice in choices if name and choice.startswith(str(name).lower())]
+    matches = completions or difflib.get_close_matches(str(name).lower(), choices, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -44,7 +44,7 @@ def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(monkeypa
 def _compare_fake_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with FakeTensorMode():
-        check_ranks_agree_after_change(["a line"], dist.group.WORLD, what="lines")
+        check_ranks_agree_after_change(["a line"], dist.group.WORLD, subject="lines")
 
 
 def test_a_process_that_only_pretends_to_have_other_ranks_compares_nothing():
