@@ -57,15 +57,15 @@ def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, 
     for name, state, slot in list_named_slots(model):
         operand = name.rpartition(".")[2]
         prefix = name.removesuffix(operand)
-        for old in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
-            history = buffers.get(f"{prefix}fp8_amax_history_{old}")
-            scale = buffers.get(f"{prefix}fp8_scale_{old}")
+        for old_name in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
+            history = buffers.get(f"{prefix}fp8_amax_history_{old_name}")
+            scale = buffers.get(f"{prefix}fp8_scale_{old_name}")
             if history is not None and scale is not None:
                 are_tensors = isinstance(history, Tensor) and isinstance(scale, Tensor)
                 if not are_tensors or history.dim() != 1 or not history.numel() or scale.numel() != 1:
-                    both = f"{list(history.shape)} with {list(scale.shape)}" if are_tensors else f"{history}, {scale}"
+                    got = f"{list(history.shape)} with {list(scale.shape)}" if are_tensors else f"{history}, {scale}"
                     raise ValueError(
-                        f"{prefix}fp8_amax_history_{old}: expected a vector of amaxes with one scale, got {both}"
+                        f"{prefix}fp8_amax_history_{old_name}: expected a vector of amaxes with one scale, got {got}"
                     )
                 history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
                 quant_scale = compute_persistent_scale(

@@ -28,12 +28,12 @@ def convert_from_torchao(value: Any, expected: type[Any]) -> Any:
                 return expected(value.value)
             supported = {option.name for option in fields(expected) if option.repr}  # without aliases
             options = {option.name: getattr(value, option.name) for option in fields(cls)}
-            left_out = {option.name for option in fields(cls) if options[option.name] == option.default} - supported
-            return expected(**{name: option for name, option in options.items() if name not in left_out})
+            dropped = {option.name for option in fields(cls) if options[option.name] == option.default} - supported
+            return expected(**{name: option for name, option in options.items() if name not in dropped})
     return value
 
 
-def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
+def convert_op_config(value: Any, get_config: Callable[[str], Any]) -> Any:
     """Convert torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for other values.
 
     Experts get the casts of linears. torchao's grouped matmuls are rowwise under `Float8TrainingOpConfig` whatever the
@@ -43,7 +43,7 @@ def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
 
     Args:
         value: any object.
-        recipe: returns the config of a recipe's name.
+        get_config: returns the config of a recipe's name.
     Raises:
         ValueError: an option that no config of quaver supports.
     """
@@ -57,10 +57,10 @@ def convert_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
     if name == "Float8TrainingOpConfig":
         if value.float8_dtype is not torch.float8_e4m3fn:
             raise ValueError(f"{name}.float8_dtype: expected torch.float8_e4m3fn, got {value.float8_dtype}")
-        return recipe(value.float8_linear_recipe)
+        return get_config(value.float8_linear_recipe)
     if value.kernel_preference.name not in ("AUTO", "EMULATED"):
         raise ValueError(f"{name}.kernel_preference: expected AUTO or EMULATED, got {value.kernel_preference.name}")
-    base = recipe("mxfp8_with_gw_hp" if value.wgrad_with_hp else "mxfp8")
+    base = get_config("mxfp8_with_gw_hp" if value.wgrad_with_hp else "mxfp8")
     modes = type(base.cast_config_input.scale_calculation_mode)
     if value.scale_calculation_mode.value not in {mode.value for mode in modes}:
         names = " or ".join(mode.name for mode in modes)

@@ -156,7 +156,7 @@ class CastTarget(NamedTuple):
     by_rule: bool
     """Whether a rule of scale_rules.py computes the scales; the following fields describe it."""
     inverse_max: float
-    form: str
+    equations: str
     smallest_amax: float
     smallest_scale: float
     has_zero: bool
@@ -175,8 +175,8 @@ def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, rule: 
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = get_float32_bits(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
-    equations = get_rule(rule)
-    quant_of_zero, dequant_of_zero = equations.zero_scales or (0.0, 0.0)
+    scale_rule = get_rule(rule)
+    quant_of_zero, dequant_of_zero = scale_rule.zero_scales or (0.0, 0.0)
     return CastTarget(
         TRITON_FLOAT8[float8_dtype],
         conversion,
@@ -185,14 +185,14 @@ def make_cast_target(float8_dtype: torch.dtype, power_of_2: bool = False, rule: 
         *exponents,
         by_rule=rule in SCALE_RULES,
         inverse_max=round_to_float32(1 / fmt.max),
-        form=equations.form,
-        smallest_amax=equations.smallest_amax,
-        smallest_scale=equations.smallest_scale,
-        has_zero=equations.zero_scales is not None,
+        equations=scale_rule.equations,
+        smallest_amax=scale_rule.smallest_amax,
+        smallest_scale=scale_rule.smallest_scale,
+        has_zero=scale_rule.zero_scales is not None,
         quant_of_zero=quant_of_zero,
         dequant_of_zero=dequant_of_zero,
-        rounds_up=equations.rounds_up,
-        divides=equations.divides,
+        rounds_up=scale_rule.rounds_up,
+        divides=scale_rule.divides,
     )
 
 
@@ -274,10 +274,10 @@ def compute_scales(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.t
         quant = amax_to_quant_scale(amax, CAST)
         return quant, quant
     clamped = tl.where(amax < CAST.smallest_amax, CAST.smallest_amax, amax)
-    if CAST.form == "reciprocal":
+    if CAST.equations == "reciprocal":
         quant = tl.div_rn(1.0, clamped) * CAST.max
         dequant = tl.div_rn(1.0, quant)
-    elif CAST.form == "amax":
+    elif CAST.equations == "amax":
         quant = tl.div_rn(CAST.max, clamped)
         dequant = clamped * CAST.inverse_max
     else:

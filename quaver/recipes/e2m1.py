@@ -23,7 +23,7 @@ from torch import Tensor
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.torch_private.tracing import assume_constant_result
 
-_TIES_TO_EVEN = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 """The midpoints between adjacent magnitudes, and whether a midpoint rounds up."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -38,8 +38,8 @@ def _get_limits() -> tuple[float, float, float]:
 
 
 @assume_constant_result
-def _get_ties() -> tuple[tuple[float, bool], ...]:
-    return _TIES_TO_EVEN
+def _get_midpoints() -> tuple[tuple[float, bool], ...]:
+    return _MIDPOINTS
 
 
 def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +52,9 @@ def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     amax = amax.float()
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
-    code, least, scale = _get_limits()
-    outer = torch.where(largest == 0, 1.0, _divide(largest, scale * code))
-    dequant = _divide(_divide(amax, code), outer).clamp(least, scale).to(E4M3.dtype)
+    max_code, min_scale, max_scale = _get_limits()
+    outer = torch.where(largest == 0, 1.0, _divide(largest, max_scale * max_code))
+    dequant = _divide(_divide(amax, max_code), outer).clamp(min_scale, max_scale).to(E4M3.dtype)
     return _divide(torch.ones_like(amax), dequant.float() * outer), dequant, outer
 
 
@@ -69,8 +69,8 @@ def pack(scaled: Tensor) -> Tensor:
         raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")
     magnitude = scaled.abs()
     code = torch.zeros_like(scaled, dtype=torch.uint8)
-    for tie, rounds_up in _get_ties():
-        code += (magnitude >= tie) if rounds_up else (magnitude > tie)
+    for midpoint, rounds_up in _get_midpoints():
+        code += (magnitude >= midpoint) if rounds_up else (magnitude > midpoint)
     code |= (scaled.signbit() & ~scaled.isnan()).to(torch.uint8) << 3
     pairs = code.unflatten(-1, (-1, 2))
     return (pairs[..., 0] | (pairs[..., 1] << 4)).view(E2M1.dtype)
@@ -78,8 +78,8 @@ def pack(scaled: Tensor) -> Tensor:
 
 def unpack(codes: Tensor) -> Tensor:
     """Return the values of codes [..., n] as float8_e4m3fn [..., 2 n], which is exact."""
-    numbers = [*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)]
-    values = torch.tensor(numbers, dtype=torch.float32, device=codes.device).to(E4M3.dtype)
+    signed = [*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)]
+    values = torch.tensor(signed, dtype=torch.float32, device=codes.device).to(E4M3.dtype)
     pairs = codes.view(torch.uint8)
     indices = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2)
     return values.view(torch.uint8)[indices.int()].view(E4M3.dtype)

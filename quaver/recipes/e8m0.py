@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import FLOAT8_FORMATS, FLOAT32_MANTISSA, get_float32_bits
+from quaver.recipes.formats import FLOAT8_FORMATS, FLOAT32_MANTISSA_MASK, get_float32_bits
 from quaver.torch_private.tracing import assume_constant_result
 
 _NAN_BITS = 0x7FC00000
@@ -23,7 +23,7 @@ def compute_offset(float8_dtype: torch.dtype, rule: str) -> int:
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
     largest = get_float32_bits(FLOAT8_FORMATS[float8_dtype].max)
-    carry = FLOAT32_MANTISSA - (largest & FLOAT32_MANTISSA) if rule == "rceil" else 0
+    carry = FLOAT32_MANTISSA_MASK - (largest & FLOAT32_MANTISSA_MASK) if rule == "rceil" else 0
     return int(carry - (((largest >> 23) - 127) << 23))
 
 
@@ -34,7 +34,7 @@ def compute_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> tuple[
     """
     amax = amax.float()
     bits = amax.view(torch.int32) + compute_offset(float8_dtype, rule)
-    dequant = bits.bitwise_and_(~FLOAT32_MANTISSA).clamp_(min=0)
+    dequant = bits.bitwise_and_(~FLOAT32_MANTISSA_MASK).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number
     # NaN as an integer constant: a compiler merges the equal casts of q, k and v only if their constants compare equal.

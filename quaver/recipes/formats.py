@@ -18,8 +18,8 @@ import torch
 HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The high-precision dtypes that quaver casts from and multiplies into."""
 
-FLOAT32_MANTISSA = (1 << 23) - 1
-"""The mantissa's bits in a float32."""
+FLOAT32_MANTISSA_MASK = (1 << 23) - 1
+"""The bits of the mantissa in a float32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def get_format(dtype: torch.dtype) -> Float8Format:
     try:
         return E2M1 if dtype is E2M1.dtype else FLOAT8_FORMATS[dtype]
     except KeyError:
-        names = ", ".join(str(known) for known in FLOAT8_FORMATS)
+        names = ", ".join(str(float8_dtype) for float8_dtype in FLOAT8_FORMATS)
         raise ValueError(f"expected a float8 dtype ({names}), got {dtype}") from None
 
 

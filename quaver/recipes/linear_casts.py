@@ -89,11 +89,11 @@ class LinearCasts(NamedTuple):
         """
         if not matmuls:
             return self
-        off = {operand for matmul in matmuls for operand in MATMULS[matmul]}
+        disabled = {operand for matmul in matmuls for operand in MATMULS[matmul]}
 
         def disable_operand(name: str, casts: OperandCasts) -> OperandCasts:
             row, column = (
-                disable_cast(cast) if (name, direction) in off else cast
+                disable_cast(cast) if (name, direction) in disabled else cast
                 for direction, cast in (("row", casts.row), ("column", casts.column))
             )
             reads_row = casts.is_dequantized or (dequantized and name != "grad_output")

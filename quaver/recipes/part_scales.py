@@ -34,14 +34,14 @@ def compute_part_amaxes(part: Tensor, offset: Sequence[int], layout: ScaleLayout
         [blocks, blocks], the amax of each block that the part touches, from the part's elements only; and the row and
         column of the first of these blocks in the whole matrix.
     """
-    ranges = [_find_block_range(*place) for place in zip(offset, part.shape, layout.block_size, strict=True)]
-    corner, before = [first for first, _, _ in ranges], [cut for _, _, cut in ranges]
+    ranges = list(map(_find_block_range, offset, part.shape, layout.block_size))
+    first_block, before = [first for first, _, _ in ranges], [elements for _, _, elements in ranges]
     if layout.is_tensorwise:
-        return compute_amax(part).view(1, 1), corner
+        return compute_amax(part).view(1, 1), first_block
     if layout.columns == ALL:
-        return compute_amax(part, 1), corner
+        return compute_amax(part, 1), first_block
     padding = (before[1], 0, before[0], 0)  # zeros for the elements of the first blocks that other parts hold
-    return compute_block_amax(F.pad(part, padding) if any(before) else part, layout), corner
+    return compute_block_amax(F.pad(part, padding) if any(before) else part, layout), first_block
 
 
 def select_part_scales(

@@ -5,7 +5,7 @@ number of the format, RN rounds to float32, RNE8 to float8.
 
     amax          = max(amax, smallest_amax)
 
-    form          dequant_scale              multiplier                of
+    equations     dequant_scale              multiplier                of
     scale         RN(amax / m)               RN(1 / dequant_scale)     vLLM, DeepGEMM, SGLang's tokens
     amax          RN(amax * RN(1 / m))       RN(m / amax)              SGLang's groups
     reciprocal    RN(1 / multiplier)         RN(m * RN(1 / amax))      transformers, SGLang's tensors: a number divided
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import FLOAT32_MANTISSA, get_format, round_to_float32
+from quaver.recipes.formats import FLOAT32_MANTISSA_MASK, get_format, round_to_float32
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.tracing import assume_constant_result
 
@@ -34,7 +34,7 @@ from quaver.torch_private.tracing import assume_constant_result
 class ScaleRule(NamedTuple):
     """One rule; the top of the file has the equations."""
 
-    form: str = "scale"
+    equations: str = "scale"
     """ "scale", "amax" or "reciprocal"."""
     smallest_amax: float = 0.0
     smallest_scale: float = 0.0
@@ -49,7 +49,7 @@ class ScaleRule(NamedTuple):
     @property
     def takes_dequant_scales(self) -> bool:
         """Whether the multiplier follows from the dequant_scale of a checkpoint."""
-        return self.form == "scale" and not (self.divides or self.rounds_up)
+        return self.equations == "scale" and not (self.divides or self.rounds_up)
 
 
 _VLLM = ScaleRule(smallest_scale=round_to_float32(1 / (448 * 512)))
@@ -125,27 +125,27 @@ def compute_scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, rule: str) -
 
     Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
-    equations, largest, hp_dtype = get_rule(rule), _get_largest(float8_dtype), amax.dtype
-    clamped = amax.double().clamp(min=equations.smallest_amax)
-    if equations.form == "reciprocal":
+    scale_rule, largest, hp_dtype = get_rule(rule), _get_largest(float8_dtype), amax.dtype
+    clamped = amax.double().clamp(min=scale_rule.smallest_amax)
+    if scale_rule.equations == "reciprocal":
         quant = (1.0 / clamped).float() * largest
         dequant = (1.0 / quant.double()).float()
-    elif equations.form == "amax":
+    elif scale_rule.equations == "amax":
         quant, dequant = (largest / clamped).float(), (clamped * round_to_float32(1 / largest)).float()
     else:
         dequant = (clamped / largest).float()
-        if equations.in_hp_dtype:
+        if scale_rule.in_hp_dtype:
             dequant = dequant.to(hp_dtype).float()
             dequant = torch.where(dequant == 0, torch.finfo(hp_dtype).eps, dequant)
-        dequant = dequant.clamp(min=equations.smallest_scale)
+        dequant = dequant.clamp(min=scale_rule.smallest_scale)
         quant = (1.0 / dequant.double()).float()
-    if equations.rounds_up:
-        dequant = round_up_to_power_of_2(dequant.clamp(min=equations.smallest_scale))
+    if scale_rule.rounds_up:
+        dequant = round_up_to_power_of_2(dequant.clamp(min=scale_rule.smallest_scale))
         quant = (1.0 / dequant.double()).float()
-    if equations.zero_scales is not None:
+    if scale_rule.zero_scales is not None:
         is_zero = amax == 0
-        quant = torch.where(is_zero, equations.zero_scales[0], quant)
-        dequant = torch.where(is_zero, equations.zero_scales[1], dequant)
+        quant = torch.where(is_zero, scale_rule.zero_scales[0], quant)
+        dequant = torch.where(is_zero, scale_rule.zero_scales[1], dequant)
     return quant, dequant
 
 
@@ -160,5 +160,5 @@ def invert_twice(quant_scale: Tensor) -> Tensor:
 
 def round_up_to_power_of_2(scale: Tensor) -> Tensor:
     """Round normal float32 numbers up to powers of two; inf and NaN are unchanged."""
-    rounded = (scale.view(torch.int32) + FLOAT32_MANTISSA).bitwise_and(~FLOAT32_MANTISSA).view(torch.float32)
+    rounded = (scale.view(torch.int32) + FLOAT32_MANTISSA_MASK).bitwise_and(~FLOAT32_MANTISSA_MASK).view(torch.float32)
     return torch.where(scale < torch.inf, rounded, scale)

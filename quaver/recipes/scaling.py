@@ -42,7 +42,7 @@ from torch import Tensor
 
 from quaver.recipes import e2m1, e8m0
 from quaver.recipes.delayed_config import DelayedScalingConfig
-from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, FLOAT32_MANTISSA, HP_DTYPES, get_float32_bits, get_format
+from quaver.recipes.formats import E2M1, FLOAT8_FORMATS, FLOAT32_MANTISSA_MASK, HP_DTYPES, get_float32_bits, get_format
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, infer_layout
 from quaver.recipes.scale_rules import SCALE_RULES, compute_scales_by_rule, divides, get_rule
 from quaver.runtime.devices import is_cpu
@@ -182,7 +182,7 @@ def _get_power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
 
 def round_down_to_power_of_2(scale: Tensor) -> Tensor:
     """Clear the mantissas of positive float32 numbers; NaN stays NaN."""
-    rounded = scale.view(torch.int32).bitwise_and(~FLOAT32_MANTISSA).view(torch.float32)
+    rounded = scale.view(torch.int32).bitwise_and(~FLOAT32_MANTISSA_MASK).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)  # clearing the mantissa of a NaN would give inf
 
 

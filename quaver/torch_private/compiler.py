@@ -80,8 +80,8 @@ def compile_like(copy: nn.Module, model: nn.Module) -> None:
     """
     if isinstance(model, OptimizedModule):
         call = copy._call_impl
-        is_torchs = trace_rules.check(copy.forward)  # Dynamo skips frames of torch's modules unless inlined
-        copy._compiled_call_impl = model.dynamo_ctx(wrap_inline(call) if is_torchs else call)
+        is_skipped = trace_rules.check(copy.forward)  # Dynamo skips frames of torch's modules unless inlined
+        copy._compiled_call_impl = model.dynamo_ctx(wrap_inline(call) if is_skipped else call)
         model = model._orig_mod
     copies = dict(copy.named_modules())
     for name, module in model.named_modules():
@@ -104,8 +104,10 @@ def recompile_limit(variants: int) -> AbstractContextManager[Any]:
     other functions run eagerly.
     """
     limit = max(variants, dynamo_config.recompile_limit)
-    total = max(limit, dynamo_config.accumulated_recompile_limit)
-    patched: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=limit, accumulated_recompile_limit=total)
+    accumulated_limit = max(limit, dynamo_config.accumulated_recompile_limit)
+    patched: AbstractContextManager[Any] = dynamo_config.patch(
+        recompile_limit=limit, accumulated_recompile_limit=accumulated_limit
+    )
     return patched
 
 

@@ -81,5 +81,5 @@ def cache_fake_shapes() -> AbstractContextManager[None]:
     from torch.distributed.tensor import _dispatch
 
     module: Any = _dispatch
-    is_old = hasattr(module, "_are_we_tracing")
-    return replace_attribute(module, "_are_we_tracing", lambda: False) if is_old else nullcontext()
+    has_tracing_check = hasattr(module, "_are_we_tracing")
+    return replace_attribute(module, "_are_we_tracing", lambda: False) if has_tracing_check else nullcontext()
