@@ -64,9 +64,9 @@ class LayerRecipes:
             try:
                 config = resolve_config(recipe)
             except ValueError as error:
-                raise ValueError(f"layer {name}: {error}; or {HIGH_PRECISION}") from error
+                raise InputError(f"layer {name}: {error}; or {HIGH_PRECISION}") from error
             if config.has_persistent_scales and recipe != self.recipe:
-                raise ValueError(f"layer {name}: expected a recipe with dynamic scaling, got {recipe!r}")
+                raise InputError(f"layer {name}: expected a recipe with dynamic scaling, got {recipe!r}")
 
     @classmethod
     def parse(cls, recipe: str, entries: Sequence[str]) -> LayerRecipes:
@@ -79,9 +79,9 @@ class LayerRecipes:
         for entry in entries:
             name, equals, layer_recipe = entry.partition("=") if isinstance(entry, str) else ("", "", "")
             if not (name and equals and layer_recipe):
-                raise ValueError(f"expected an entry 'layer=recipe', got {entry!r}")
+                raise InputError(f"expected an entry 'layer=recipe', got {entry!r}")
             if name in layers:
-                raise ValueError(f"layer {name} has two recipes, {layers[name]!r} and {layer_recipe!r}")
+                raise InputError(f"layer {name} has two recipes, {layers[name]!r} and {layer_recipe!r}")
             layers[name] = layer_recipe
         return cls(recipe, layers)
 
@@ -97,12 +97,12 @@ class LayerRecipes:
         try:
             section = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("float8")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{str(path)!r} is not valid TOML: {error}") from error
+            raise InputError(f"{str(path)!r} is not valid TOML: {error}") from error
         if not isinstance(section, dict):
-            raise ValueError(f"expected a section [float8] with recipe_name and layer_recipes in {str(path)!r}")
+            raise InputError(f"expected a section [float8] with recipe_name and layer_recipes in {str(path)!r}")
         entries = section.get("layer_recipes", [])
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-            raise ValueError(f"layer_recipes in {str(path)!r}: expected a list of 'layer=recipe', got {entries!r}")
+            raise InputError(f"layer_recipes in {str(path)!r}: expected a list of 'layer=recipe', got {entries!r}")
         return cls.parse(section.get("recipe_name", cls.recipe), entries)
 
     @property

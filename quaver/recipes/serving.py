@@ -12,6 +12,7 @@ from typing import NamedTuple
 from quaver.recipes.cast_config import CastConfig, ScalingGranularity, ScalingType
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import E4M3
+from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import suggest_name
 
 
@@ -69,9 +70,9 @@ SERVING_CASTS: dict[str, ServingCasts] = {
 
 
 def get_serving_casts(name: str) -> ServingCasts:
-    """Return the entry of `SERVING_CASTS`. Raises ValueError for an unknown name, listing the choices."""
+    """Return the entry of `SERVING_CASTS`. Raises InputError for an unknown name, listing the choices."""
     if name not in SERVING_CASTS:
-        raise ValueError(
+        raise InputError(
             f"serving: expected one of {', '.join(SERVING_CASTS)}, got {name!r}{suggest_name(name, SERVING_CASTS)}"
         )
     return SERVING_CASTS[name]
@@ -96,11 +97,11 @@ def serving_config(
     served = get_serving_casts(serving)
     base = resolve_config(served.recipe if config is None else config)
     if base.has_persistent_scales and base.cast_config_input != served.input:
-        raise ValueError(f"expected a recipe with dynamic scaling beside serving={serving!r}, got {_describe(base)}")
+        raise InputError(f"expected a recipe with dynamic scaling beside serving={serving!r}, got {_describe(base)}")
     casts = base.casts
 
     if casts.weight.column.is_blockwise and not served.weight.is_blockwise and not casts.weight.column.is_disabled:
-        raise ValueError(
+        raise InputError(
             f"expected a recipe without blocks, such as {served.recipe!r}, beside serving={serving!r}, got "
             f"{_describe(base)}"
         )

@@ -8,15 +8,17 @@ from torch import nn
 
 
 class InputError(ValueError):
-    """A setting, a name or the content of a file that the user gave is wrong. The message is one line for the user.
+    """Text that the user wrote is wrong: a name, a path, a setting, or the content of a file. The message is one line.
 
-    The `quaver` command prints it. Any other ValueError is a bug there, and ends in a traceback.
+    Code that reads such text raises it, also where a model does not support the named choice; it raises ValueError for
+    an argument that only Python code passes. The `quaver` command prints InputErrors, and any other ValueError is a bug
+    there and ends in a traceback. Configs raise ValueError: a command makes them in `reraise_as_input_error`.
     """
 
 
 @contextmanager
-def blame_input(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError of the block, which only checks input, into an InputError with `prefix` and its message."""
+def reraise_as_input_error(prefix: str = "") -> Iterator[None]:
+    """Raise an InputError with `prefix` and the message for a ValueError of the block, which only checks input."""
     try:
         yield
     except ValueError as error:

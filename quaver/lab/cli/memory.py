@@ -37,7 +37,7 @@ from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import show_progress
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
-from quaver.runtime.errors import blame_input
+from quaver.runtime.errors import reraise_as_input_error
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _predict(
 ) -> tuple[RunMemory, dict[str, Any]]:
     """Return the prediction, and the optional results by their JSON names: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
-    with blame_input("--vs: "):
+    with reraise_as_input_error("--vs: "):
         other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")

@@ -15,7 +15,7 @@ from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import parse_bytes
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 
 _NETWORK_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
 _TOKEN_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
@@ -66,7 +66,7 @@ class PlanOptions(Settings):
         rates = "a rate of 0.001 to 1,000,000 Gb/s with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
         self.require(1e-3 <= self.network_gbps <= 1e6, "network", rates)
         self.require(1e-6 <= self.storage <= 1e6, "storage", "a rate of 0.000001 to 1,000,000 GB/s")
-        with blame_input("--recipes: "):
+        with reraise_as_input_error("--recipes: "):
             for name in self.recipes:
                 if name != BFLOAT16:
                     canonicalize_recipe(name)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quaver.lab.settings import Model
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 from quaver.runtime.module_names import join_names
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
@@ -99,7 +99,7 @@ def read_hf_config(config: dict[str, Any]) -> Model:
         "tie_word_embeddings": _get(config, "tie_word_embeddings", "true or false", False),
         **_read_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
     }
-    with blame_input("config.json does not make a model: "):
+    with reraise_as_input_error("config.json does not make a model: "):
         return Model(**settings)
 
 

@@ -50,7 +50,7 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Model
 from quaver.lab.settings.fields import Settings
 from quaver.lab.settings.float8 import make_file_name
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 from quaver.runtime.files import check_is_new, write_new_folder
 from quaver.runtime.module_names import join_names
 
@@ -207,7 +207,7 @@ def make_section(section: type[Section], record: dict[str, Any], checkpoint: Pat
         raise InputError(
             f"{str(checkpoint)!r} has {section.section} settings that this version does not know: {join_names(unknown)}"
         )
-    with blame_input(f"{str(checkpoint / RECORD_FILE)!r} is damaged: config."):
+    with reraise_as_input_error(f"{str(checkpoint / RECORD_FILE)!r} is damaged: config."):
         return section(**settings)
 
 

@@ -17,7 +17,7 @@ from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.tensor_roles import find_quantization
 from quaver.recipes.config import resolve_config
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 from quaver.runtime.module_names import find_tied_modules
 
 
@@ -50,7 +50,7 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
     weights = StoredTensors(folder)
     model = build_skeleton(folder, config)
     admits = make_name_filter(filter_fqns, find_tied_modules(model))
-    with blame_input():
+    with reraise_as_input_error():
         float8_config = resolve_config(recipe)
     convert_to_float8_training(model, config=float8_config, module_filter_fn=admits)
 

@@ -31,7 +31,7 @@ from quaver.lab.settings import Float8
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.serving import serving_config
 from quaver.runtime.devices import is_cuda_device
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 
 
 def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
@@ -69,7 +69,7 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
     automatic = None
     if config.auto_filter:
         target = device if is_cuda_device(device) else None
-        with blame_input():
+        with reraise_as_input_error():
             automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
 
     skipped_blocks = _find_skipped_blocks(model, config)
@@ -88,7 +88,7 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
 def convert_filtered(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     recipes = config.parse_layer_recipes()
-    with blame_input("float8."):
+    with reraise_as_input_error("float8."):
         check_layer_names(model, recipes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
@@ -107,7 +107,7 @@ def make_linear_config(config: Float8, recipe: str | None = None) -> Float8Linea
     Raises InputError for settings that exclude each other.
     """
     recipe_config = Float8LinearConfig.from_recipe_name(config.append_backward(recipe or config.recipe_name))
-    with blame_input():
+    with reraise_as_input_error():
         return replace(
             serving_config(config.serving, recipe_config) if config.serving else recipe_config,
             emulate=config.emulate,

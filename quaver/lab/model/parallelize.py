@@ -48,7 +48,7 @@ from quaver.lab.model.mixture import Experts, list_modules
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.linear.sharding import check_can_be_sharded
-from quaver.runtime.errors import blame_input
+from quaver.runtime.errors import reraise_as_input_error
 from quaver.torch_private.fake_ranks import FakeStore
 
 
@@ -140,7 +140,7 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, expert_mesh: Dev
         fully_shard(group, **make_fsdp_options(config, mesh))
     fully_shard(model, **make_fsdp_options(config, mesh, dtype=config.training.residual_stream_dtype))
     if config.comm.float8_gradients:
-        with blame_input("comm.float8_gradients: "):
+        with reraise_as_input_error("comm.float8_gradients: "):
             reduce_gradients_in_float8(model)
 
 
@@ -213,7 +213,7 @@ def check_tensor_parallel(model: Llama, degree: int) -> None:
     """Raise InputError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
     for name, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
-            with blame_input(f"parallelism.tensor_parallel_degree = {degree}: {name}: "):
+            with reraise_as_input_error(f"parallelism.tensor_parallel_degree = {degree}: {name}: "):
                 check_can_be_sharded(linear, SPLIT_DIMS.get(name.rpartition(".")[2], 0), degree)
 
 

@@ -12,7 +12,7 @@ from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import BACKWARD_MODES, canonicalize_recipe
 from quaver.recipes.serving import get_serving_casts, serving_config
-from quaver.runtime.errors import InputError, blame_input
+from quaver.runtime.errors import InputError, reraise_as_input_error
 
 BFLOAT16 = "bfloat16"
 """The precision of a run or a contestant without a recipe."""
@@ -148,13 +148,13 @@ class Float8(Settings, section="float8"):
     def _check_serving(self) -> None:
         if not self.serving:
             return
-        with blame_input("float8."):
+        with reraise_as_input_error("float8."):
             get_serving_casts(self.serving)
         for recipe in (self.recipe_name, *self.parse_layer_recipes().layers.values()):
             if recipe == HIGH_PRECISION:
                 continue
             setting_name = "recipe_name" if recipe == self.recipe_name else "layer_recipes"
-            with blame_input(f"float8.{setting_name}: "):
+            with reraise_as_input_error(f"float8.{setting_name}: "):
                 served = serving_config(self.serving, recipe)
             hint = "a static scale is calibrated before the training"
             self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", hint)
@@ -180,12 +180,12 @@ class Float8(Settings, section="float8"):
 
     def parse_schedule(self) -> tuple[ScheduleEntry, ...]:
         """Return the entries of high_precision_schedule. Raises InputError."""
-        with blame_input("float8.high_precision_schedule must be "):
+        with reraise_as_input_error("float8.high_precision_schedule must be "):
             return tuple(map(ScheduleEntry.parse, self.high_precision_schedule))
 
     def parse_layer_recipes(self) -> LayerRecipes:
         """Return the recipe of each layer. Raises InputError."""
-        with blame_input("float8.layer_recipes: "):
+        with reraise_as_input_error("float8.layer_recipes: "):
             return LayerRecipes.parse(self.recipe_name, self.layer_recipes)
 
     def make_delayed_scaling_config(self) -> DelayedScalingConfig:

@@ -17,7 +17,7 @@ from quaver.lab.settings.fields import (
     Share,
     setting,
 )
-from quaver.runtime.errors import blame_input
+from quaver.runtime.errors import reraise_as_input_error
 
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
@@ -127,14 +127,14 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
         for name, mode in (("selective_ac_option", "selective"), ("memory_budget", "memory_budget")):
             if self.mode != mode:
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
-        with blame_input("activation_checkpoint."):
+        with reraise_as_input_error("activation_checkpoint."):
             every = parse_selective_option(self.selective_ac_option)
         readers = {"selective_ac_also_save": find_savable_operations, "selective_ac_never_save": find_operations}
         for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"
                 self.require_default(name, unless=unless)
-            with blame_input(f"activation_checkpoint.{name}: "):
+            with reraise_as_input_error(f"activation_checkpoint.{name}: "):
                 read(getattr(self, name))
 
 

@@ -8,7 +8,7 @@ import torch
 from quaver import conversion_report, float8_scaling_state
 from quaver.lab.model.float8 import convert_layer, find_layer_name, fuse_producers
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.runtime.errors import blame_input
+from quaver.runtime.errors import reraise_as_input_error
 
 
 def change_recipes(trained: TrainedModel, layers: dict[str, str]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def change_recipes(trained: TrainedModel, layers: dict[str, str]) -> dict[str, A
         InputError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
     """
     float8 = trained.config.float8
-    with blame_input():
+    with reraise_as_input_error():
         changes = {find_layer_name(trained.model, name): recipe for name, recipe in layers.items()}
     recipes = {**dict(float8.parse_layer_recipes().layers), **changes}
     entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
