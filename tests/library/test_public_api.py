@@ -31,7 +31,7 @@ use_float8_primary_weights
 NAMES = PUBLIC.split()
 
 
-def test_the_public_names():
+def test_all_lists_the_public_names():
     assert quaver.__all__ == sorted(NAMES)
     assert {*NAMES, "__version__"} <= {*dir(quaver)}
     assert not {"Any", "TYPE_CHECKING"} & {*dir(quaver)}
@@ -72,7 +72,7 @@ TAKES_A_MODEL = {
 
 
 @pytest.mark.parametrize("name", TAKES_A_MODEL)
-def test_none_is_no_model(name):
+def test_none_is_refused_as_a_model(name):
     with pytest.raises(TypeError, match="^(model|module): expected an nn.Module, got NoneType$"):
         TAKES_A_MODEL[name]()
 

@@ -95,7 +95,7 @@ def test_a_step_ignores_torch_defaults(recipe, defaults, monkeypatch):
 
 
 @DEFAULTS
-def test_a_step_of_an_optimizer(defaults):
+def test_a_step_of_an_optimizer_ignores_torch_defaults(defaults):
     def step():
         weight = nn.Parameter(torch.linspace(-1, 1, 4096, device="cpu", dtype=torch.float32).view(64, 64))
         weight.grad = weight.detach().cos()

@@ -87,7 +87,7 @@ def test_leaves_are_created_after_every_node():
     assert autograd.get_sequence_number(accumulate) == 2**64 - 1
 
 
-def test_the_hooks_of_saved_tensors_on_top():
+def test_the_innermost_saved_tensors_hooks_are_on_top():
     assert autograd.top_saved_tensors_hooks(True) is None
     outer, inner = (lambda t: t, lambda t: t), (lambda t: t, lambda t: t)
     with saved_tensors_hooks(*outer), saved_tensors_hooks(*inner):
@@ -107,7 +107,7 @@ def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
     assert autograd.find_checkpoint_frame((lambda t: t, lambda t: t)) is None
 
 
-def test_the_gradients_that_a_backward_wants():
+def test_a_backward_says_which_gradients_it_wants():
     wanted = []
 
     class Product(torch.autograd.Function):
@@ -132,7 +132,7 @@ def test_the_gradients_that_a_backward_wants():
     assert wanted == [first, first, second, both, second, both, (False, True, True)]
 
 
-def test_the_level_of_forward_mode_autodiff():
+def test_forward_mode_autodiff_has_a_level():
     assert autograd.get_forward_ad_level() == -1
     with forward_ad.dual_level():
         assert autograd.get_forward_ad_level() == 0
@@ -175,7 +175,7 @@ def test_fake_modes_and_the_calls_of_fake_tensors_are_recognized():
     assert answers[:2] == [False, True]
 
 
-def test_the_innermost_transform():
+def test_transforms_are_listed_innermost_last():
     innermost, names = [], []
     assert dispatch.innermost_transform() is None
     assert dispatch.list_transforms() == ()
@@ -214,7 +214,7 @@ def test_a_subclass_without_torch_function_reaches_its_dispatch_as_itself():
     assert type(torch.ones(2).as_subclass(Plain) + 1) is torch.Tensor
 
 
-def test_the_classes_of_operators():
+def test_operators_have_their_classes():
     add = torch.ops.aten.add
     assert isinstance(add, dispatch.OpOverloadPacket)
     assert isinstance(add.Tensor, dispatch.OpOverload)
@@ -272,7 +272,7 @@ def test_exports_and_not_compilations_are_exports(strict):
     assert compiled(x).item() == -1
 
 
-def test_the_tracing_context_of_the_compiler():
+def test_the_compiler_has_a_tracing_context():
     contexts = []
 
     def backend(graph, inputs):
@@ -288,7 +288,7 @@ def test_the_tracing_context_of_the_compiler():
 # ---- the compiler ----------------------------------------------------------------------------------------------------
 
 
-def test_compiled_modules_and_settings():
+def test_settings_of_the_compiler_change_and_are_restored():
     linear = nn.Linear(2, 2)
     assert isinstance(torch.compile(linear, backend="eager"), compiler.OptimizedModule)
     with compiler.functorch_config.patch(activation_memory_budget=1.0):
@@ -303,7 +303,7 @@ def test_compiled_modules_and_settings():
 # ---- versions, DTensor, FSDP2, collectives ---------------------------------------------------------------------------
 
 
-def test_version_counters():
+def test_in_place_operations_increment_version_counters():
     x = torch.ones(2)
     before = versions.get_version(x)
     x.add_(1)
@@ -348,7 +348,7 @@ def test_fsdp2_allocates_in_its_collectives(mesh):
     assert {"aten.empty.memory_format"} <= {name for name, module in allocating if module == fsdp.COLLECTIVES_MODULE}
 
 
-def test_the_dtype_in_which_fsdp2_gathers(mesh):
+def test_fsdp2_gathers_in_param_dtype(mesh):
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     assert fsdp.get_param_dtype(model) is torch.bfloat16
     assert fsdp.get_param_dtype(fully_shard(nn.Linear(4, 4), mesh=mesh)) is None
@@ -379,7 +379,7 @@ def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_oth
     assert counts == {"policy": 1, "mode": 7}  # a result that the policy saved is not computed again
 
 
-def test_functional_collectives(mesh):
+def test_functional_collectives_have_the_shapes_of_their_results(mesh):
     group = mesh.get_group()
     x = torch.ones(4)
     for result, length in (
@@ -402,7 +402,7 @@ def test_metadata_of_a_checkpoint_says_where_its_tensors_are(tmp_path):
 # ---- profiler, memory, hardware --------------------------------------------------------------------------------------
 
 
-def test_ranges_and_events_of_the_profiler():
+def test_the_profiler_records_ranges_and_events():
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True)
     with recorded as profiled, profiler.named_range("here"):
         torch.ones(1000).add_(1)
@@ -436,7 +436,7 @@ def test_the_scaled_matmul_takes_these_arguments():
     assert hardware.scaled_mm(a, b, scale_a=scale, scale_b=scale, **options).unique().item() == 8
 
 
-def test_the_arithmetic_of_muon():
+def test_muon_computes_as_torch_optim_muon():
     weight = nn.Parameter(torch.zeros(8, 4))
     weight.grad = torch.randn(8, 4)
     torch.optim.Muon([weight], lr=0.5, momentum=0.0).step()

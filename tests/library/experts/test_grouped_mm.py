@@ -159,7 +159,7 @@ def test_second_derivatives_are_refused():
         *at_night([("blockwise", "inductor"), ("tensorwise", "inductor"), ("mxfp8", "inductor")]),
     ],
 )
-def test_compiled_without_breaks_for_any_ends(recipe, backend):
+def test_one_graph_serves_any_ends(recipe, backend):
     a, b_t, _ = make_operands()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
     compiled = torch.compile(float8_grouped_mm, fullgraph=True, backend=backend)
@@ -242,7 +242,7 @@ def test_the_reference_takes_no_rows(recipe):
         assert operand.dequant_scale.shape == expected.dequant_scale.shape
 
 
-def cast_operands(form, recipe, transposed):
+def cast_operands(matmul, recipe, transposed):
     """Return both make_operands of one of the three matmuls, and the ends of the groups."""
     a, b_t, ends = make_operands(k=70, n=33)
     grad_output = torch.randn(310, 33, dtype=a.dtype)
@@ -259,15 +259,15 @@ def cast_operands(form, recipe, transposed):
         stored = {"row": "column", "column": "row"}[direction] if transposed else direction
         return cast_one(matrices, "weight", direction, stored=stored, ends=None)
 
-    if form is ExpertMatmul.OUTPUT:
+    if matmul is ExpertMatmul.OUTPUT:
         return cast_one(a.detach(), "input", "row"), cast_weight("row"), ends
-    if form is ExpertMatmul.GRAD_INPUT:
+    if matmul is ExpertMatmul.GRAD_INPUT:
         return cast_one(grad_output, "grad_output", "row"), cast_weight("column"), ends
     return cast_one(grad_output, "grad_output", "column"), cast_one(a.detach(), "input", "column"), ends
 
 
 TRANSPOSED = pytest.mark.parametrize("transposed", [False, True], ids=["[E, N, K]", "[E, K, N]"])
-FORM = pytest.mark.parametrize("form", ExpertMatmul)
+FORM = pytest.mark.parametrize("matmul", ExpertMatmul)
 
 
 def assert_near(output, expected):
@@ -279,11 +279,11 @@ def assert_near(output, expected):
 @pytest.mark.parametrize(
     "recipe", ["rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8"]
 )
-def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
-    left, right, ends = cast_operands(form, recipe, transposed)
+def test_widened_groups_multiply_on_torchs_grouped_matmul(recipe, matmul, transposed):
+    left, right, ends = cast_operands(matmul, recipe, transposed)
     dtype = torch.bfloat16 if left.dequant_scale is None else torch.float32
-    expected = grouped_gemm.grouped_mm(left, right, ends, form, MatmulOptions(False, True), dtype, transposed).float()
-    output = gpu_gemm.multiply_widened(left, right, ends, form, transposed)
+    expected = grouped_gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(False, True), dtype, transposed).float()
+    output = gpu_gemm.multiply_widened(left, right, ends, matmul, transposed)
     assert output.dtype is torch.bfloat16
     assert_near(output, expected)
 
@@ -291,14 +291,14 @@ def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
 @TRANSPOSED
 @FORM
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_tensorwise_weight", "tensorwise"])
-def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed):
-    left, right, ends = cast_operands(form, recipe, transposed)
+def test_scaled_groups_multiply_as_the_hardware_reads_them(recipe, matmul, transposed):
+    left, right, ends = cast_operands(matmul, recipe, transposed)
     with virtual_gpu("h100"):
-        output = gpu_gemm.multiply_scaled(left, right, ends, form, transposed, use_fast_accum=False)
-    if recipe == "tensorwise" and form is not ExpertMatmul.OUTPUT:
+        output = gpu_gemm.multiply_scaled(left, right, ends, matmul, transposed, use_fast_accum=False)
+    if recipe == "tensorwise" and matmul is not ExpertMatmul.OUTPUT:
         assert output is None  # e5m2
         return
-    assert_near(output, grouped_gemm.grouped_mm(left, right, ends, form, MatmulOptions(), torch.float32, transposed))
+    assert_near(output, grouped_gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(), torch.float32, transposed))
 
 
 @pytest.mark.parametrize(

@@ -62,14 +62,14 @@ def test_recipes_match_the_published_table_in_torchaos_short_form(name, casts, p
     ("alias", "recipe"),
     [("fp8_blockwise", "blockwise"), ("mxfp8_rceil", "mxfp8"), ("mxfp8_rceil_wgrad_with_hp", "mxfp8_with_gw_hp")],
 )
-def test_torchaos_and_megatrons_names_of_block_recipes(alias, recipe):
+def test_torchaos_and_megatrons_names_are_those_of_block_recipes(alias, recipe):
     config = Float8LinearConfig.from_recipe_name(alias)
     assert config == Float8LinearConfig.from_recipe_name(recipe)
     assert config.recipe_name.value == recipe
     assert config.round_scales_to_power_of_2
 
 
-def test_the_casts_of_block_recipes():
+def test_mxfp8_casts_weights_once_and_inputs_by_direction():
     config = Float8LinearConfig.from_recipe_name("mxfp8")
     assert config.short_str() == "i:dyn_blk1x32_e4m3,w:dyn_blk32x32_e4m3,go:dyn_blk1x32_e4m3"
     assert {cast.scale_calculation_mode for cast in config.casts.list_casts()} == {ScaleCalculationMode.RCEIL}
@@ -80,7 +80,7 @@ def test_the_casts_of_block_recipes():
     assert CastConfig(scaling_granularity=BLOCKWISE, block_size=[1, 32]).block_size == (1, 32)
 
 
-def test_the_short_form_of_a_cast():
+def test_the_short_form_names_each_part_of_a_cast():
     assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
     assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
     assert CastConfig().short_str() == "dyn_ten_default"
@@ -191,7 +191,7 @@ def test_replace_derives_default_fields_anew_and_keeps_explicit_ones():
     assert reused == Float8LinearConfig(cast_config_input=row, cast_config_input_for_grad_weight=tensor)
 
 
-def test_torchaos_flag_for_the_weight_of_the_backward():
+def test_torchaos_flag_saves_the_float8_weight_or_not():
     assert not Float8LinearConfig().keep_float8_weight_for_backward
     assert not Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True).keep_float8_weight_for_backward
     keeping = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
@@ -369,7 +369,7 @@ def test_a_static_scale_may_be_a_tensor_of_one_element():
     assert str(cast) == "static tensorwise default format quant_scale 2.0"
 
 
-def test_the_delayed_recipes_and_what_older_configs_accept():
+def test_delayed_recipes_ignore_options_of_older_configs():
     delayed = Float8LinearConfig.from_recipe_name("delayed")
     assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts.list_casts())
     mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")

@@ -23,6 +23,6 @@ def test_table_describes_all_256_codes(fmt):
     assert fmt.max_relative_error == (positive[positive > 1].min() - 1) / 2
 
 
-def test_format_of_a_dtype_that_is_not_float8():
+def test_a_dtype_that_is_not_float8_has_no_format():
     with pytest.raises(ValueError, match=r"expected a float8 dtype .* got torch.bfloat16"):
         get_format(torch.bfloat16)

@@ -88,7 +88,7 @@ def without_extension(monkeypatch):
 NO_EXTENSION = "float8 casts on the CPU run in PyTorch, up to 10 times slower: quaver._cpu was not built at install"
 
 
-def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
+def test_casts_without_the_extension_are_a_slow_path(without_extension, monkeypatch, caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     assert list_slow_paths() == []
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -142,7 +142,7 @@ def test_casts_on_a_gpu_without_triton_are_a_slow_path(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("capability", "hip", "because"), [((8, 9), None, "this is sm_89"), ((9, 4), "6.4", "for NVIDIA GPUs")]
 )
-def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
+def test_casts_on_gpus_without_kernels_are_a_slow_path(capability, hip, because, monkeypatch):
     triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
     monkeypatch.setattr(triton_blocks, "UNAVAILABLE_REASON", None)
     monkeypatch.setattr(torch.version, "hip", hip)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of, train_by_hand
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, llama, train_by_hand
 from tests.recipes import config_of
 from tests.steps import to_plain
 
@@ -25,7 +25,7 @@ def as_torchrun_starts_a_rank():
         yield rank
 
 
-def accelerator_on(strategy, mixed_precision, state_dict_type=None, **options):
+def make_accelerator(strategy, mixed_precision, state_dict_type=None, **options):
     from accelerate import Accelerator
 
     with as_torchrun_starts_a_rank() as rank:  # else Accelerate takes each rank for a process of its own
@@ -74,13 +74,13 @@ def train_as_documented(accelerator, model, optimizer, batches, schedule=None):
 def train_by_accelerate_and_by_hand(variant, build=llama):
     """Return the losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop by hand."""
     every = 2 if variant == "accumulate" else 1
-    accelerator = accelerator_on("DDP", "no", gradient_accumulation_steps=every)
+    accelerator = make_accelerator("DDP", "no", gradient_accumulation_steps=every)
     model, rank = build("rowwise"), accelerator.process_index
     if variant == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if variant == "compile":
         model = torch.compile(model, backend="aot_eager")
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model))
     by_accelerate = train_as_documented(accelerator, model, optimizer, batches(rank))
     replica = torch.nn.parallel.DistributedDataParallel(build("rowwise"))
     by_hand = train_by_hand(replica, rank=rank, every=every, within_a_step=replica.no_sync)
@@ -91,13 +91,13 @@ def train_by_accelerate_and_by_hand(variant, build=llama):
     return by_accelerate, by_hand
 
 
-def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=id):
+def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=build_optimizer, change=id):
     """Return the losses of a whole run after its state was saved, and of one that loads it."""
     config, losses = config_of("tensorwise", enable_fsdp_float8_all_gather=float8_all_gather), []
     for resumed in (False, True):
         model = llama(config)
         change(model)
-        accelerator = accelerator_on(strategy, "no", state_dict_type)
+        accelerator = make_accelerator(strategy, "no", state_dict_type)
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
         steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
         if resumed:

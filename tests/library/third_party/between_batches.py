@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from tests.library.third_party.llama import BATCHES, batches, convert, llama, weights_of
+from tests.library.third_party.llama import BATCHES, batches, convert, copy_weights, llama
 from tests.steps import assert_same
 
 EVERY = 2
@@ -58,8 +58,8 @@ class EvaluateWithAverage:
         if not ends_step:
             self.losses.append(evaluate(model))
             return
-        weights = weights_of(model)
-        self.average = self.average or weights_of(model)
+        weights = copy_weights(model)
+        self.average = self.average or copy_weights(model)
         for name, parameter in model.named_parameters():
             parameter.copy_(self.average[name].lerp_(parameter, 0.5))
         self.losses.append(evaluate(model))
@@ -71,7 +71,7 @@ def check_evaluations(drive, build, folder, convert=convert):
     evaluations = EvaluateWithAverage()
     model, reload = train(drive, build(), folder / "evaluated", evaluations)
     alone, _ = train(drive, build(), folder / "alone")
-    assert_same(weights_of(model), weights_of(alone))
+    assert_same(copy_weights(model), copy_weights(alone))
     last = evaluate(model)
     reloaded = convert(reload(), "rowwise")
     assert evaluate(reloaded) == last
@@ -95,4 +95,4 @@ def check_a_failed_run(drive, build, folder):
     model.load_state_dict(build().state_dict())
     again, _ = train(drive, model, folder / "again")
     fresh, _ = train(drive, build(), folder / "fresh")
-    assert_same(weights_of(again), weights_of(fresh))
+    assert_same(copy_weights(again), copy_weights(fresh))

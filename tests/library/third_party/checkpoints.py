@@ -14,12 +14,12 @@ from quaver.lab.huggingface.export_source import open_huggingface_source
 TOKENS = torch.arange(1, 49).view(2, 24)
 
 
-def logits_of(model):
+def compute_logits(model):
     with torch.no_grad():
         return model.eval()(TOKENS).logits
 
 
-def from_transformers(folder, format, model_class=AutoModelForCausalLM):
+def load_with_transformers(folder, format, model_class=AutoModelForCausalLM):
     """The model that transformers dequantizes, in float32; what is not quantized keeps its dtype in the folder."""
     config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too

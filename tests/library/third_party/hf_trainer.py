@@ -33,7 +33,7 @@ def trained(*args, resume=None, **options):
     return run
 
 
-def losses_of(trainer):
+def get_losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

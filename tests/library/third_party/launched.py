@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 
 from quaver import float8_scaling_state, sync_float8_amax_and_scale_history
-from tests.library.third_party.llama import BATCHES, llama, optimizer_of, train_by_hand
+from tests.library.third_party.llama import BATCHES, build_optimizer, llama, train_by_hand
 
 
 def main(folder: Path, start: int) -> None:
     accelerator = Accelerator(cpu=True)
     plain = llama("delayed")
-    model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
+    model, optimizer = accelerator.prepare(plain, build_optimizer(plain))
     accelerator.register_for_checkpointing(float8_scaling_state(plain))
 
     options = {"rank": accelerator.process_index, "before": lambda _: sync_float8_amax_and_scale_history(plain)}

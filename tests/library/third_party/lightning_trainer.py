@@ -7,7 +7,7 @@ lightning = pytest.importorskip("pytorch_lightning")
 from lightning_fabric import Fabric  # noqa: E402 - it comes with Lightning
 
 from quaver.integrations.lightning import Float8FabricPrecision, Float8Precision  # noqa: E402
-from tests.library.third_party.llama import convert, llama, not_the_head, optimizer_of  # noqa: E402
+from tests.library.third_party.llama import build_optimizer, convert, llama, not_the_head  # noqa: E402
 
 
 class Module(lightning.LightningModule):  # type: ignore[name-defined]
@@ -32,7 +32,7 @@ class Module(lightning.LightningModule):  # type: ignore[name-defined]
         self.log("validation", self.model(**batch).loss)
 
     def configure_optimizers(self):
-        return optimizer_of(self)
+        return build_optimizer(self)
 
 
 def make_plugin(recipe, autocast_dtype=None):
@@ -48,4 +48,4 @@ def make_trainer(folder, steps, **options):
 def set_up_fabric(model, recipe="tensorwise", autocast_dtype=None):
     plugin = Float8FabricPrecision(recipe, module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
     fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    return fabric, *fabric.setup(model, optimizer_of(model))
+    return fabric, *fabric.setup(model, build_optimizer(model))

@@ -56,7 +56,7 @@ def batches(rank=None):
     return [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in loader]
 
 
-def optimizer_of(model):
+def build_optimizer(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
 
 
@@ -64,20 +64,20 @@ def clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def float8_names(model):
+def list_float8_names(model):
     return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
-def scales_of(model):
+def get_scales(model):
     return float8_scaling_state(model).state_dict()
 
 
-def weights_of(model):
+def copy_weights(model):
     """Return copies of the parameters by name."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def values_of(model):
+def get_values(model):
     """Return the state dict of a model, frozen weights dequantized."""
     return {
         name: tensor.to_high_precision() if hasattr(tensor, "to_high_precision") else tensor
@@ -105,7 +105,7 @@ def train_by_hand(
         after: called with the model after each step.
         within_a_step: returns the context manager for batches that do not end a step.
     """
-    optimizer, losses = optimizer or optimizer_of(model), []
+    optimizer, losses = optimizer or build_optimizer(model), []
     for index, batch in enumerate(batches(rank)):
         if index not in only:
             continue

@@ -10,12 +10,12 @@ import torch
 
 from quaver import precompute_float8_dynamic_scale_for_fsdp, sync_float8_amax_and_scale_history
 from tests.library.third_party.accelerated import (
-    accelerator_on,
     find_changed,
+    make_accelerator,
     save_and_resume,
     train_by_accelerate_and_by_hand,
 )
-from tests.library.third_party.llama import convert, llama, optimizer_of, train_by_hand, weights_of
+from tests.library.third_party.llama import build_optimizer, convert, copy_weights, llama, train_by_hand
 from tests.library.third_party.table import proves, refuses
 from tests.ranks import RanksError, run
 from tests.recipes import config_of
@@ -25,9 +25,9 @@ from tests.thinned import at_night
 def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
     """Return the losses of this rank, and the names of the weights that changed."""
     model = convert(llama().to(dtype), config_of(recipe, enable_fsdp_float8_all_gather=float8_all_gather))
-    accelerator = accelerator_on(strategy, mixed_precision)
-    before = weights_of(model)
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator = make_accelerator(strategy, mixed_precision)
+    before = copy_weights(model)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model))
     options = {"rank": accelerator.process_index, "after": precompute_float8_dynamic_scale_for_fsdp, "only": range(2)}
     options |= {"before": lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0)}
     losses = train_by_hand(model, optimizer, accelerator.backward, **options)
@@ -97,7 +97,7 @@ def train_delayed_by_hand():
 
 @pytest.mark.nightly
 @proves("Accelerate", "DDP", "save, resume", "resume elsewhere")
-def test_processes_that_accelerate_launch_starts(tmp_path):
+def test_processes_that_accelerate_launch_starts_train_and_resume(tmp_path):
     """`--multi_gpu` starts torchrun's, on CPUs, too; `--cpu` starts one, and leaves more to mpirun."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--main_process_port", "0", "-m", "tests.library.third_party.launched", str(tmp_path)]

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from quaver.integrations.transformers import Float8Callback
 from tests.library.third_party import hf_trainer, lightning_trainer
 from tests.library.third_party.between_batches import EVERY, check_a_failed_run, check_evaluations, load_llama, run_loop
-from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, llama
 from tests.library.third_party.sft_trainer import sft
 from tests.library.third_party.table import proves
 from tests.thinned import at_night
@@ -55,7 +55,7 @@ def train_by_peft(model, between, folder):
 
 def train_by_accelerate(model, between, folder):
     accelerator = Accelerator(cpu=True)
-    prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
+    prepared, optimizer = accelerator.prepare(model, build_optimizer(model))
     run_loop(prepared, optimizer, accelerator.backward, between)
     accelerator.save_model(prepared, folder)
     return prepared, lambda: load_llama(load_file(folder / "model.safetensors"))

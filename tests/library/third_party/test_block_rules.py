@@ -77,7 +77,7 @@ CASES.remove(("torchao", True))
 
 
 @pytest.mark.parametrize(("rule", "power_of_2"), CASES)
-def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
+def test_codes_and_scales_agree_where_no_floor_acts(rule, power_of_2):
     """Powers of two and torchao's: equal to the bit. Others: scales to a few ulps, and codes at rounding boundaries."""
     hp = make_blocks()
     hp = hp[hp[:, 0] >= FLOORS.get(rule, 1e-12)]
@@ -94,7 +94,7 @@ def test_codes_and_scales_where_no_floor_acts(rule, power_of_2):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_block_of_zeros(rule):
+def test_a_block_of_zeros_has_the_scale_of_its_rule(rule):
     hp = torch.zeros(1, 32)
     codes, scale = RULES[rule](hp, hp[:, :1], False)
     assert codes.float().isnan().all() == (rule == "deepseek_v3")

@@ -168,7 +168,7 @@ def test_comfyui_reads_an_exported_file(recipe, width, tmp_path):
 
 
 @pytest.mark.parametrize("size", [None, 32, 64])
-def test_scales_by_row_and_block(size, tmp_path):
+def test_scales_by_row_and_block_are_read(size, tmp_path):
     layouts = pytest.importorskip("convert_to_quant.comfy.quant_ops").LAYOUTS
     layout = layouts["RowWiseFP8Layout" if size is None else "BlockWiseFP8Layout"]
     codes, parameters = layout.quantize(torch.randn(192, 128), **({} if size is None else {"block_size": size}))

@@ -14,7 +14,7 @@ import quaver
 from quaver import Float8Linear, conversion_report, convert_to_high_precision, float8_linear, freeze_to_float8
 from quaver.export import save_float8
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
-from tests.library.third_party.hf_trainer import losses_of, trained
+from tests.library.third_party.hf_trainer import get_losses, trained
 from tests.steps import assert_same
 
 SMALL = {"n_layer": 2, "n_head": 4}
@@ -139,4 +139,4 @@ def test_a_run_of_the_trainer_resumes(tmp_path):
     resumed = trained(
         tmp_path, build_prepared(1, recipe="delayed"), [Float8Callback()], resume=tmp_path / "checkpoint-2"
     )
-    assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
+    assert get_losses(resumed)[-2:] == get_losses(whole)[-2:]

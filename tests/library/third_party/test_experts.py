@@ -71,7 +71,7 @@ def test_each_expert_is_a_float8_linear(cls, recipe):
 
 
 @pytest.mark.parametrize("recipe", ONE_MATMUL_DB)
-def test_gradients_of_llama_4_against_float32(recipe):
+def test_gradients_of_llama_4_are_near_those_in_float32(recipe):
     """The floor: a gradient has the error of at most five of the six matmuls, and activations may double it."""
     experts, hidden = build_experts(Llama4TextExperts), torch.randn(200, 64)
     expected = results_of(experts, hidden)

@@ -26,7 +26,7 @@ from quaver.conversion.freeze import make_blockwise_config
 from quaver.experts.module import is_experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from tests.library.third_party.checkpoints import TOKENS, export_folder, from_transformers, logits_of
+from tests.library.third_party.checkpoints import TOKENS, compute_logits, export_folder, load_with_transformers
 from tests.library.third_party.llama import convert, not_the_head
 from tests.steps import assert_same
 
@@ -60,7 +60,7 @@ def deepseek(kv_lora_rank=160):
     return model
 
 
-def frozen_deepseek(**options):
+def build_frozen_deepseek(**options):
     admits = lambda module, name: not_the_head(module, name) and not is_experts(module)  # noqa: E731
     config = make_blockwise_config(power_of_2=False)
     return freeze_to_float8(deepseek(**options), config=config, module_filter_fn=admits)
@@ -73,26 +73,26 @@ def exported(tmp_path_factory):
 
     @functools.cache
     def export(recipe, format):
-        model = frozen_deepseek() if recipe == "deepseek" else llama(recipe)
+        model = build_frozen_deepseek() if recipe == "deepseek" else llama(recipe)
         save_float8(model, root / f"{recipe}-{format}", format=format, max_shard_bytes=200_000)
         return root / f"{recipe}-{format}"
 
     return export
 
 
-def dequantized_logits(folder):
+def compute_dequantized_logits(folder):
     model = llama()
     model.load_state_dict(dict(load_float8(folder, dtype=torch.float32)))
-    return logits_of(model)
+    return compute_logits(model)
 
 
 @pytest.mark.parametrize(("recipe", "format"), [*FORMATS, ("deepseek", "compressed-tensors-block")])
 def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
     folder = exported(recipe, format)
-    model = from_transformers(folder, format)
+    model = load_with_transformers(folder, format)
     assert_same(model.state_dict(), dict(load_float8(folder, dtype=torch.float32, model=model)))
     if recipe != "deepseek":
-        assert torch.equal(logits_of(model), dequantized_logits(folder))
+        assert torch.equal(compute_logits(model), compute_dequantized_logits(folder))
 
 
 @pytest.mark.parametrize(("recipe", "format"), [*FORMATS[:4], ("deepseek", "compressed-tensors-block")])
@@ -123,8 +123,8 @@ def test_transformers_runs_the_layers_that_training_ran_at_its_defaults(recipe, 
     with warnings.catch_warnings(action="ignore"):
         served = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert recipe == "blockwise" or served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
-        difference = logits_of(served).float() - logits_of(model)
-    assert difference.norm() < 0.12 * logits_of(model).norm()
+        difference = compute_logits(served).float() - compute_logits(model)
+    assert difference.norm() < 0.12 * compute_logits(model).norm()
 
 
 def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
@@ -132,10 +132,10 @@ def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
     torch.manual_seed(0)
     sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
-    reference = logits_of(model)
+    reference = compute_logits(model)
     save_float8(convert(model, "blockwise"), tmp_path / "out")
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert (logits_of(served) - logits_of(model)).norm() < 0.12 * reference.norm()
+    assert (compute_logits(served) - compute_logits(model)).norm() < 0.12 * reference.norm()
     groups = served.config.quantization_config.quantization_config.config_groups
     assert groups["group_1"].targets == ["model.layers.0.mlp.down_proj"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -143,7 +143,7 @@ def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
     groups["group_0"]["targets"] += groups.pop("group_1")["targets"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match="unflatten"):
-        logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+        compute_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "deepseek"])
@@ -160,7 +160,7 @@ def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
     scale = f"{RAGGED}_scale_inv" if format == "fp8" else f"{RAGGED}_scale"
     assert (stored.get_shape(RAGGED), stored.get_shape(scale)) == ([192, 200], [2, 2])
     frozen = load_frozen(deepseek(), exported("deepseek", format))
-    assert logits_of(frozen).equal(logits_of(frozen_deepseek()))
+    assert compute_logits(frozen).equal(compute_logits(build_frozen_deepseek()))
     if format == "fp8":
         linear = FP8Linear(200, 192, block_size=(128, 128))  # transformers' own takes the codes and scales
         linear.load_state_dict({"weight": stored[RAGGED], "weight_scale_inv": stored[scale]})
@@ -170,11 +170,11 @@ def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
 def test_transformers_does_not_dequantize_ragged_fp8(exported, tmp_path):
     """It divides a weight evenly by the number of scales. Once it does not, the warning of save_float8 can go."""
     folder = exported("deepseek", "fp8")
-    model, values = from_transformers(folder, "fp8"), load_float8(folder, dtype=torch.float32)
+    model, values = load_with_transformers(folder, "fp8"), load_float8(folder, dtype=torch.float32)
     assert not model.state_dict()[RAGGED].equal(values[RAGGED])  # 192 rows become two blocks of 96
-    save_float8(frozen_deepseek(kv_lora_rank=544), tmp_path / "out", format="fp8")
+    save_float8(build_frozen_deepseek(kv_lora_rank=544), tmp_path / "out", format="fp8")
     with pytest.raises(RuntimeError, match="conversion of the weights"):  # 576 rows do not become 5 blocks
-        from_transformers(tmp_path / "out", "fp8")
+        load_with_transformers(tmp_path / "out", "fp8")
 
 
 @pytest.mark.parametrize(("recipe", "format"), FORMATS)
@@ -203,7 +203,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):
     assert (tmp_path / "out" / "generation_config.json").exists()
     import_float8(tmp_path / "out", tmp_path / "hp", dtype=torch.float32)
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
-    assert torch.equal(logits_of(trainable), dequantized_logits(tmp_path / "out"))
+    assert torch.equal(compute_logits(trainable), compute_dequantized_logits(tmp_path / "out"))
     with pytest.raises(ValueError, match="is quantized already; expected a model in high precision"):
         export_folder(tmp_path / "out", tmp_path / "again", "rowwise")
 

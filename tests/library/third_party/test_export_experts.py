@@ -25,8 +25,14 @@ from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.scaling import dequantize
 from tests.library.export.mixtures import multiplied_experts
-from tests.library.third_party.checkpoints import TOKENS, export_folder, from_transformers, logits_of, write_folder
-from tests.library.third_party.llama import convert, not_the_head, values_of
+from tests.library.third_party.checkpoints import (
+    TOKENS,
+    compute_logits,
+    export_folder,
+    load_with_transformers,
+    write_folder,
+)
+from tests.library.third_party.llama import convert, get_values, not_the_head
 from tests.library.third_party.zoo import make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
@@ -59,7 +65,7 @@ def large(name):
     return mixture(name, **sizes, **(ranks if name == "deepseek_v3" else {}))
 
 
-def weight_names(folder):
+def list_weight_names(folder):
     return {name for name in StoredTensors(folder) if name.rpartition(".")[2] not in SCALES}
 
 
@@ -72,28 +78,28 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     prepare_model_for_float8(model, "rowwise")
     plan = save_float8(model, tmp_path / "out", format=format).plan
-    assert weight_names(tmp_path / "out") == weight_names(tmp_path / "plain")
+    assert list_weight_names(tmp_path / "out") == list_weight_names(tmp_path / "plain")
     stored = StoredTensors(tmp_path / "out")
-    float8_names = [key for key in stored if stored.get_dtype(key) == "F8_E4M3"]
-    assert plan.count == len(float8_names)
+    list_float8_names = [key for key in stored if stored.get_dtype(key) == "F8_E4M3"]
+    assert plan.count == len(list_float8_names)
     assert bool(plan.whole_stacks) == (name in WHOLE)
-    assert any("experts." in key and "shared" not in key for key in float8_names) == (name in MIXTURES)
+    assert any("experts." in key and "shared" not in key for key in list_float8_names) == (name in MIXTURES)
 
     loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
-    oracle = from_transformers(tmp_path / "out", format, type(model))
+    oracle = load_with_transformers(tmp_path / "out", format, type(model))
     assert_same(loaded, oracle.state_dict())
     target = mixture(name)
     target.load_state_dict(dict(loaded))
-    assert_same_bits(logits_of(target), logits_of(oracle))
+    assert_same_bits(compute_logits(target), compute_logits(oracle))
 
 
-def test_what_transformers_does_not_read(tmp_path):
+def test_transformers_does_not_read_blocks_of_experts(tmp_path):
     """It multiplies the blocks of an expert by their scales as if they were rows. Then docs/export.md can say so."""
     model = prepare_model_for_float8(large("qwen3_moe"), "rowwise")
     for format in ("compressed-tensors-block", "compressed-tensors-mxfp8"):
         save_float8(model, tmp_path / format, format=format)
         with pytest.raises(RuntimeError, match="conversion of the weights"):
-            from_transformers(tmp_path / format, format, type(model))
+            load_with_transformers(tmp_path / format, format, type(model))
 
 
 @pytest.mark.filterwarnings("ignore:nothing to convert")
@@ -108,13 +114,13 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
     exported = save_float8(model, tmp_path / "out", format=format)
     assert exported.plan.whole_stacks == []
     loaded = load_float8(tmp_path / "out", dtype=torch.float32)
-    oracle = from_transformers(tmp_path / "out", format, type(model))
+    oracle = load_with_transformers(tmp_path / "out", format, type(model))
     assert_same(loaded, oracle.state_dict())
     is_cut = format == FORMATS[1]  # gate and up have 96 rows each
     assert [name for name in exported.requantized if name.endswith("experts.gate_up_proj")] == (
         [f"model.layers.{layer}.feed_forward.experts.gate_up_proj" for layer in (0, 1)] if is_cut else []
     )
-    for index, forward in enumerate(multiplied_experts(lambda: logits_of(model), monkeypatch)):
+    for index, forward in enumerate(multiplied_experts(lambda: compute_logits(model), monkeypatch)):
         prefix, parts = f"model.layers.{index // 2}.feed_forward.experts", ("gate_proj", "up_proj")
         for expert, (codes, scale) in enumerate(forward):
             leaves = ("down_proj",) if index % 2 else parts
@@ -123,10 +129,10 @@ def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format
             assert (is_cut and not index % 2) or torch.equal(value, forward_value)
     target = mixture("llama4")
     target.load_state_dict(dict(load_float8(tmp_path / "out", dtype=torch.float32, model=target)))
-    assert torch.equal(logits_of(target), logits_of(oracle))
+    assert torch.equal(compute_logits(target), compute_logits(oracle))
     frozen = load_frozen(mixture("llama4"), tmp_path / "out")
     experts = "model.layers.1.feed_forward.experts"
-    assert torch.equal(values_of(frozen)[f"{experts}.down_proj"][2].t(), loaded[f"{experts}.2.down_proj.weight"])
+    assert torch.equal(get_values(frozen)[f"{experts}.down_proj"][2].t(), loaded[f"{experts}.2.down_proj.weight"])
     stored = frozen.model.layers[0].feed_forward.experts.down_proj
     assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
 
@@ -163,7 +169,7 @@ def test_published_checkpoints_have_the_values_of_transformers(name, scale_dtype
     model = large(name)
     tensors = publish(model, tmp_path / "hub", scale_dtype, ("mlp.gate.", "moe.gate."))
     loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
-    oracle = from_transformers(tmp_path / "hub", "fp8", type(model)).state_dict()
+    oracle = load_with_transformers(tmp_path / "hub", "fp8", type(model)).state_dict()
     assert_same(loaded, oracle)
     layer = "model.layers.1.block_sparse_moe.experts.2" if name == "mixtral" else "model.layers.1.mlp.experts.2"
     parts = ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj")
@@ -205,7 +211,7 @@ def test_layers_of_prediction_are_left_out(tmp_path):
 def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
     """transformers keeps the quantization of a model that it dequantized, which the export must not repeat."""
     publish(large("qwen3_moe"), tmp_path / "hub")
-    dequantized = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
+    dequantized = load_with_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM)
     plain = large("qwen3_moe")
     plain.load_state_dict(dequantized.state_dict())
     models = (prepare_model_for_float8(model, "rowwise") for model in (dequantized, plain))
@@ -215,10 +221,10 @@ def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
 def test_a_published_checkpoint_becomes_a_frozen_base(tmp_path):
     """Attention and experts are frozen in the codes of the file. The values are transformers'."""
     publish(large("qwen3_moe"), tmp_path / "hub")
-    oracle = from_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM).state_dict()
+    oracle = load_with_transformers(tmp_path / "hub", "fp8", transformers.Qwen3MoeForCausalLM).state_dict()
     with init_empty_weights():
         model = large("qwen3_moe")
-    assert_same(values_of(load_frozen(model, tmp_path / "hub")), oracle)
+    assert_same(get_values(load_frozen(model, tmp_path / "hub")), oracle)
     frozen = {name for name, weight in model.named_parameters() if isinstance(weight, FrozenFloat8Weight)}
     assert frozen == {name for name in oracle if "_proj" in name}
 
@@ -228,11 +234,11 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
     """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
     model = freeze_to_float8(large("qwen3_moe"), config=recipe, module_filter_fn=not_the_head)
     assert save_float8(model, tmp_path / "first", format=format).requantized == {}
-    base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), logits_of(model)
-    assert torch.equal(logits_of(base), expected)
+    base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), compute_logits(model)
+    assert torch.equal(compute_logits(base), expected)
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
-    assert torch.equal(logits_of(adapted), expected)
+    assert torch.equal(compute_logits(adapted), expected)
     adapters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(adapters, lr=1e-2), []
     for _ in range(4):
@@ -243,19 +249,19 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
-    expected, merged = logits_of(adapted), adapted.merge_and_unload()
-    assert sqnr_db(expected, logits_of(merged)) > 15
+    expected, merged = compute_logits(adapted), adapted.merge_and_unload()
+    assert sqnr_db(expected, compute_logits(merged)) > 15
     assert merged.model.layers[0].mlp.experts.gate_up_proj.requantized_sqnr_db > 25
     assert save_float8(merged, tmp_path / "second", format=format).requantized == {}
-    oracle = from_transformers(tmp_path / "second", format, type(merged)).state_dict()
-    assert_same(values_of(merged), oracle)
+    oracle = load_with_transformers(tmp_path / "second", format, type(merged)).state_dict()
+    assert_same(get_values(merged), oracle)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
     model = freeze_to_float8(mixture(name), config="rowwise", module_filter_fn=not_the_head)
     oracle = dict(iter_float8_weights(model, format="high-precision"))
-    experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
+    experts = {name: value for name, value in get_values(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4
     assert all(torch.equal(oracle[name], value) for name, value in experts.items())
 
@@ -282,9 +288,9 @@ def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
     options = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True)}
     plain, model = (transformers.GptOssForCausalLM.from_pretrained(tmp_path / "hub", **options) for _ in range(2))
     freeze_to_float8(model, config=config, module_filter_fn=lambda _, name: "experts" in name)
-    assert_same(values_of(model), values_of(plain))
+    assert_same(get_values(model), get_values(plain))
     assert sum(isinstance(parameter, FrozenFloat8Weight) for parameter in model.parameters()) == 4
-    assert logits_of(model).isfinite().all()
+    assert compute_logits(model).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -298,8 +304,8 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path):
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
     import_float8(tmp_path / "out", tmp_path / "hp", dtype=torch.float32)
     trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
-    oracle = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
-    assert_same_bits(logits_of(trainable), logits_of(oracle))
+    oracle = load_with_transformers(tmp_path / "out", "compressed-tensors", type(model))
+    assert_same_bits(compute_logits(trainable), compute_logits(oracle))
 
 
 def test_a_layer_in_high_precision_is_listed_as_ignored(tmp_path):
@@ -311,7 +317,7 @@ def test_a_layer_in_high_precision_is_listed_as_ignored(tmp_path):
     plan = save_float8(model, tmp_path / "out").plan
     assert {left_out[1], f"{left_out[1]}.0.gate_proj", f"{left_out[1]}.3.down_proj"} <= set(plan.ignore)
     assert not [name for name in plan.ignore if "layers.1.mlp.experts" in name]
-    served = from_transformers(tmp_path / "out", "compressed-tensors", type(model))
+    served = load_with_transformers(tmp_path / "out", "compressed-tensors", type(model))
     first, second = (layer.mlp.experts for layer in served.model.layers)
     assert torch.equal(first.gate_up_proj, plain.model.layers[0].mlp.experts.gate_up_proj)
     assert not torch.equal(second.gate_up_proj, plain.model.layers[1].mlp.experts.gate_up_proj)

@@ -14,7 +14,7 @@ from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.files import SafetensorsWriter, StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
-from tests.library.third_party.checkpoints import export_folder, from_transformers
+from tests.library.third_party.checkpoints import export_folder, load_with_transformers
 from tests.library.third_party.llama import convert, not_the_head
 from tests.library.third_party.zoo import make
 from tests.reference import sqnr_db
@@ -98,7 +98,7 @@ def test_an_export_has_the_names_of_save_pretrained(family, exported, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     names = {name for name in StoredTensors(folder) if not name.endswith("_scale")}
     assert names == set(StoredTensors(tmp_path / "plain"))
-    theirs = from_transformers(folder, "compressed-tensors", type(model))
+    theirs = load_with_transformers(folder, "compressed-tensors", type(model))
     model.load_state_dict(dict(load_float8(folder, model=model, dtype=torch.float32)))
     assert_same(model.state_dict(), theirs.state_dict())
     frozen = convert_to_high_precision(load_frozen(build_model(family), folder))

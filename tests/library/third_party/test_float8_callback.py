@@ -11,18 +11,18 @@ import quaver
 from quaver import Float8Linear, assert_float8_training, cast_weights_once, conversion_report, convert_to_high_precision
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from quaver.numerics.record import Record
-from tests.library.third_party.hf_trainer import checkpointing, losses_of
+from tests.library.third_party.hf_trainer import checkpointing, get_losses
 from tests.library.third_party.hf_trainer import trained as trained_by
 from tests.library.third_party.hf_trainer import trainer as trainer_of
 from tests.library.third_party.llama import (
     BATCHES,
     Tokens,
+    build_optimizer,
     clip,
+    copy_weights,
+    get_scales,
     llama,
-    optimizer_of,
-    scales_of,
     train_by_hand,
-    weights_of,
 )
 from tests.library.third_party.table import proves
 from tests.steps import assert_same
@@ -50,10 +50,10 @@ def prepared(recipe="rowwise", layers=2):
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     """The log says how much is in float8 and how the scales fit."""
     model = prepared("delayed")
-    losses, scales = train_by_hand(model, before=quaver.sync_float8_amax_and_scale_history), scales_of(model)
+    losses, scales = train_by_hand(model, before=quaver.sync_float8_amax_and_scale_history), get_scales(model)
     run = trained(tmp_path, prepared("delayed"), **SAVING)
-    assert losses_of(run) == pytest.approx(losses, abs=5e-5)
-    followed = scales_of(run.model)
+    assert get_losses(run) == pytest.approx(losses, abs=5e-5)
+    followed = get_scales(run.model)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
     entry = [entry for entry in run.state.log_history if "loss" in entry][-1]
     assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
@@ -61,8 +61,8 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     assert entry["float8_scale_fit"] > 0
     moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
     resumed = trained(tmp_path / "other", prepared("delayed"), resume=moved)
-    assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
-    assert_same(scales_of(resumed.model), followed)
+    assert get_losses(resumed)[-2:] == get_losses(run)[-2:]
+    assert_same(get_scales(resumed.model), followed)
 
 
 @proves("transformers' Trainer", "best model")
@@ -80,8 +80,8 @@ def test_the_best_model_comes_with_its_scales(tmp_path, recipe, steps, learning_
         torch.set_default_dtype(torch.float32)
     assert best.state.best_global_step == 1
     short = trained(tmp_path / "1", short, max_steps=1, learning_rate=learning_rate)
-    assert_same(weights_of(best.model), weights_of(short.model))
-    assert_same(scales_of(best.model), scales_of(short.model))
+    assert_same(copy_weights(best.model), copy_weights(short.model))
+    assert_same(get_scales(best.model), get_scales(short.model))
 
 
 def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
@@ -90,7 +90,7 @@ def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
     resumed = trained(tmp_path, prepared("delayed"), resume=tmp_path / "checkpoint-2", **SAVING)
     assert "has no persistent scales" in caplog.text
     again = trained(tmp_path, prepared("delayed"), resume=tmp_path / f"checkpoint-{BATCHES}")
-    assert_same(scales_of(again.model), scales_of(resumed.model))
+    assert_same(get_scales(again.model), get_scales(resumed.model))
 
 
 class InTheMiddle(TrainerCallback):
@@ -123,7 +123,7 @@ def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
         pass
     model.load_state_dict(llama(layers=1).state_dict())
     run = trained(tmp_path / "second", model, Float8Callback(monitor=100), **options)
-    assert losses_of(run) == losses_of(trained(tmp_path / "fresh", prepared(layers=1), **options))
+    assert get_losses(run) == get_losses(trained(tmp_path / "fresh", prepared(layers=1), **options))
     with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
         pass
 
@@ -138,7 +138,7 @@ def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
     for learning_rate in (1e-3, 1e-2, 1e-3):
         arguments.learning_rate = learning_rate
         run.train()
-        losses.append(losses_of(run))
+        losses.append(get_losses(run))
     assert losses[0] == losses[2] != losses[1]
 
 
@@ -168,7 +168,7 @@ def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
     model = prepared(layers=1)
     plain = trained(tmp_path / "plain", prepared(layers=1))
     run = trained(tmp_path, model, Float8Callback(monitor=2), **SAVING)
-    assert losses_of(run) == losses_of(plain)
+    assert get_losses(run) == get_losses(plain)
     again, callback = prepared(layers=1), Float8Callback(monitor={"every": 1})
     resumed = trained(tmp_path, again, callback, resume=tmp_path / "checkpoint-2")
     record = Record.read(tmp_path)
@@ -192,7 +192,7 @@ def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path):
     run.train()
     assert steps == [0, 1]
     without_callback = trained_by(tmp_path, prepared(), [], **OPTIONS, **options)
-    assert losses_of(run) == losses_of(without_callback)
+    assert get_losses(run) == get_losses(without_callback)
 
 
 @proves("transformers' Trainer", "accumulate", "evaluate")
@@ -208,8 +208,8 @@ def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
     options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-2"}
     resumed = trained(tmp_path / "True", prepared(recipe), **options)
     for run in (runs[False], resumed):
-        assert losses_of(run) == losses_of(runs[True])
-        assert_same(scales_of(run.model), scales_of(runs[True].model))
+        assert get_losses(run) == get_losses(runs[True])
+        assert_same(get_scales(run.model), get_scales(runs[True].model))
 
 
 def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkpoint(tmp_path):
@@ -235,7 +235,7 @@ def test_adapters_and_the_head_stay_in_high_precision(first):
     assert all("lora" in layer.name or "lm_head" in layer.name for layer in report.skipped)
     if first == "adapt":
         assert {layer.reason for layer in report.skipped} == {"adapter", "output head"}
-    assert_float8_training(model, optimizer_of(model), allow_frozen=True)
+    assert_float8_training(model, build_optimizer(model), allow_frozen=True)
     with pytest.raises(RuntimeError, match="weights that require no gradient: .* and 11 more"):
         assert_float8_training(model)
     assert not conversion_report(convert_to_high_precision(model)).converted
@@ -255,10 +255,10 @@ def lora():
 )
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)
-    losses, before = train_by_hand(model, every=every), weights_of(lora())
+    losses, before = train_by_hand(model, every=every), copy_weights(lora())
     run = trained(tmp_path, lora(), **options)
     by_step = torch.tensor(losses).view(-1, every).mean(1).tolist()
-    assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
+    assert get_losses(run) == pytest.approx(by_step, abs=5e-5)
     moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, _ in run.model.named_parameters() if "lora_" in name}
     (everything,) = torch.utils.data.DataLoader(Tokens(), batch_size=len(Tokens()))
@@ -272,7 +272,7 @@ def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_m
     whole = trained(tmp_path, lora(), **SAVING)
     moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
     resumed = trained(tmp_path / "other", lora(), resume=moved)
-    assert losses_of(resumed)[2:] == losses_of(whole)[2:]
+    assert get_losses(resumed)[2:] == get_losses(whole)[2:]
     whole.model.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
     assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
@@ -290,12 +290,12 @@ WRONG = {
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_what_would_train_something_else_is_refused(wrong):
     model = prepared()
-    linear, optimizer = model.model.layers[0].self_attn.q_proj, optimizer_of(model)
+    linear, optimizer = model.model.layers[0].self_attn.q_proj, build_optimizer(model)
     assert_float8_training(model, optimizer)
     if wrong == "weight replaced":
         linear.weight = torch.nn.Parameter(linear.weight.clone())
     elif wrong == "optimizer of another model":
-        optimizer = optimizer_of(llama())
+        optimizer = build_optimizer(llama())
     elif wrong == "twice":
         optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
     else:
@@ -322,7 +322,7 @@ RUNS += at_night([("tensorwise", {}), ("rowwise", checkpointing(use_reentrant=Tr
 @proves("transformers' Trainer", "train", "checkpointing")
 @pytest.mark.parametrize(("recipe", "options"), RUNS)
 def test_a_run_without_the_callback_has_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, options):
-    losses = losses_of(trained_by(tmp_path, recipe, **options))
+    losses = get_losses(trained_by(tmp_path, recipe, **options))
     assert losses == pytest.approx(train_by_hand(llama(recipe), before=clip), abs=5e-5)  # logged with 4 places
     assert losses != pytest.approx(train_by_hand(llama(), before=clip), abs=5e-5)
 
@@ -331,11 +331,11 @@ def test_a_run_without_the_callback_has_the_losses_of_a_loop_written_by_hand(tmp
 @pytest.mark.nightly
 def test_the_trainers_compilation_changes_no_loss(tmp_path):
     run = trained_by(tmp_path, "rowwise", torch_compile=True, torch_compile_backend="aot_eager")
-    assert losses_of(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), rel=1e-3)
+    assert get_losses(run) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), rel=1e-3)
 
 
 @proves("transformers' Trainer", "evaluate")
-def test_evaluation_generation_and_export(tmp_path):
+def test_a_trained_model_evaluates_generates_and_exports(tmp_path):
     run = trained_by(tmp_path, "rowwise", bf16=True)
     assert run.evaluate()["eval_loss"] > 0
     prompt = Tokens()[0]["input_ids"][None, :4]

@@ -6,9 +6,9 @@ import torch
 
 from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from tests.library.third_party.checkpoints import logits_of
-from tests.library.third_party.hf_trainer import checkpointing, losses_of, trained
-from tests.library.third_party.llama import batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.library.third_party.checkpoints import compute_logits
+from tests.library.third_party.hf_trainer import checkpointing, get_losses, trained
+from tests.library.third_party.llama import batches, build_optimizer, llama, not_the_head, train_by_hand
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
@@ -93,9 +93,9 @@ def test_merging_quantizes_again_and_reports_the_error(config, kind):
     model = build_adapted(config, use_dora=kind == "dora")
     losses = train_by_hand(model)
     assert all(loss > 0 for loss in losses)
-    expected = logits_of(model)
+    expected = compute_logits(model)
     merged = model.merge_and_unload()
-    assert sqnr_db(expected, logits_of(merged)) > 15
+    assert sqnr_db(expected, compute_logits(merged)) > 15
     reasons = {layer.name: layer.reason for layer in conversion_report(merged).layers}
     targets = [name for name in reasons if name.rpartition(".")[2] in LORA["target_modules"]]
     others = [name for name in reasons if name not in targets and "lm_head" not in name]
@@ -108,21 +108,21 @@ def test_merging_quantizes_again_and_reports_the_error(config, kind):
         assert 25 < weight.requantized_sqnr_db < 40
 
 
-def test_safe_merge_and_unmerge():
+def test_safe_merge_and_unmerge_keep_the_outputs():
     model = build_adapted("blockwise")
     train_by_hand(model)
-    expected = logits_of(model)
+    expected = compute_logits(model)
     model.merge_adapter(safe_merge=True)
-    assert sqnr_db(expected, logits_of(model)) > 15
+    assert sqnr_db(expected, compute_logits(model)) > 15
     model.unmerge_adapter()
-    assert sqnr_db(expected, logits_of(model)) > 15
+    assert sqnr_db(expected, compute_logits(model)) > 15
 
 
 def test_trainer_trains_as_a_loop_by_hand(tmp_path):
     losses, model = train_by_hand(build_adapted("blockwise")), build_adapted("blockwise")
     options = {"max_grad_norm": 0, "save_strategy": "steps", **checkpointing(use_reentrant=False)}
-    run = trained(tmp_path, model, optimizers=(optimizer_of(model), None), **options)
-    assert losses_of(run) == pytest.approx(losses, abs=2e-4)  # logged with four digits
+    run = trained(tmp_path, model, optimizers=(build_optimizer(model), None), **options)
+    assert get_losses(run) == pytest.approx(losses, abs=2e-4)  # logged with four digits
     assert list(tmp_path.glob("checkpoint-*/adapter_model.safetensors"))
 
 

@@ -28,13 +28,13 @@ def compute_scales(weight, rows, columns, *, power_of_2=False):
     return torch.exp2((amax / 448).log2().ceil()) if power_of_2 else amax / 448
 
 
-def block_of(weight, scale):
+def compute_block_size(weight, scale):
     """Return the rows and columns of a block."""
     return [length // count for length, count in zip(weight.shape, scale.shape, strict=True)]
 
 
 def quantize(weight, scale):
-    rows, columns = block_of(weight, scale)
+    rows, columns = compute_block_size(weight, scale)
     return (weight / scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)).to(torch.float8_e4m3fn)
 
 
@@ -117,7 +117,7 @@ def written(tmp_path_factory):
 
 def decompress(codes, scale):
     """Dequantize a matrix by compressed-tensors."""
-    blocks = block_of(codes, scale)
+    blocks = compute_block_size(codes, scale)
     args = {"num_bits": 8, "type": "float"}
     if scale.numel() == 1:
         args |= {"strategy": "tensor"}

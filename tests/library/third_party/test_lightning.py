@@ -10,7 +10,7 @@ from quaver import conversion_report, sync_float8_amax_and_scale_history
 from tests.library.third_party import llama as models
 from tests.library.third_party.installed import run_with_packages
 from tests.library.third_party.lightning_trainer import Module, make_plugin, make_trainer, set_up_fabric
-from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of, scales_of, train_by_hand
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, get_scales, llama, train_by_hand
 from tests.library.third_party.table import proves, refuses
 from tests.mixture import DIM, make_mixture
 from tests.steps import assert_same
@@ -51,7 +51,7 @@ def test_a_checkpoint_of_any_precision_resumes(tmp_path, precision):
     again.fit(resumed, batches(), batches(), ckpt_path=path)
     assert again.global_step == 3
     assert resumed.losses[0] < module.losses[0]
-    assert len(models.float8_names(resumed)) == 14
+    assert len(models.list_float8_names(resumed)) == 14
 
 
 @proves("Lightning's Trainer", "compile")
@@ -60,7 +60,7 @@ def test_a_compiled_module_trains_as_before(tmp_path):
     module = Module(None, False)
     compiled = torch.compile(module, backend="aot_eager")
     make_trainer(tmp_path, BATCHES, plugins=[make_plugin("rowwise")]).fit(compiled, batches())
-    assert len(models.float8_names(module)) == 14
+    assert len(models.list_float8_names(module)) == 14
     assert module.losses == pytest.approx(train_by_hand(llama("rowwise")), rel=1e-4)
 
 
@@ -72,7 +72,7 @@ def test_validation_within_and_between_accumulated_steps_changes_no_scale(tmp_pa
         module, options = Module(None, False), {"accumulate_grad_batches": 2, **validates}
         autocasts = make_plugin("delayed", autocast_dtype=torch.bfloat16)
         make_trainer(tmp_path, BATCHES // 2, plugins=[autocasts], **options).fit(module, batches(), batches())
-        runs.append((module.losses, scales_of(module.model)))
+        runs.append((module.losses, get_scales(module.model)))
     assert_same(*runs)
 
 
@@ -99,9 +99,9 @@ def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     module, model = Module(None, False), llama(recipe)
     run = make_trainer(tmp_path, BATCHES, plugins=[make_plugin(recipe)])
     run.fit(module, batches(), batches())
-    by_hand = partial(train_by_hand, model, optimizer_of(model), after=sync_float8_amax_and_scale_history)
+    by_hand = partial(train_by_hand, model, build_optimizer(model), after=sync_float8_amax_and_scale_history)
     assert module.losses == by_hand()
-    assert_same(scales_of(module.model), scales_of(model))
+    assert_same(get_scales(module.model), get_scales(model))
     resumed, again = Module(None, False), make_trainer(tmp_path / "again", BATCHES + 1, plugins=[make_plugin(recipe)])
     again.fit(resumed, batches(), batches(), ckpt_path=run.checkpoint_callback.best_model_path)
     assert resumed.losses == by_hand(only=[0])
@@ -136,9 +136,9 @@ def loop(model, optimizer, backward, every=1, only=range(BATCHES)):
         return [*losses, model.eval()(**last).loss.item()]
 
 
-def loop_by_hand(every=1):
+def run_loop_by_hand(every=1):
     model = llama("tensorwise")
-    return loop(model, optimizer_of(model), torch.Tensor.backward, every)
+    return loop(model, build_optimizer(model), torch.Tensor.backward, every)
 
 
 @proves("Fabric", "train", "accumulate", "checkpointing", "evaluate")
@@ -147,7 +147,7 @@ def test_the_losses_of_fabric_are_those_of_a_loop_written_by_hand(every, checkpo
     fabric, model, optimizer = set_up_fabric(llama())
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert loop(model, optimizer, fabric.backward, every) == loop_by_hand(every)
+    assert loop(model, optimizer, fabric.backward, every) == run_loop_by_hand(every)
     assert conversion_report(model).float8_flops_fraction > 0.5
 
 
@@ -159,24 +159,24 @@ def test_a_model_compiled_before_or_after_fabric_trains_as_before():
         fabric, model, optimizer = set_up_fabric(compiled(llama()) if compiles_first else llama())
         model = model if compiles_first else compiled(model)
         assert conversion_report(model).float8_flops_fraction > 0.5
-        assert loop(model, optimizer, fabric.backward) == pytest.approx(loop_by_hand(), rel=1e-4)
+        assert loop(model, optimizer, fabric.backward) == pytest.approx(run_loop_by_hand(), rel=1e-4)
 
 
 def test_fabric_with_autocast_differs_by_its_rounding():
     fabric, model, optimizer = set_up_fabric(llama(), autocast_dtype=torch.bfloat16)
-    losses, by_hand = loop(model, optimizer, fabric.backward), loop_by_hand()
+    losses, by_hand = loop(model, optimizer, fabric.backward), run_loop_by_hand()
     assert losses == pytest.approx(by_hand, rel=0.01)
     assert losses != by_hand
 
 
 def test_each_optimizer_of_fabric_updates_the_scales_of_its_own_modules():
     fabric = Fabric(accelerator="cpu", plugins=[Float8FabricPrecision("delayed", autocast_dtype=None)])
-    sides = [fabric.setup(model, optimizer_of(model)) for model in (make_mixture(), make_mixture())]
+    sides = [fabric.setup(model, build_optimizer(model)) for model in (make_mixture(), make_mixture())]
     for model, _ in sides:
         fabric.backward(model(torch.randn(8, DIM)).sum())
     for stepped, (_, optimizer) in enumerate(sides, 1):
         optimizer.step()
-        known = [scales_of(model)["1.out.weight.quant_scale"].item() > 0 for model, _ in sides]
+        known = [get_scales(model)["1.out.weight.quant_scale"].item() > 0 for model, _ in sides]
         assert known == [index < stepped for index in range(2)]
     layers = conversion_report(sides[0][0]).layers
     assert {layer.name.removeprefix("_forward_module.") for layer in layers} >= {"1.out", "1.experts.down_proj"}
@@ -189,7 +189,7 @@ def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
     whole = loop(model, optimizer, fabric.backward, only=range(2))[:2]
     fabric.save(tmp_path / "state", {"model": model, "optimizer": optimizer})
     whole += loop(model.train(), optimizer, fabric.backward, only=range(2, BATCHES))
-    assert whole == loop_by_hand()
+    assert whole == run_loop_by_hand()
     fabric, model, optimizer = set_up_fabric(llama())
     (tmp_path / "state").rename(tmp_path / "moved")
     fabric.load(tmp_path / "moved", {"model": model, "optimizer": optimizer})

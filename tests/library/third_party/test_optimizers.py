@@ -12,8 +12,8 @@ from quaver.integrations.transformers import Float8Callback
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, make_param_groups
 from quaver.weights.primary_weight import Float8PrimaryWeight
 from tests.library.third_party.accelerated import save_and_resume, train_as_documented
-from tests.library.third_party.hf_trainer import losses_of, trained
-from tests.library.third_party.llama import BATCHES, batches, llama, optimizer_of
+from tests.library.third_party.hf_trainer import get_losses, trained
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, llama
 from tests.ranks import run as run_on_ranks
 from tests.steps import assert_same
 from tests.thinned import at_night
@@ -37,7 +37,7 @@ def test_a_run_resumed_by_transformers_goes_on_as_before(tmp_path, make_optimize
         return trained(tmp_path, model, optimizers=(make_optimizer(model), None), **options)
 
     whole, resumed = run(save_strategy="steps"), run(resume=tmp_path / "checkpoint-2")
-    assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
+    assert get_losses(resumed)[-2:] == get_losses(whole)[-2:]
     assert_same(resumed.model.state_dict(), whole.model.state_dict())
 
 
@@ -54,7 +54,7 @@ def test_a_run_resumed_by_accelerate_goes_on_as_before(tmp_path, strategy, state
 
 def train_by_transformers(folder, *, primary, **options):
     model = llama("tensorwise")
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     if primary:
         optimizer = use_float8_primary_weights(model, optimizer)
     options = {"warmup_steps": 2, "lr_scheduler_type": "linear", **options}
@@ -62,7 +62,7 @@ def train_by_transformers(folder, *, primary, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["", "accumulate bf16"])
-def test_primary_weights_in_transformers_trainer(tmp_path, options):
+def test_primary_weights_train_in_transformers_trainer(tmp_path, options):
     plain = train_by_transformers(tmp_path, primary=False, **options).model.state_dict()
     run = train_by_transformers(tmp_path, primary=True, save_strategy="no" if options else "steps", **options)
     assert_same(run.model.state_dict(), plain)
@@ -78,7 +78,7 @@ def test_primary_weights_in_transformers_trainer(tmp_path, options):
 def train_by_accelerate(folder, primary):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = llama("rowwise")
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     if primary:
         optimizer = use_float8_primary_weights(model, optimizer)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
@@ -93,6 +93,6 @@ def train_by_accelerate(folder, primary):
     return losses
 
 
-def test_primary_weights_in_accelerate(tmp_path):
+def test_primary_weights_train_in_accelerate(tmp_path):
     plain, primary = (train_by_accelerate(tmp_path / str(primary), primary) for primary in (False, True))
     assert primary == plain

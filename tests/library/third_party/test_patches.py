@@ -80,5 +80,5 @@ assert calls == ["load_state_dict"] * 3, calls
 
 
 @pytest.mark.parametrize("program", [PROGRAM, REPLACED], ids=["only the listed calls", "with patches of others"])
-def test_changes_of_other_packages(program):
+def test_patches_are_listed_and_keep_those_of_other_packages(program):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

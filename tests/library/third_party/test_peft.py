@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quaver import convert_to_float8_training, freeze_to_float8
-from tests.library.third_party.checkpoints import logits_of
-from tests.library.third_party.llama import LORA, build_adapted, float8_names, llama, not_the_head, train_by_hand
+from tests.library.third_party.checkpoints import compute_logits
+from tests.library.third_party.llama import LORA, build_adapted, list_float8_names, llama, not_the_head, train_by_hand
 from tests.library.third_party.table import proves
 from tests.thinned import at_night, thinned
 
@@ -19,9 +19,9 @@ def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
     first, second = (build_adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
     for wrapped, converted in zip(first.parameters(), second.parameters(), strict=True):
         converted.data.copy_(wrapped)
-    assert float8_names(first) == float8_names(second)
-    assert len(float8_names(first)) == 14
-    assert not any("lora" in name for name in float8_names(first))
+    assert list_float8_names(first) == list_float8_names(second)
+    assert len(list_float8_names(first)) == 14
+    assert not any("lora" in name for name in list_float8_names(first))
     assert train_by_hand(first) == train_by_hand(second)
 
 
@@ -31,8 +31,8 @@ def test_merging_gives_the_float8_model_of_the_merged_weights():
     train_by_hand(model)
     merged, expected = model.merge_and_unload(), llama("tensorwise")
     expected.load_state_dict(merged.state_dict())
-    assert len(float8_names(merged)) == 14
-    assert torch.equal(logits_of(merged), logits_of(expected))
+    assert len(list_float8_names(merged)) == 14
+    assert torch.equal(compute_logits(merged), compute_logits(expected))
 
 
 TARGETS = {"target_modules": LORA["target_modules"]}
@@ -72,7 +72,7 @@ def test_other_adapters_train_and_load(kind, is_frozen, tmp_path):
     assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(build(), tmp_path)
-    assert torch.equal(logits_of(loaded), logits_of(model))
+    assert torch.equal(compute_logits(loaded), compute_logits(model))
 
 
 @proves("PEFT", "compile")

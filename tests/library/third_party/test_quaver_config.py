@@ -16,15 +16,15 @@ from quaver.integrations import transformers_quantizer
 from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.third_party.checkpoints import write_folder
-from tests.library.third_party.hf_trainer import losses_of, settings, trainer
+from tests.library.third_party.hf_trainer import get_losses, settings, trainer
 from tests.library.third_party.llama import (
     BATCHES,
-    float8_names,
+    build_optimizer,
+    get_values,
+    list_float8_names,
     llama,
     mixture,
-    optimizer_of,
     train_by_hand,
-    values_of,
 )
 from tests.library.third_party.sft_trainer import make_dataset, make_tokenizer
 from tests.steps import assert_same
@@ -66,7 +66,7 @@ def load(folder, *args, dtype=torch.bfloat16, device_map=None, **options):
 
 def assert_same_models(model, expected):
     assert list(map(vars, conversion_report(model).converted)) == list(map(vars, conversion_report(expected).converted))
-    assert_same(values_of(model), values_of(expected))
+    assert_same(get_values(model), get_values(expected))
     assert_same(model(INPUT).logits, expected.eval()(INPUT).logits)
 
 
@@ -76,7 +76,7 @@ def build_from_config(folder, name):
     return kind._from_config(kind.config_class.from_pretrained(folder), dtype=torch.bfloat16)
 
 
-def names_in(folder):
+def list_names(folder):
     """Return the names of a folder's tensors without the scales."""
     return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file) if "_scale" not in name)
 
@@ -97,9 +97,9 @@ def test_a_folder_in_high_precision_is_converted_or_frozen(folders, tmp_path, na
     assert not any(weight.requires_grad for weight in frozen.parameters() if isinstance(weight, FrozenFloat8Weight))
     for saved, path in ((model, tmp_path / "converted"), (frozen, tmp_path / "frozen")):
         saved.save_pretrained(path)
-        assert names_in(path) == names_in(folders / name)
+        assert list_names(path) == list_names(folders / name)
         assert "quantization_config" not in json.loads((path / "config.json").read_text())
-        assert_same(values_of(load_high_precision(path)), values_of(saved))
+        assert_same(get_values(load_high_precision(path)), get_values(saved))
 
 
 @pytest.mark.parametrize(("name", "format"), thinned(MODELS, FLOAT8, together=1))
@@ -115,8 +115,8 @@ def test_a_float8_folder_trains_or_keeps_its_codes(folders, tmp_path, name, form
     assert frozen.hf_quantizer.is_trainable
     assert not frozen.hf_quantizer.is_qat_trainable
     frozen.save_pretrained(tmp_path / "saved")
-    assert names_in(tmp_path / "saved") == names_in(folder)
-    assert_same(values_of(load_high_precision(tmp_path / "saved")), values_of(model))
+    assert list_names(tmp_path / "saved") == list_names(folder)
+    assert_same(get_values(load_high_precision(tmp_path / "saved")), get_values(model))
     tensorwise = load(folder, "tensorwise", frozen=True, modules_to_not_convert=["q_proj"])
     layer = tensorwise.model.layers[0].self_attn
     assert layer.k_proj.weight.granularity == "tensorwise"
@@ -124,7 +124,7 @@ def test_a_float8_folder_trains_or_keeps_its_codes(folders, tmp_path, name, form
     assert type(frozen.dequantize().model.layers[0].self_attn.q_proj) is torch.nn.Linear
 
 
-def test_a_folder_whose_method_transformers_does_not_know(folders, tmp_path):
+def test_a_folder_whose_method_transformers_does_not_know_is_loaded(folders, tmp_path):
     """modelopt's: the config of transformers has no class for it."""
     config = json.loads((folders / "llama-compressed-tensors" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
@@ -156,7 +156,7 @@ def test_adapters_train_on_frozen_weights_in_the_trainer(folders, tmp_path, name
     expected = get_peft_model(expected, adapters)
     run = trainer(tmp_path, model, [Float8Callback()], gradient_checkpointing=True)
     run.train()
-    losses, by_hand = losses_of(run), train_by_hand(expected.train(), optimizer_of(expected), only=[0])
+    losses, by_hand = get_losses(run), train_by_hand(expected.train(), build_optimizer(expected), only=[0])
     assert losses[:1] == pytest.approx(by_hand)
     assert len(losses) == BATCHES
     assert losses != by_hand * BATCHES
@@ -182,7 +182,7 @@ def test_the_forward_multiplies_what_an_engine_does(folders, serving, frozen):
     match = matches_serving(model, INPUT)
     assert match
     assert match.serving == serving
-    assert float8_names(model) == set(match.inputs)
+    assert list_float8_names(model) == set(match.inputs)
     assert model.hf_quantizer.quantization_config.to_dict()["serving"] == serving
 
 

@@ -35,7 +35,7 @@ HEADS = {
 }
 
 
-def skipped_linears(model):
+def find_skipped_linears(model):
     """Return the reasons for linears that are not converted, by name."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {layer.name: layer.reason for layer in conversion_report(model).skipped if layer.name in linears}
@@ -47,7 +47,7 @@ def test_output_heads_are_recognized_by_their_position(name):
     config, options, expected = HEADS[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**options))
     prepare_model_for_float8(model, "rowwise")
-    reasons = skipped_linears(model)
+    reasons = find_skipped_linears(model)
     assert set(reasons) == expected
     assert all(reason.startswith("output head") for reason in reasons.values())
 
@@ -75,7 +75,7 @@ TUNERS = {
 @pytest.mark.parametrize("name", TUNERS)
 def test_heads_and_adapters_that_peft_made_first_stay(name):
     model = prepare_model_for_float8(peft.get_peft_model(llama(), TUNERS[name]), "rowwise")
-    reasons = skipped_linears(model)
+    reasons = find_skipped_linears(model)
     heads = {name for name, reason in reasons.items() if reason == "output head"}
     assert heads
     assert all("lm_head" in name for name in heads)

@@ -14,8 +14,8 @@ from torch import nn
 from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, convert_to_float8_training
 from quaver.integrations.torchao import main
 from tests.isolated import Forked, isolated
-from tests.library.third_party.accelerated import accelerator_on, find_changed, train_as_documented
-from tests.library.third_party.llama import BATCHES, batches, float8_names, llama, optimizer_of, weights_of
+from tests.library.third_party.accelerated import find_changed, make_accelerator, train_as_documented
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, copy_weights, list_float8_names, llama
 from tests.library.third_party.table import proves
 from tests.ranks import run
 from tests.steps import assert_same
@@ -48,7 +48,7 @@ def check_names():
     assert package.Float8MMConfig is inference
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     assert package.convert_to_float8_training(model, config=package.Float8LinearConfig(emulate=True)) is model
-    assert float8_names(model) == {"0", "1"}
+    assert list_float8_names(model) == {"0", "1"}
     assert model[0].config.emulate
 
 
@@ -169,10 +169,10 @@ def train_with_accelerate(strategy, recipe, variant, folder):
         if variant == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         accumulated = HALF if variant == "accumulate" else 1
-        accelerator = accelerator_on(strategy, **options, gradient_accumulation_steps=accumulated)
-        before = weights_of(model)
+        accelerator = make_accelerator(strategy, **options, gradient_accumulation_steps=accumulated)
+        before = copy_weights(model)
         compiled = torch.compile(model, backend="aot_eager") if variant == "compile" else model
-        prepared, optimizer = accelerator.prepare(compiled, optimizer_of(model))
+        prepared, optimizer = accelerator.prepare(compiled, build_optimizer(model))
         plain = accelerator.unwrap_model(prepared, keep_torch_compile=False)
         plain = getattr(plain, "_orig_mod", plain)  # compiled inside DDP
         assert_float8_training(plain, optimizer.optimizer)
@@ -189,7 +189,7 @@ def train_with_accelerate(strategy, recipe, variant, folder):
             prepared.train()
         accelerator.load_state(state)
         again = steps(parts[HALF:])
-        results.append((losses, again, trained, sorted(float8_names(plain) - {"lm_head"}), set(before)))
+        results.append((losses, again, trained, sorted(list_float8_names(plain) - {"lm_head"}), set(before)))
     return results
 
 
@@ -222,11 +222,11 @@ def check_between_batches(folder):
     def prepared(model):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
-        return accelerator, *accelerator.prepare(model, optimizer_of(model))
+        return accelerator, *accelerator.prepare(model, build_optimizer(model))
 
     def by_accelerate(model, between, folder):
         accelerator, model, optimizer = prepared(model)
-        assert len(float8_names(model)) == 13
+        assert len(list_float8_names(model)) == 13
         run_loop(model, optimizer, accelerator.backward, between)
         accelerator.save_model(model, folder)
         return model, lambda: prepared(load_llama(load_file(folder / "model.safetensors")))[1]
@@ -246,14 +246,14 @@ def check_between_batches(folder):
             (folder / "state").rename(folder / "moved")
         accelerator.backward(model(**batch).loss)
         optimizer.step()
-        states.append(weights_of(model))
+        states.append(copy_weights(model))
     assert_same(*states)
 
 
 @proves("Accelerate, mixed_precision=fp8", "reload", "evaluate in a step", "EMA swap", "after a failed run")
 @proves("Accelerate, mixed_precision=fp8", "resume elsewhere")
 @pytest.mark.nightly
-def test_what_is_done_between_the_batches_of_accelerates_fp8(tmp_path):
+def test_nothing_between_the_batches_of_accelerates_fp8_changes_a_loss(tmp_path):
     isolated(check_between_batches, tmp_path)
 
 
@@ -266,7 +266,7 @@ def check_without_the_shim():
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     with pytest.raises(RuntimeError, match=r"set it to bf16, or call quaver.integrations.torchao.install\(\)"):
         prepare_model_for_float8(llama(), "rowwise")
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model))
     with pytest.raises(RuntimeError, match=r"torchao has converted .*call quaver.integrations.torchao.install\(\)"):
         assert_float8_training(model, optimizer.optimizer)
     with pytest.raises(RuntimeError, match="torchao has converted this model"):

@@ -13,7 +13,7 @@ from quaver.experts.module import Float8Experts
 from quaver.export import load_float8, load_frozen
 from quaver.integrations.transformers import QuaverConfig
 from tests.library.third_party.checkpoints import write_folder
-from tests.library.third_party.llama import values_of
+from tests.library.third_party.llama import get_values
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 
@@ -135,13 +135,13 @@ def test_stacks_are_read_and_frozen(written):
     kind, weights = type(model), dict(load_float8(folder, model=model, dtype=torch.float32))
     assert all(sqnr_db(tensor, weights[name]) > 30 for name, tensor in model.state_dict().items() if name in weights)
     frozen = load_frozen(kind._from_config(model.config, dtype=torch.float32), folder)
-    assert_same({name: values_of(frozen)[name] for name in weights}, weights)
+    assert_same({name: get_values(frozen)[name] for name in weights}, weights)
     reasons = [layer.reason for layer in conversion_report(frozen).layers if "gate_up_proj" in layer.name]
     assert "frozen" in reasons[0]
     loaded = kind.from_pretrained(folder, quantization_config=QuaverConfig(frozen=True), dtype=torch.float32)
-    assert_same(values_of(loaded), values_of(frozen))
+    assert_same(get_values(loaded), get_values(frozen))
     trained = kind.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"), dtype=torch.float32)
-    assert_same(trained.state_dict(), values_of(frozen))
+    assert_same(trained.state_dict(), get_values(frozen))
     assert any(isinstance(module, Float8Experts) for module in trained.modules())
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():

@@ -12,8 +12,8 @@ import transformers
 from quaver.activations import activation_report, stop_storing_activations, store_activations_in_float8
 from quaver.integrations.transformers import Float8Callback
 from tests.library.third_party.accelerated import save_and_resume, train_by_accelerate_and_by_hand
-from tests.library.third_party.hf_trainer import checkpointing, losses_of, trained
-from tests.library.third_party.llama import BATCHES, batches, convert, llama, optimizer_of, sharded, train_by_hand
+from tests.library.third_party.hf_trainer import checkpointing, get_losses, trained
+from tests.library.third_party.llama import BATCHES, batches, build_optimizer, convert, llama, sharded, train_by_hand
 from tests.ranks import run as run_on_ranks
 from tests.thinned import at_night
 
@@ -51,7 +51,7 @@ def test_a_padded_batch_has_near_gradients(name):
     assert report.bytes_after < 0.6 * report.bytes_before
 
 
-def storing_llama(recipe="rowwise"):
+def build_storing_llama(recipe="rowwise"):
     model = llama(recipe)
     store_activations_in_float8(model)
     return model
@@ -61,21 +61,21 @@ def storing_llama(recipe="rowwise"):
 def test_transformers_trainer_has_the_losses_of_a_loop_written_by_hand(is_checkpointed, tmp_path):
     """transformers' Trainer evaluates in between, saves and is resumed: the losses of a loop by hand, not a plain's."""
     options = {"max_grad_norm": 0.0, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1}
-    by_hand, plain = storing_llama(), llama("rowwise")
+    by_hand, plain = build_storing_llama(), llama("rowwise")
     if is_checkpointed:
         options |= checkpointing(use_reentrant=False)
         by_hand.gradient_checkpointing_enable({"use_reentrant": False})
-    run = trained(tmp_path, storing_llama(), [Float8Callback()], **options)
-    assert losses_of(run) == pytest.approx(train_by_hand(by_hand), abs=5e-5)  # Trainer's AdamW is fused
-    assert losses_of(run) != pytest.approx(train_by_hand(plain), abs=5e-5)
-    resumed = trained(tmp_path, storing_llama(), [Float8Callback()], resume=tmp_path / "checkpoint-2", **options)
-    assert losses_of(resumed) == losses_of(run)
+    run = trained(tmp_path, build_storing_llama(), [Float8Callback()], **options)
+    assert get_losses(run) == pytest.approx(train_by_hand(by_hand), abs=5e-5)  # Trainer's AdamW is fused
+    assert get_losses(run) != pytest.approx(train_by_hand(plain), abs=5e-5)
+    resumed = trained(tmp_path, build_storing_llama(), [Float8Callback()], resume=tmp_path / "checkpoint-2", **options)
+    assert get_losses(resumed) == get_losses(run)
 
 
 @pytest.mark.parametrize("variant", ["checkpointing", *at_night([("accumulate",)])])
 def test_accelerate_has_the_losses_of_a_loop_written_by_hand(variant):
     """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
-    for by_accelerate, by_hand in run_on_ranks(2, train_by_accelerate_and_by_hand, variant, storing_llama):
+    for by_accelerate, by_hand in run_on_ranks(2, train_by_accelerate_and_by_hand, variant, build_storing_llama):
         assert variant == "checkpointing" or by_accelerate == by_hand
         assert by_accelerate == pytest.approx(by_hand, rel=0.01)
 
@@ -83,7 +83,7 @@ def test_accelerate_has_the_losses_of_a_loop_written_by_hand(variant):
 @pytest.mark.nightly
 def test_accelerate_with_fsdp2_goes_on_after_a_save(tmp_path):
     options = "FSDP2", True, "SHARDED_STATE_DICT", str(tmp_path)
-    runs = run_on_ranks(2, save_and_resume, *options, optimizer_of, store_activations_in_float8)
+    runs = run_on_ranks(2, save_and_resume, *options, build_optimizer, store_activations_in_float8)
     for whole, resumed in runs:
         assert resumed == whole
 
@@ -117,14 +117,14 @@ def test_a_resumed_lightning_run_goes_on_as_before(tmp_path):
     from tests.library.third_party import lightning_trainer
 
     def fit(steps, **options):
-        with mock.patch.object(lightning_trainer, "llama", storing_llama):
+        with mock.patch.object(lightning_trainer, "llama", build_storing_llama):
             module = lightning_trainer.Module("rowwise", False)
         run = lightning_trainer.make_trainer(tmp_path / str(steps), steps, accumulate_grad_batches=2)
         run.fit(module, batches(), batches(), **options)
         return module, run.checkpoint_callback.best_model_path
 
     whole, path = fit(BATCHES // 2)
-    assert whole.losses == train_by_hand(storing_llama(), every=2)
+    assert whole.losses == train_by_hand(build_storing_llama(), every=2)
     assert whole.losses != train_by_hand(llama("rowwise"), every=2)
     resumed, _ = fit(BATCHES // 2 + 1, ckpt_path=path)
     assert resumed.losses[0] < whole.losses[0]
@@ -133,7 +133,9 @@ def test_a_resumed_lightning_run_goes_on_as_before(tmp_path):
 def test_adapters_store_in_either_order_and_merge():
     """The model stores before or after adapters are added; then they are merged, and a copy that keeps teaches it."""
     adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
-    stores_first, adapts_first = (peft.get_peft_model(build("rowwise"), adapter) for build in (storing_llama, llama))
+    stores_first, adapts_first = (
+        peft.get_peft_model(build("rowwise"), adapter) for build in (build_storing_llama, llama)
+    )
     adapts_first.load_state_dict(stores_first.state_dict())
     teacher = copy.deepcopy(adapts_first)
     store_activations_in_float8(adapts_first)

@@ -86,7 +86,7 @@ def test_a_training_op_of_other_numbers_is_one_line(kind, options, message):
 
 
 @pytest.mark.parametrize("saves", [None, True, False])
-def test_torchaos_flag_for_the_weight_of_the_backward_has_no_effect_as_in_torchao(saves):
+def test_torchaos_flag_has_no_effect_in_torchaos_config(saves):
     options = {} if saves is None else {"force_recompute_fp8_weight_in_bwd": saves}
     assert not resolve_config(theirs.Float8LinearConfig(**options)).keep_float8_weight_for_backward
 
@@ -144,7 +144,7 @@ def test_torchao_values_in_wrong_places_are_refused():
         resolve_config(theirs.CastConfig())
 
 
-def test_how_the_matmuls_run_in_torchaos_form():
+def test_linear_mm_config_says_as_torchaos_how_matmuls_run():
     from torchao.float8 import float8_training_tensor
     from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
 

@@ -26,7 +26,7 @@ def run_check(version, *words, folder):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
-def test_the_converter_and_the_override_of_0_3(recipe, tmp_path):
+def test_the_converter_and_the_override_of_0_3_convert(recipe, tmp_path):
     run_check("0.3", "check_converter", recipe, folder=tmp_path)
 
 

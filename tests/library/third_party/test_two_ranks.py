@@ -9,15 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.third_party import llama as models
-from tests.library.third_party.accelerated import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
+from tests.library.third_party.accelerated import as_torchrun_starts_a_rank, make_accelerator, make_fsdp2
 from tests.library.third_party.llama import (
     batches,
     build_adapted,
+    build_optimizer,
     clip,
     convert,
     llama,
     mixture,
-    optimizer_of,
     sharded,
     train_by_hand,
 )
@@ -68,7 +68,7 @@ def trl_trainer(folder, model, **options):
 
 def train_by_trainer(make_trainer, folder, make, strategy, float8_all_gather):
     """Return the losses that the trainer logs, means over the ranks, and those of this rank by hand."""
-    from tests.library.third_party.hf_trainer import losses_of
+    from tests.library.third_party.hf_trainer import get_losses
 
     with as_torchrun_starts_a_rank() as rank:
         options = {"per_device_train_batch_size": 1, "max_steps": STEPS}
@@ -78,7 +78,7 @@ def train_by_trainer(make_trainer, folder, make, strategy, float8_all_gather):
             trained.is_fsdp_enabled = True
         trained.train()
     assert is_distributed_as(strategy, float8_all_gather, trained.model)
-    return losses_of(trained), by_hand(converted(float8_all_gather, make), rank, strategy, before=clip)
+    return get_losses(trained), by_hand(converted(float8_all_gather, make), rank, strategy, before=clip)
 
 
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
@@ -99,10 +99,10 @@ def test_trainers_log_the_losses_of_a_loop_written_by_hand(tmp_path, make_traine
 
 def train_adapters(folder, strategy, float8_all_gather):
     """Return the losses of this rank with Accelerate and by hand."""
-    accelerator = accelerator_on(strategy, "no")
+    accelerator = make_accelerator(strategy, "no")
     rank = accelerator.process_index
     model, plain = (build_adapted(rowwise(float8_all_gather)) for _ in range(2))
-    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model))
     options = {"rank": rank, "after": precompute_float8_dynamic_scale_for_fsdp, "only": range(STEPS)}
     losses = train_by_hand(model, optimizer, accelerator.backward, **options)
     assert is_distributed_as(strategy, float8_all_gather, model)
@@ -135,7 +135,7 @@ def train_by_fabric(folder, make, strategy, float8_all_gather):
         fabric = Fabric(accelerator="cpu", devices=2, strategy=how, plugins=[precision, TorchElasticEnvironment()])
         fabric.launch()
         model = fabric.setup_module(make())
-        optimizer = fabric.setup_optimizers(optimizer_of(model))
+        optimizer = fabric.setup_optimizers(build_optimizer(model))
         losses = train_by_hand(model, optimizer, fabric.backward, rank=rank, only=range(STEPS))
     assert is_distributed_as(strategy, float8_all_gather, model)
     return losses, by_hand(converted(float8_all_gather, make), rank, strategy)

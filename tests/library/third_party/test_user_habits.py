@@ -102,7 +102,7 @@ def test_compiled_code_may_write_in_place(recipe, shape):
 
 
 @RECIPE
-def test_in_place_on_the_input_after_it_was_read(recipe):
+def test_a_write_to_the_input_after_it_was_read_keeps_gradients_right(recipe):
     """A float8 copy is saved, so gradients are right; a recipe that saves the input itself may raise."""
     linear, input = make_linear(recipe), torch.randn(2, 3, K)
 
@@ -200,7 +200,7 @@ WRAPS = (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))
 @pytest.mark.parametrize(
     ("recipe", "mode", "wrap"), thinned(COMMON_RECIPES, (torch.inference_mode, torch.no_grad), WRAPS)
 )
-def test_validation_between_training_steps_on_one_tensor(recipe, mode, wrap):
+def test_validation_between_training_steps_changes_no_gradient(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make_linear(recipe), torch.randn(6, K)
     expected = results_of(linear, call=lambda: linear(wrap(constant.clone())))
@@ -275,7 +275,7 @@ def test_two_dtypes_become_one_under_autocast(recipe, weight_dtype, input_dtype)
     assert_same([tensor.bfloat16() for tensor in results], expected)
 
 
-def test_strict_export_with_a_dynamic_batch_and_gradients_on():
+def test_a_strict_export_takes_a_dynamic_batch():
     model = nn.Sequential(make_linear("rowwise", K, 48), nn.ReLU(), make_linear("rowwise", 48, N))
     shapes = ({0: torch.export.Dim("batch", min=2, max=1024)},)
     exported = torch.export.export(model, (torch.randn(4, 6, K),), dynamic_shapes=shapes, strict=True).module()

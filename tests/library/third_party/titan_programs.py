@@ -19,15 +19,15 @@ def llama_config():
     return config
 
 
-def linears_of(model):
+def list_linears(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-def float8_names(model):
-    return {name for name, module in linears_of(model).items() if isinstance(module, Float8Linear)}
+def list_float8_names(model):
+    return {name for name, module in list_linears(model).items() if isinstance(module, Float8Linear)}
 
 
-def w1_of(model):
+def get_w1(model):
     return model.layers["0"].feed_forward.w1
 
 
@@ -53,8 +53,8 @@ def check_converter(recipe):
     torch.manual_seed(0)
     model.init_states(buffer_device="cpu")
     assert all(parameter.isfinite().all() for parameter in model.parameters()), "init_states left a parameter out"
-    assert float8_names(model) == set(linears_of(model)) - {"lm_head"}, float8_names(model)
-    configs = {model.get_submodule(name).config for name in float8_names(model)}
+    assert list_float8_names(model) == set(list_linears(model)) - {"lm_head"}, list_float8_names(model)
+    configs = {model.get_submodule(name).config for name in list_float8_names(model)}
     assert configs == {replace(resolve_config(recipe), emulate=True)}
     assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
 
@@ -64,10 +64,10 @@ def check_converter(recipe):
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert model.state_dict().keys() == plain.state_dict().keys()
     x = torch.randn(2, 16, 256, requires_grad=True)
-    w1_of(model)(x).sum().backward()
-    assert w1_of(model).weight.grad.isfinite().all()
-    assert not torch.equal(w1_of(model)(x), w1_of(plain)(x))
-    names = float8_names(model)
+    get_w1(model)(x).sum().backward()
+    assert get_w1(model).weight.grad.isfinite().all()
+    assert not torch.equal(get_w1(model)(x), get_w1(plain)(x))
+    names = list_float8_names(model)
     convert_to_high_precision(model)
     assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
     check_other_ways_to_convert(recipe, names)
@@ -82,7 +82,7 @@ def check_other_ways_to_convert(recipe, names):
 
     gathering = Float8LinearConverter.Config(recipe_name=recipe, enable_fsdp_float8_all_gather=True)
     model = gathering.build().convert(llama_config()).build()
-    assert all(model.get_submodule(name).config.enable_fsdp_float8_all_gather for name in float8_names(model))
+    assert all(model.get_submodule(name).config.enable_fsdp_float8_all_gather for name in list_float8_names(model))
     with pytest.raises(ValueError, match="^0 of "):
         Float8LinearConverter.Config(filter_fqns=["layers", "lm_head"]).build().convert(llama_config())
     with pytest.raises(ValueError, match="expected one that scales dynamically, got delayed"):
@@ -90,7 +90,7 @@ def check_other_ways_to_convert(recipe, names):
     overridden = llama_config()
     entry = ("quaver.integrations.torchtitan.float8_linear", {"recipe_name": "tensorwise"})
     lines = apply_overrides(OverrideConfig(imports=[entry]), overridden)
-    assert float8_names(overridden.build()) == names, lines
+    assert list_float8_names(overridden.build()) == names, lines
 
 
 def check_lora(recipe):
@@ -108,7 +108,7 @@ def check_lora(recipe):
     adapted = lora.build().convert(converted).build()
     adapted.verify_module_protocol()
     adapted.init_states(buffer_device="cpu")
-    w1 = w1_of(adapted)
+    w1 = get_w1(adapted)
     assert isinstance(w1, Float8Linear)
     assert w1.lora_b.weight.requires_grad
     assert not w1.weight.requires_grad
@@ -178,7 +178,7 @@ def check_shim():
     model = torch.nn.ModuleDict({"w1": torch.nn.Linear(32, 32), "head": torch.nn.Linear(32, 32)})
     converter.convert(model)
     converter.post_optimizer_hook(model)
-    assert float8_names(model) == {"w1"}
+    assert list_float8_names(model) == {"w1"}
 
 
 if __name__ == "__main__":
