@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import profiler
 
-from quaver.torch_private.profiler import named_range as profiler_range
+from quaver.torch_private.profiler import named_range
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,11 +36,6 @@ class OpenPhase(NamedTuple):
 
 tracked_phases: list[OpenPhase] | None = None
 """While a recorder runs, the open phases, innermost last."""
-
-
-def named_range(name: str) -> AbstractContextManager[Any]:
-    """Open a range in a profiler's trace. It is not an operation, so tracers and dispatch modes do not see it."""
-    return profiler_range(name)
 
 
 def phase(name: str) -> Callable[[Function], Function]:

@@ -29,29 +29,19 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass
+import torch._inductor.decomposition
 from torch import nn
-from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo import eval_frame, exc, trace_rules
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.decomposition import select_decomp_table as decompositions
+from torch._functorch import partitioners
 
-__all__ = [
-    "BackendCompilerFailed",
-    "CustomPartitionerFn",
-    "OptimizedModule",
-    "compile_like",
-    "decompositions",
-    "count_graphs",
-    "install_partitioner",
-    "partition",
-    "recompile_limit",
-    "set_activation_memory_budget",
-    "get_traced_backend",
-]
+OptimizedModule = eval_frame.OptimizedModule
+BackendCompilerFailed = exc.BackendCompilerFailed
+CustomPartitionerFn = torch._inductor.custom_graph_pass.CustomPartitionerFn
+partition = partitioners.min_cut_rematerialization_partition
+decompositions = torch._inductor.decomposition.select_decomp_table
 
 
 def set_activation_memory_budget(budget: float) -> None:

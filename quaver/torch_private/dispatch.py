@@ -28,35 +28,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from quaver.torch_private.tracing import assume_constant_result
 
-__all__ = [
-    "DispatchKey",
-    "DispatchKeySet",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "count_dispatch_modes",
-    "count_function_modes",
-    "decompose",
-    "dispatch_keys",
-    "dispatch_mode_at",
-    "dispatch_modes",
-    "exclude_keys",
-    "is_fake_mode_on",
-    "has_kernel",
-    "implement_operators",
-    "innermost_transform",
-    "is_batched",
-    "skip_torch_function",
-    "list_transforms",
-    "without_dispatch_modes",
-]
-
+DispatchKey = torch._C.DispatchKey
+DispatchKeySet = torch._C.DispatchKeySet
+HigherOrderOperator = torch._ops.HigherOrderOperator
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 count_function_modes = torch._C._len_torch_function_stack
 dispatch_mode_at = torch._C._get_dispatch_stack_at

@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg
 
-__all__ = ["FakeStore"]
+FakeStore = fake_pg.FakeStore

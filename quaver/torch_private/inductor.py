@@ -26,8 +26,6 @@ from torch._inductor.graph import GraphLowering
 from quaver.torch_private.replacing import replace_attribute
 from quaver.torch_private.tracing import current_tracing_context
 
-__all__ = ["count_forward_results", "disable_caches", "list_enabled", "replace_code"]
-
 
 @contextmanager
 def disable_caches() -> Iterator[None]:

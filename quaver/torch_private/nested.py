@@ -7,6 +7,4 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-__all__ = ["ragged_dim"]
-
 ragged_dim = attrgetter("_ragged_idx")

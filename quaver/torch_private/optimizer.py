@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["check_state_dict", "load_with_hooks", "save_with_hooks"]
-
 
 @contextmanager
 def load_with_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:

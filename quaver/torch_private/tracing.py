@@ -26,34 +26,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo as disable_compile
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+import torch._compile
+import torch._guards
+import torch._subclasses.fake_tensor as fake_tensor
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeCopyMode",
-    "FakeTensor",
-    "FakeTensorMode",
-    "UnsupportedOperatorException",
-    "assume_constant_result",
-    "is_called_by_fake_tensors",
-    "current_tracing_context",
-    "disable_compile",
-    "is_exporting",
-    "is_jit_tracing",
-]
-
+DataDependentOutputException = fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+FakeCopyMode = fake_tensor.FakeCopyMode
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 is_jit_tracing = torch._C._is_tracing
-current_tracing_context = TracingContext.try_get
+current_tracing_context = torch._guards.TracingContext.try_get
+disable_compile = torch._compile._disable_dynamo
 
 
 def is_exporting() -> bool:
