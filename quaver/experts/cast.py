@@ -185,18 +185,15 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
             return Operand(operand.data, dequant, layout, quant)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, groups)
         for group, (start, stop) in enumerate(bounds):
+            rows = slice(start, stop)
             if is_blockwise or rule:
-                operand = cast_matrix(hp[start:stop])
-                codes[start:stop] = operand.data
-                group_scales = [
-                    require(operand.dequant_scale, "the dequant_scale"),
-                    require(operand.quant_scale, "the quant_scale"),
-                ]
+                operand = cast_matrix(hp[rows])
+                codes[rows] = operand.data
+                group_scales = [require(scale, "the scale") for scale in (operand.dequant_scale, operand.quant_scale)]
             else:
                 dim = 0 if is_column else None
-                rows = hp[start:stop], codes[start:stop]
-                parts: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
-                group_scales = [parts[2], parts[1]]
+                results: Any = cpu.dynamic_cast(hp[rows], float8_dtype, dim, power_of_2=power_of_2, codes=codes[rows])
+                group_scales = [results[2], results[1]]
             first = find_first_scale_row(layout.rows, group, start)
             for scale, group_scale in zip(scales, group_scales, strict=True):
                 scale[first : first + (group_scale.shape[0] if group_scale.dim() else 1)] = group_scale

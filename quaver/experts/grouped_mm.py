@@ -83,25 +83,19 @@ class _GroupedMMFunction(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: GroupedMMArgs) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
-        quantized_weight = _get_or_quantize_weight(weight, args, column=needs_grad_a and args.saves_weight_codes)
-        saved_a = (
-            require(a_operands.column, "the column operand")._replace(quant_scale=None) if needs_grad_weight else None
+        quantized_weight = _get_or_quantize_weight(
+            weight, args, row=True, column=needs_grad_a and args.saves_weight_codes
         )
-        saved_weight = None
+        saved_a = saved_weight = None
+        if needs_grad_weight:
+            saved_a = require(a_operands.column, "the column operand")._replace(quant_scale=None)
         if needs_grad_a and args.saves_weight_codes:
             saved_weight = require(quantized_weight.column, "the column operand")._replace(quant_scale=None)
         elif needs_grad_a:  # as in linear/function.py, backward quantizes the weight again
             saved_weight = Operand(weight.detach())
         ctx.args = args
         save(ctx, (saved_a, saved_weight), ends)
-        return _compute_output(
-            require(a_operands.row, "the row operand"),
-            require(quantized_weight.row, "the row operand"),
-            ends,
-            args,
-            a,
-            weight,
-        )
+        return _compute_output(a_operands, quantized_weight, ends, args, a, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -109,11 +103,10 @@ class _GroupedMMFunction(torch.autograd.Function):
 
 
 def _compute_output(
-    a: Operand, weight: Operand, ends: Tensor, args: GroupedMMArgs, a_hp: Tensor, weight_hp: Tensor
+    a: Operands, weight: Operands, ends: Tensor, args: GroupedMMArgs, a_hp: Tensor, weight_hp: Tensor
 ) -> Tensor:
-    output = grouped_mm(
-        a, weight, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed
-    )
+    rows = require(a.row, "the row operand"), require(weight.row, "the row operand")
+    output = grouped_mm(*rows, ends, ExpertMatmul.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
     args.probe.observe_output(output, None if args.input_exchange else a_hp, weight_hp, None, args.make_groups(ends))
     return output if args.output_exchange is None else args.output_exchange.combine(output)
 
@@ -136,17 +129,15 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         )
         args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
     if needs_grad_a:
-        row, weight, weight_hp = (
-            require(grad_operands.row, "the row operand"),
-            require(saved_weight, "the saved weight"),
-            None,
-        )
+        row, weight = require(grad_operands.row, "the row operand"), require(saved_weight, "the saved weight")
+        weight_hp = None
         if not args.saves_weight_codes:
             weight_hp = weight.data
             if row.dequant_scale is not None:
                 # As in linear/function.py: the compiler saves the weight, not its column codes.
                 add_dependency(row.dequant_scale, weight_hp)
-            weight = require(_quantize_weight(weight_hp, args, row=False, column=True).column, "the column operand")
+            quantized_weight = _get_or_quantize_weight(weight_hp, args, row=False, column=True)
+            weight = require(quantized_weight.column, "the column operand")
         grad_a = grouped_mm(
             row, weight, ends, ExpertMatmul.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
         )
@@ -185,15 +176,10 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *
     return operands
 
 
-def _get_or_quantize_weight(weight: Tensor, args: GroupedMMArgs, *, column: bool) -> Operands:
-    if args.weight_operands is None:
-        return _quantize_weight(weight, args, row=True, column=column)
-    args.probe.observe_operands("weight", weight, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
-    return args.weight_operands
-
-
-def _quantize_weight(weight: Tensor, args: GroupedMMArgs, *, row: bool, column: bool) -> Operands:
-    operands = quantize_weight(weight, args.config, args.transposed, row=row, column=column)
+def _get_or_quantize_weight(weight: Tensor, args: GroupedMMArgs, *, row: bool, column: bool) -> Operands:
+    operands = args.weight_operands
+    if operands is None:
+        operands = quantize_weight(weight, args.config, args.transposed, row=row, column=column)
     args.probe.observe_operands("weight", weight, operands, Groups(weight.shape[0], None, args.transposed))
     return operands
 
@@ -216,12 +202,8 @@ def get_parameter_layouts(config: Float8LinearConfig, transposed: bool) -> tuple
 
 def get_quantized_operands(weight: Float8Tensor, transposed: bool) -> Operands:
     """Return the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
-    row, column = (
-        require(side, "the stored operand")._replace(
-            data=require(side, "the stored operand").data.view(-1, weight.shape[2])
-        )
-        for side in weight.get_stored_operands()
-    )
+    sides = [require(side, "the stored operand") for side in weight.get_stored_operands()]
+    row, column = (side._replace(data=side.data.view(-1, weight.shape[2])) for side in sides)
     return Operands(column, row) if transposed else Operands(row, column)
 
 
@@ -308,17 +290,16 @@ def multiply_by_weight(
     """
     _check_arguments(a, weight, ends, transposed)
     saves_weight_codes = operands is not None or config.keep_float8_weight_for_backward
-    args = GroupedMMArgs(
-        config, get_output_dtype(a), transposed, operands, saves_weight_codes, input_exchange, output_exchange, probe
-    )
+    exchanges = input_exchange, output_exchange
+    args = GroupedMMArgs(config, get_output_dtype(a), transposed, operands, saves_weight_codes, *exchanges, probe)
     a = a.contiguous()
     check_transforms(a, weight)
     if needs_autograd():
         output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
         return output
     a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
-    weight_row = require(_get_or_quantize_weight(weight, args, column=False).row, "the row operand")
-    return _compute_output(require(a_operands.row, "the row operand"), weight_row, ends, args, a, weight)
+    weight_operands = _get_or_quantize_weight(weight, args, row=True, column=False)
+    return _compute_output(a_operands, weight_operands, ends, args, a, weight)
 
 
 def _check_arguments(a: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> None:

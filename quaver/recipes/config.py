@@ -238,10 +238,8 @@ class Float8LinearConfig:
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe with the same casts, whatever the other options are; None if no recipe has them."""
-        for recipe, config in _RECIPES[BACKWARD_MODES[0]].items():
-            if self.casts == config.casts:
-                return recipe
-        return None
+        recipes = _RECIPES[BACKWARD_MODES[0]].items()
+        return next((recipe for recipe, config in recipes if config.casts == self.casts), None)
 
     @property
     def linear_mm_config(self) -> LinearMMConfig:
@@ -256,14 +254,10 @@ class Float8LinearConfig:
 
         A column cast that differs from its row cast follows as "i_gw:", "w_gi:" or "go_gw:".
         """
-        short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
-        named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
-        parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]
-        parts += [
-            f"{names[1]}:{'deq' if cast.is_dequantized else cast.column.short_str()}"
-            for names, cast in named
-            if not cast.has_equal_casts
-        ]
+        parts = [f"{name}:{casts.row.short_str()}" for name, casts in zip(("i", "w", "go"), self.casts, strict=True)]
+        for name, casts in zip(("i_gw", "w_gi", "go_gw"), self.casts, strict=True):
+            if not casts.has_equal_casts:
+                parts.append(f"{name}:{'deq' if casts.is_dequantized else casts.column.short_str()}")
         return ",".join(parts)
 
     def __str__(self) -> str:
@@ -344,7 +338,7 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
 
     Raises:
         ValueError: the name is unknown, or an option of torchao's config has no counterpart.
-        TypeError: the value is none of these.
+        TypeError: the value has another type.
     """
     if isinstance(config, Float8LinearConfig):
         return config

@@ -23,9 +23,6 @@ from torch import Tensor
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.torch_private.tracing import assume_constant_result
 
-_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""The midpoints between adjacent magnitudes, and whether a midpoint rounds up."""
-
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of the codes 0 to 7."""
 
@@ -39,7 +36,8 @@ def _get_limits() -> tuple[float, float, float]:
 
 @assume_constant_result
 def _get_midpoints() -> tuple[tuple[float, bool], ...]:
-    return _MIDPOINTS
+    """Return the midpoints between adjacent magnitudes, and whether each rounds up: to the even code."""
+    return (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)
 
 
 def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,10 +109,7 @@ def report_missing_kernel(rule: str) -> None:
 
 @assume_constant_result  # [Note: floats under dynamic shapes] in scaling.py
 def _get_fields(rule: str) -> tuple[object, ...]:
-    return tuple(SCALE_RULES.get(rule, _NO_RULE))
-
-
-_NO_RULE = ScaleRule()
+    return tuple(SCALE_RULES.get(rule, ScaleRule()))
 
 
 @assume_constant_result
