@@ -54,7 +54,7 @@ class GroupCast(NamedTuple):
 
 
 def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
-    """Quantize groups of rows for one or both of their matmuls. The scales are those of groups.py."""
+    """Quantize groups of rows for one or both of their matmuls. groups.py has the shapes of the scales."""
     float8_dtype, ends, groups, row, column, power_of_2, granularity, _, _, rule = cast
     cpu.check_memory(hp, ends)
     report_missing_kernel(rule)

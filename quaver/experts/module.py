@@ -199,8 +199,8 @@ def get_expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
 def is_experts(module: nn.Module) -> bool:
     """Return whether `module` has the attributes of transformers' experts, by which a conversion recognizes experts.
 
-    `num_experts`, `has_gate`, `_apply_gate(gate_up)` and the 3-D parameters `gate_up_proj` (`up_proj` without a gate)
-    and `down_proj`; or the class of Llama 4's experts.
+    They are `num_experts`, `has_gate`, `_apply_gate(gate_up)` and the 3-D parameters `gate_up_proj` (`up_proj` without
+    a gate) and `down_proj`. Llama 4's experts lack two of them, and are recognized by their class.
     """
     if isinstance(module, Float8Experts):
         return True

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_llama4_experts(cls: type[nn.Module]) -> bool:
-    """Return whether a class is Llama 4's experts, which lack the attributes of transformers' other experts."""
+    """Return whether a class is Llama 4's experts, by its name: their attributes do not say how gate and up combine."""
     return cls.__name__ == "Llama4TextExperts"
 
 

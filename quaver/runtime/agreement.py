@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, subject: str) -> None:
     """Raise on every rank of `groups` unless all have the same `lines`.
 
-    A rank compares the lines in its groups in turn, for example first with the ranks of FSDP2, then with those of
+    A rank compares the lines in one group after the other, for example with the ranks of FSDP2, then with the ranks of
     tensor parallelism. A disagreement in one group is compared in the next ones, too, so that their ranks also raise.
 
     Args:
@@ -93,7 +93,7 @@ def find_collective_device(group: ProcessGroup | None) -> torch.device:
 
 
 _agreed_fingerprints: WeakKeyDictionary[object, dict[str, list[Any]]] = WeakKeyDictionary()
-"""By owner and `subject`: the fingerprint that `check_ranks_agree_once` has checked."""
+"""The fingerprints that `check_ranks_agree_once` has checked, by owner and `subject`."""
 
 
 def check_ranks_agree_once(
@@ -179,7 +179,7 @@ def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> No
 def _add_to_counter(store: Any, key: str, number: int, *, limit: float = math.inf) -> int:
     """Add `number` to a counter that is below `limit`, in one atomic step, and return its value.
 
-    The stored text ends with the rank, so that a rank knows its own text from that of a rank that added as much.
+    The stored text ends with the rank, because two ranks may store the same number.
     """
     current = store.compare_set(key, "", "0").decode()
     while (value := int(current.split()[0])) < limit:

@@ -6,7 +6,7 @@
 - `count_function_modes()`: torch._C._len_torch_function_stack, the number of active TorchFunctionModes.
 - `innermost_transform()`: torch._C._functorch.peek_interpreter_stack: vmap, grad, jvp or functionalize, else None.
 - `is_batched(tensor)`: whether vmap passes the tensor for a batch of tensors. The vmap of torch.autograd.grad with
-  is_grads_batched=True has a key of its own, `Batched`, which only torch._C._parse_dispatch_key returns.
+  is_grads_batched=True has another key, `Batched`, which only torch._C._parse_dispatch_key returns.
 - `list_transforms()`: torch._C._functorch.get_interpreter_stack, the names of all transforms: "Grad", "Jvp", "Vmap",
   "Functionalize". Dynamo enters transforms while it traces, so the names are constants to it, and it guards on them.
 - `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context without active modes.
