@@ -171,8 +171,7 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
 
         def cast_matrix(matrix: Tensor) -> Operand:
             operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *options)
-            operand: Operand = operands.column if is_column else operands.row
-            return operand
+            return operands.column if is_column else operands.row
 
         if layout.rows == 1:
             return cast_matrix(hp)
@@ -232,5 +231,4 @@ def cast_groups(
     granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.rule)
     cast.require_layout("grouped matmuls")
     group_cast = GroupCast(cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
-    operands: Operands = _operation(hp, *group_cast)
-    return operands
+    return _operation(hp, *group_cast)

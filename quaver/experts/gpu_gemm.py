@@ -125,9 +125,8 @@ def _run_kernel(
 ) -> Tensor:
     a, b = (side.clone() if side.data_ptr() % ALIGNMENT else side for side in (a, b))
     if a_scale is None or b_scale is None:
-        product: Tensor = grouped_mm(a, b, offs=ends)
-        return product
-    scaled_product: Tensor = scaled_grouped_mm(
+        return grouped_mm(a, b, offs=ends)
+    return scaled_grouped_mm(
         a,
         b,
         a_scale.contiguous(),
@@ -136,7 +135,6 @@ def _run_kernel(
         out_dtype=torch.bfloat16,
         use_fast_accum=use_fast_accum,
     )
-    return scaled_product
 
 
 def _lay_out_contracted(matrices: Tensor) -> Tensor:

@@ -200,8 +200,7 @@ def grouped_mm(
     if a.dequant_scale is None:
         a, b = (Operand(_dequantize(side, ends, matmul, out_dtype)) for side in (a, b))
     scales, layouts = (a.dequant_scale, b.dequant_scale), (a.layout, b.layout)
-    out: Tensor = _operation(a.data, b.data, *scales, ends, matmul.value, transposed, *layouts, out_dtype, *options)
-    return out
+    return _operation(a.data, b.data, *scales, ends, matmul.value, transposed, *layouts, out_dtype, *options)
 
 
 def _dequantize(operand: Operand, ends: Tensor, matmul: ExpertMatmul, dtype: torch.dtype) -> Tensor:

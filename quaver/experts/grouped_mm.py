@@ -295,8 +295,7 @@ def multiply_by_weight(
     a = a.contiguous()
     check_transforms(a, weight)
     if needs_autograd():
-        output: Tensor = _GroupedMMFunction.apply(a, weight, ends, args)
-        return output
+        return _GroupedMMFunction.apply(a, weight, ends, args)
     a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
     weight_operands = _get_or_quantize_weight(weight, args, row=True, column=False)
     return _compute_output(a_operands, weight_operands, ends, args, a, weight)

@@ -30,8 +30,7 @@ class ModuleWeight(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter: nn.Parameter = getattr(self.module, self.name)
-        return parameter
+        return getattr(self.module, self.name)
 
     @property
     def local_tensor(self) -> Tensor:

@@ -58,14 +58,12 @@ class Dispatcher(Protocol):
 
 def send_to_experts(rows: Tensor, exchange: TokenExchange) -> Tensor:
     """Run `TokenExchange.dispatch` on rows in high precision, differentiably. A collective, in the backward too."""
-    sent: Tensor = _ExchangeRows.apply(rows, exchange, True)
-    return sent
+    return _ExchangeRows.apply(rows, exchange, True)
 
 
 def send_back(rows: Tensor, exchange: TokenExchange) -> Tensor:
     """Run `TokenExchange.combine` on rows in high precision, differentiably. A collective, in the backward too."""
-    sent: Tensor = _ExchangeRows.apply(rows, exchange, False)
-    return sent
+    return _ExchangeRows.apply(rows, exchange, False)
 
 
 class _ExchangeRows(torch.autograd.Function):

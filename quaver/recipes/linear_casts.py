@@ -74,8 +74,7 @@ class LinearCasts(NamedTuple):
 
     def get(self, operand: str, direction: str) -> CastConfig:
         """Return `casts.<operand>.<direction>`."""
-        cast: CastConfig = getattr(getattr(self, operand), direction)
-        return cast
+        return getattr(getattr(self, operand), direction)
 
     def get_source(self, operand: str, direction: str) -> CastConfig:
         """Return the cast whose codes a matmul reads: `get`, or the row cast if the column operand is dequantized."""

@@ -95,10 +95,7 @@ def recompile_limit(variants: int) -> AbstractContextManager[Any]:
     """
     limit = max(variants, dynamo_config.recompile_limit)
     accumulated_limit = max(limit, dynamo_config.accumulated_recompile_limit)
-    patched: AbstractContextManager[Any] = dynamo_config.patch(
-        recompile_limit=limit, accumulated_recompile_limit=accumulated_limit
-    )
-    return patched
+    return dynamo_config.patch(recompile_limit=limit, accumulated_recompile_limit=accumulated_limit)
 
 
 def install_partitioner(partitioner: CustomPartitionerFn) -> None:

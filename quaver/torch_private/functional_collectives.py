@@ -30,5 +30,4 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 def find_process_group(name: str) -> ProcessGroup:
     """Return the process group called `name`."""
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
-    group: ProcessGroup = resolve(name)
-    return group
+    return resolve(name)
