@@ -42,10 +42,11 @@ class ActiveExperts:
     def __init__(self, model: nn.Module) -> None:
         self.unknown: list[str] = []
         self._model = model
-        self._in_lists: dict[str, float] = {}
+        self._active_shares: dict[str, float] = {}
+        """The share of active experts by the name of the list of experts."""
         leaves = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
-        self._is_mixture = any(
-            _ROUTER_NAME.search(leaf) or _EXPERTS_NAME.search(f"{leaf} {kind}") for leaf, kind in leaves
+        self._has_experts = any(
+            _ROUTER_NAME.search(leaf) or _EXPERTS_NAME.search(f"{leaf} {class_name}") for leaf, class_name in leaves
         ) or any(
             type(getattr(config, count, None)) is int
             for config in _iter_configs(getattr(model, "config", None))
@@ -56,13 +57,13 @@ class ActiveExperts:
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
             if is_list and _EXPERTS_NAME.search(leaf) and not _SHARED_NAME.search(leaf):
                 experts = len(module)
-                self._in_lists[name] = self._find_active(name, name, experts) / experts
+                self._active_shares[name] = self._count_active(name, name, experts) / experts
 
     def count_linear(self, name: str) -> float:
         """Return 1, or the mean k / E for a linear in one of E experts with k active."""
         parts = name.split(".")
         owners = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self._in_lists[owner] for owner in owners if owner in self._in_lists), 1.0)
+        return next((self._active_shares[owner] for owner in owners if owner in self._active_shares), 1.0)
 
     def count_stack(self, name: str, module: nn.Module, matrices: int) -> float:
         """Return how many matrices of a 3-D parameter of `module` multiply a token. `name`: its full name."""
@@ -70,13 +71,13 @@ class ActiveExperts:
         if isinstance(module, nn.Bilinear) or _SHARED_NAME.search(owner):
             return float(matrices)
         if not _EXPERTS_NAME.search(f"{name} {type(module).__name__}"):
-            if not self._is_mixture:
+            if not self._has_experts:
                 return float(matrices)
             self.unknown.append(name)
             return 1.0
-        return self._find_active(name, owner, matrices)
+        return self._count_active(name, owner, matrices)
 
-    def _find_active(self, name: str, path: str, experts: int) -> float:
+    def _count_active(self, name: str, path: str, experts: int) -> float:
         parts = path.split(".") if path else []
         for length in range(len(parts), -1, -1):
             module = self._model.get_submodule(".".join(parts[:length]))

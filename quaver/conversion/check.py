@@ -16,8 +16,8 @@ from quaver.conversion.report import (
     NOT_CONVERTED_REASON,
     conversion_report,
     explain_dtype,
-    explain_unfinished,
     is_in_high_precision,
+    iter_unfinished_reasons,
 )
 from quaver.foreign.torchao import explain_inference_only
 from quaver.linear.float8_module import Float8Module
@@ -68,11 +68,11 @@ def assert_float8_training(
     check_is_module(model, argument="model")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    problems = [*_find_model_problems(model, allow_frozen)]
+    problems = [*_iter_model_problems(model, allow_frozen)]
     if require_native:
-        problems += _find_backend_problems(model)
+        problems += _iter_backend_problems(model)
     if optimizer is not None:
-        problems += _find_optimizer_problems(model, optimizer)
+        problems += _iter_optimizer_problems(model, optimizer)
     if problems:
         raise RuntimeError("the model does not train in float8 as asked:\n" + "\n".join(f"  {p}" for p in problems))
 
@@ -82,16 +82,16 @@ def is_torchao_linear(module: nn.Module) -> bool:
     return any(cls.__module__ == "torchao.float8.float8_linear" for cls in type(module).__mro__)
 
 
-def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
-    replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
-    if replaced:
+def _iter_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
+    by_torchao = [name for name, module in model.named_modules() if is_torchao_linear(module)]
+    if by_torchao:
         yield (
-            f"torchao has converted {join_names(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, "
-            "or call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+            f"torchao has converted {join_names(by_torchao)}, as Accelerate's mixed_precision=fp8 does: set it to "
+            "bf16, or call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
         )
         return
     report = conversion_report(model)
-    off = [name for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
+    in_high_precision = [name for name, module in iter_float8_modules(model) if is_in_high_precision(module)]
     if not any(iter_float8_modules(model)):
         if any(layer.reason == NOT_CONVERTED_REASON for layer in report.layers):
             yield (
@@ -101,15 +101,15 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         else:
             yield f"no linear is in float8 ({report.explain_no_conversion()})"
         return
-    yield from _find_run_problems(model)
-    if off:
+    yield from _iter_run_problems(model)
+    if in_high_precision:
         yield (
-            f"{join_names(off)}: {HIGH_PRECISION_REASON}; call set_high_precision_matmuls(model, []) to turn float8 "
-            "on, or convert_to_high_precision on the layer if it should stay so"
+            f"{join_names(in_high_precision)}: {HIGH_PRECISION_REASON}; call set_high_precision_matmuls(model, []) "
+            "to turn float8 on, or convert_to_high_precision on the layer if it should stay so"
         )
     for name, module in iter_float8_modules(model):
         quantized = explain_inference_only(getattr(module, "weight", None))
-        for obstacle in filter(None, [quantized, explain_dtype(module), *explain_unfinished(module)]):
+        for obstacle in filter(None, [quantized, explain_dtype(module), *iter_unfinished_reasons(module)]):
             yield f"{format_module_name(name)}: {obstacle}"
     linear_slots = [getattr(module, "scale_slots", None) for _, module in iter_float8_modules(model)]
     if any(isinstance(slots, LinearScaleSlots) and slots.conversion_slots.is_sync_forgotten for slots in linear_slots):
@@ -125,10 +125,10 @@ def _find_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         yield "no parameter of the model requires a gradient"
 
 
-def _find_run_problems(model: nn.Module) -> Iterator[str]:
+def _iter_run_problems(model: nn.Module) -> Iterator[str]:
     idle = find_idle_modules(model)
     for reason in dict.fromkeys(idle.values()):
-        names = [name for name, its_reason in idle.items() if its_reason == reason]
+        names = [name for name, other in idle.items() if other == reason]
         yield f"{join_names(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
     for name, module in iter_float8_modules(model):
         if deleted := explain_missing_weight(module):
@@ -139,57 +139,59 @@ def _find_run_problems(model: nn.Module) -> Iterator[str]:
             logger.warning("%s: %s", format_module_name(name), replaced)
 
 
-def _find_backend_problems(model: nn.Module) -> Iterator[str]:
+def _iter_backend_problems(model: nn.Module) -> Iterator[str]:
     on_cpu: list[str] = []
     exact: list[str] = []
-    idle: list[str] = []
+    not_run: list[str] = []
     traces = find_traces(model.modules())
     for name, module in iter_float8_modules(model):
         if not (weights := _list_weights(name, module)):
             continue
-        ran_on = get_last_device(module, traces)
-        if ran_on is None or (ran_on.type == "cpu" != weights[0][1].device.type):  # it ran on the CPU, then moved
-            idle.append(name)
+        last_device = get_last_device(module, traces)
+        if last_device is None or (
+            last_device.type == "cpu" != weights[0][1].device.type
+        ):  # it ran on the CPU, then moved
+            not_run.append(name)
         elif "exact" in describe_last_backends(module, traces):
-            (on_cpu if ran_on.type == "cpu" else exact).append(name)
+            (on_cpu if last_device.type == "cpu" else exact).append(name)
     if on_cpu:
         yield f"float8 layers that multiply exactly, because a CPU has no float8 units: {join_names(on_cpu)}"
     if exact:
         yield "; ".join(
             [f"float8 layers that multiply exactly, not on float8 units: {join_names(exact)}", *list_slow_paths()]
         )
-    if idle:
+    if not_run:
         yield (
-            f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(idle)}; "
-            "call it after a step. If they run code that was compiled for other modules, run one step under "
+            f"float8 layers that have not run yet, so the backends of their matmuls are unknown: {join_names(not_run)}"
+            "; call it after a step. If they run code that was compiled for other modules, run one step under "
             'torch.compiler.set_stance("force_eager")'
         )
 
 
-def _find_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    uses = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+def _iter_optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    counts = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     weights = [named for name, module in iter_float8_modules(model) for named in _list_weights(name, module)]
-    missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in uses]
+    missing = [name for name, weight in weights if weight.requires_grad and id(weight) not in counts]
     if missing:
         yield (
             f"float8 weights that the optimizer does not hold: {join_names(missing)}; make the optimizer after the "
             "conversion and after fully_shard"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    twice = [names.get(key, "a parameter of another model") for key, count in uses.items() if count > 1]
-    if twice:
-        yield f"parameters that the optimizer holds more than once: {join_names(twice)}"
-    stepped = [name for name, weight in weights if getattr(optimizer, "state", {}).get(weight)]
-    if stepped and not any(may_have_run(module) for _, module in iter_float8_modules(model)):
+    duplicates = [names.get(key, "a parameter of another model") for key, count in counts.items() if count > 1]
+    if duplicates:
+        yield f"parameters that the optimizer holds more than once: {join_names(duplicates)}"
+    with_state = [name for name, weight in weights if getattr(optimizer, "state", {}).get(weight)]
+    if with_state and not any(may_have_run(module) for _, module in iter_float8_modules(model)):
         logger.warning(
             "the optimizer has a state for %s, and no float8 layer has run since the conversion: if the state was not "
             "loaded, nothing calls these layers. Check again after a backward, before zero_grad",
-            join_names(stepped),
+            join_names(with_state),
         )
     # Parameters of a loss are foreign, too: report foreign ones only if the optimizer lacks parameters of the model.
-    lacks = any(parameter.requires_grad and id(parameter) not in uses for parameter in model.parameters())
-    foreign = len([key for key in uses if key not in names])
-    if foreign and lacks:
+    is_incomplete = any(parameter.requires_grad and id(parameter) not in counts for parameter in model.parameters())
+    foreign = len([key for key in counts if key not in names])
+    if foreign and is_incomplete:
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
 
 

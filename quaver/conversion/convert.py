@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from quaver.conversion.persistent_scales import add_persistent_scales
 from quaver.conversion.report import (
     FILTER_REASON_ATTRIBUTE,
-    SLOW_PATH_HEAD,
+    SLOW_PATH_PREFIX,
     ConversionReport,
     conversion_report,
     explain_conversion_obstacle,
@@ -231,11 +231,11 @@ def _plan_conversion(
             tied += [] if is_linear else _find_other_owners(module, child, name)
             config = get_config(name)
             _check_can_convert(child, name, config, tied)
-            group = layers.setdefault(id(config), _LayersOfConfig(config))
+            layers_of_config = layers.setdefault(id(config), _LayersOfConfig(config))
             if isinstance(child, nn.Linear):
-                group.linears.append((name, child))
+                layers_of_config.linears.append((name, child))
             else:
-                group.experts.append((name, child))
+                layers_of_config.experts.append((name, child))
     return _ConversionPlan([*layers.values()], reasons, obstacles)
 
 
@@ -280,7 +280,7 @@ def _accepts_arguments(function: Callable[..., object], *arguments: object) -> b
 def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     """Return a filter that leaves out heads and routers, which engines keep in high precision."""
 
-    def decide_served(module: nn.Module, name: str) -> FilterDecision:
+    def decide(module: nn.Module, name: str) -> FilterDecision:
         parent, _, leaf = name.rpartition(".")
         decision = apply_filter(module_filter_fn, module, name)
         if leaf not in HEAD_NAMES and not is_router(root.get_submodule(parent), leaf):
@@ -294,7 +294,7 @@ def make_serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleF
             return decision
         return FilterDecision(convert=False, reason=f"high precision in {serving}")
 
-    return decide_served
+    return decide
 
 
 def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Float8LinearConfig) -> None:
@@ -414,7 +414,7 @@ def _check_can_restore_class(module: Float8Module, name: str) -> None:
 def _report_conversion(report: ConversionReport, plan: _ConversionPlan, verb: str) -> None:
     logger.info(report.summary())
     for note in report.notes:
-        if not note.startswith(SLOW_PATH_HEAD):  # slow paths were logged
+        if not note.startswith(SLOW_PATH_PREFIX):  # slow paths were logged
             logger.warning(note)
     problem = "" if plan.layers else report.explain_no_conversion(verb=verb)
     if problem:

@@ -89,15 +89,15 @@ def freeze_to_float8(
         name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_experts(child)
     }
     decisions = {name: apply_filter(module_filter_fn, child, name) for name, child in modules.items()}
-    chosen = {
+    to_freeze = {
         name: child
         for name, child in modules.items()
-        if decisions[name] and not _is_left_alone(child, config, include_subclasses)
+        if decisions[name] and not _is_skipped(child, config, include_subclasses)
     }
-    problem = next(_find_problems(chosen, find_parameter_names(module), config), None)
+    problem = next(_iter_problems(to_freeze, find_parameter_names(module), config), None)
     if problem is not None:
         raise ValueError(problem)
-    high_precision = [child for child in chosen.values() if not isinstance(child, Float8Module)]
+    in_high_precision = [child for child in to_freeze.values() if not isinstance(child, Float8Module)]
     convert_with_layer_configs(
         module,
         get_config=lambda _: config,
@@ -109,8 +109,8 @@ def freeze_to_float8(
     with ExitStack() as undo:
         undo.callback(share_input_casts, module, Float8Linear)
         undo.callback(stop_sharing_input_casts, module)
-        undo.callback(_restore_unfrozen, high_precision)
-        for child in chosen.values():
+        undo.callback(_restore_unfrozen, in_high_precision)
+        for child in to_freeze.values():
             quantized = [(weight, _quantize_weight(weight)) for weight in iter_module_weights(child)]
             for weight, codes in quantized:
                 _store_quantized(weight, codes, config)
@@ -134,7 +134,7 @@ def _restore_unfrozen(modules: list[nn.Module]) -> None:
             restore_class(module)
 
 
-def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
+def _is_skipped(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
     """Return whether a linear, or experts, cannot be converted or are already frozen with this config."""
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in iter_module_weights(module)):
         return True
@@ -225,12 +225,12 @@ def resolve_frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | 
     return replace(config, enable_fsdp_float8_all_gather=False)
 
 
-def _find_problems(
-    chosen: dict[str, nn.Module], owners: dict[int, list[str]], config: Float8LinearConfig
+def _iter_problems(
+    to_freeze: dict[str, nn.Module], owners: dict[int, list[str]], config: Float8LinearConfig
 ) -> Iterator[str]:
     """Yield the reasons why weights cannot be frozen with `config`."""
     weights: dict[str, Tensor] = {}
-    for name, module in chosen.items():
+    for name, module in to_freeze.items():
         if isinstance(module, Float8Module) and not isinstance(module, FrozenModule) and module.float8_config != config:
             yield (
                 f"freeze_to_float8 expects a model in high precision: {quote_module_name(name)} is already converted; "

@@ -19,17 +19,17 @@ def find_idle_modules(model: nn.Module) -> dict[str, str]:
     modules = model.named_modules()
     float8 = {name: module for name, module in modules if isinstance(module, Float8Module)}
     trained_at = max((module._last_run.trained_at for module in float8.values()), default=0)
-    events = {
+    occasions = {
         name: "while others trained" if module._last_run.created_at < trained_at else "while its parameters trained"
         for name, module in float8.items()
         if not may_have_run(module) and (module._last_run.created_at < trained_at or _has_new_grad(module))
     }
-    if not events:
+    if not occasions:
         return {}
     experts = ActiveExperts(model)
     return {
-        name: f"converted, but it did not run {event}: {_explain_idle(float8[name])}"
-        for name, event in events.items()
+        name: f"converted, but it did not run {occasion}: {_explain_idle(float8[name])}"
+        for name, occasion in occasions.items()
         if experts.count_linear(name) == 1
     }
 

@@ -152,7 +152,7 @@ def convert_layers(
         configs = {recipe: serving_config(serving, config) for recipe, config in configs.items()}
     decide_unlisted = module_filter_fn if serving is None else make_serving_filter(module, serving, module_filter_fn)
 
-    def admits(layer: nn.Module, name: str) -> FilterDecision:
+    def decide(layer: nn.Module, name: str) -> FilterDecision:
         if recipes.get_recipe(name) == HIGH_PRECISION:
             return FilterDecision(convert=False, reason="layer_recipes: high precision")
         return apply_filter(module_filter_fn if name in recipes.layers else decide_unlisted, layer, name)
@@ -161,6 +161,6 @@ def convert_layers(
         module,
         get_config=lambda name: configs[recipes.get_recipe(name)],
         serving=serving,
-        module_filter_fn=admits,
+        module_filter_fn=decide,
         include_subclasses=include_subclasses,
     )

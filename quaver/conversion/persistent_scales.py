@@ -181,8 +181,8 @@ def _check_measured(amaxes: dict[str, float]) -> None:
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
-        more = f" (and {len(unmeasured) - 1} more)" if len(unmeasured) > 1 else ""
-        raise RuntimeError(f"calibration: {unmeasured[0]}{more} {problem}; no scale was changed")
+        others = f" (and {len(unmeasured) - 1} more)" if len(unmeasured) > 1 else ""
+        raise RuntimeError(f"calibration: {unmeasured[0]}{others} {problem}; no scale was changed")
 
 
 class TensorScaleReport(NamedTuple):
@@ -208,11 +208,11 @@ class Float8ScalingState:
 
     def __init__(self, model: nn.Module) -> None:
         check_is_module(model, argument="model")
-        self._slots = list_named_slots(model)
-        self._all_slots = _list_conversion_slots(model.modules())
+        self._named_slots = list_named_slots(model)
+        self._conversion_slots = _list_conversion_slots(model.modules())
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._named_slots)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return `<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
@@ -221,7 +221,7 @@ class Float8ScalingState:
         sync they are equal on every rank, so they load into any number of ranks. Static scales of the config and the
         amaxes since the last sync are left out: save between a sync and the next forward.
         """
-        return list_entries(self._slots)
+        return list_entries(self._named_slots)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
@@ -235,8 +235,8 @@ class Float8ScalingState:
             ValueError: an entry is not a tensor, is on the meta device, has a wrong number of dims, or is a scale of
                 inf or NaN; or there are entries, and none is of this model. Nothing is loaded after an error.
         """
-        entries = list_entries(self._slots)
-        load_slots(self._slots, state_dict)
+        entries = list_entries(self._named_slots)
+        load_slots(self._named_slots, state_dict)
         if missing := entries.keys() - state_dict.keys():
             logger.warning(
                 "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
@@ -253,22 +253,23 @@ class Float8ScalingState:
 
     def reset(self) -> None:
         """Forget all histories and measured scales, for example after loading other weights."""
-        load_slots(self._slots, {})
+        load_slots(self._named_slots, {})
 
     def forget_recorded_amaxes(self) -> None:
         """Forget the amaxes since the last sync, for a step that is skipped: they do not enter the next scales."""
-        for conversion_slots in self._all_slots:
+        for conversion_slots in self._conversion_slots:
             conversion_slots.reset_amax_buffer()
 
     def report(self) -> list[TensorScaleReport]:
         """Compare each scale with its amax in the last synced step. Waits for the device."""
         steps = {
             id(conversion_slots): torch.cat([conversion_slots.last_step, conversion_slots.format_max.unsqueeze(1)], 1)
-            for conversion_slots in self._all_slots
+            for conversion_slots in self._conversion_slots
         }
         values = {key: step.tolist() for key, step in steps.items()}
         return [
-            _describe_scaling(name, *values[id(conversion_slots)][slot]) for name, conversion_slots, slot in self._slots
+            _describe_scaling(name, *values[id(conversion_slots)][slot])
+            for name, conversion_slots, slot in self._named_slots
         ]
 
 
@@ -300,23 +301,23 @@ def _describe_scaling(name: str, scale: float, amax: float, saturated: float, fo
     is_dynamic = not scale > 0
     if amax < 0:
         return TensorScaleReport(name, scale, is_dynamic, amax, float("nan"), 0)
-    used = format_max / max(amax, scaling.EPS) if is_dynamic else scale
-    ratio = 1.0 if is_dynamic else scale * amax / format_max
-    return TensorScaleReport(name, used, is_dynamic, amax, ratio, int(saturated))
+    used_scale = format_max / max(amax, scaling.EPS) if is_dynamic else scale
+    used_over_ideal = 1.0 if is_dynamic else scale * amax / format_max
+    return TensorScaleReport(name, used_scale, is_dynamic, amax, used_over_ideal, int(saturated))
 
 
 def list_named_slots(model: nn.Module) -> list[NamedSlot]:
     """Return each slot once, under the name `<linear>.<operand>` of its first linear."""
     slots: dict[tuple[int, int], NamedSlot] = {}
-    in_ddp: list[str] = []
+    ddp_prefixes: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            in_ddp.append(f"{fqn}.module.".removeprefix("."))
+            ddp_prefixes.append(f"{fqn}.module.".removeprefix("."))
         elif isinstance(module, Float8Linear) and isinstance(module.scale_slots, LinearScaleSlots):
             prefix = f"{fqn}." if fqn else ""
-            for wrapper in in_ddp:
-                if prefix.startswith(wrapper):
-                    prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
+            for ddp_prefix in ddp_prefixes:
+                if prefix.startswith(ddp_prefix):
+                    prefix = ddp_prefix.removesuffix("module.") + prefix.removeprefix(ddp_prefix)
             for name, conversion_slots, slot in module.scale_slots.list_named_slots(strip_wrappers(prefix)):
                 slots.setdefault((id(conversion_slots), slot), (name, conversion_slots, slot))
     return list(slots.values())

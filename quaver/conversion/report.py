@@ -35,7 +35,7 @@ from quaver.torch_private.dtensor import get_local_tensor
 FILTER_REASON_ATTRIBUTE = "_float8_filter_reason"
 """The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
-SLOW_PATH_HEAD = "in this process: "
+SLOW_PATH_PREFIX = "in this process: "
 """The prefix of a note about a slow path, which may be that of another model."""
 
 NOT_CONVERTED_REASON = "not converted, or new since the conversion"
@@ -83,10 +83,10 @@ class LayerReport:
         """Return the layer as a line, with `width` characters for the name, and the number of its config if asked."""
         shape = f"{self.in_features:>6} -> {self.out_features:<6}"
         matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
-        kind = "float8" if self.converted else "skipped"
+        precision = "float8" if self.converted else "skipped"
         number = f"config {self.config}  " if names_config and self.config else ""
         note = f"{matrices}{number}{self.reason}"
-        return f"{format_module_name(self.name):<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {note}".rstrip()
+        return f"{format_module_name(self.name):<{width}}  {shape}  {precision:<7}  {self.backend:<11}  {note}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     """
     check_is_module(module, argument="module")
     layers: list[LayerReport] = []
-    running: list[Float8Module] = []
+    float8_modules: list[Float8Module] = []
     config_numbers: dict[str, int] = {}
     scale_owners: dict[tuple[int, int], str] = {}
     owners, experts, idle = find_weight_modules(module), ActiveExperts(module), find_idle_modules(module)
@@ -174,7 +174,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         else:
             reports = [*_report_other_weights(child, name, owners, experts, idle.get(name, ""), backend)]
         if isinstance(child, Float8Module) and any(layer.converted for layer in reports):
-            running.append(child)
+            float8_modules.append(child)
             config = child.float8_config
             matmuls = tuple(list_matmul_casts(config))
             number = config_numbers.setdefault(str(config), len(config_numbers) + 1)
@@ -182,9 +182,9 @@ def conversion_report(module: nn.Module) -> ConversionReport:
                 replace(layer, float8_matmuls=matmuls, config=number) if layer.converted else layer for layer in reports
             ]
         layers += reports
-    configs = dict.fromkeys(child.float8_config for child in running)
+    configs = dict.fromkeys(child.float8_config for child in float8_modules)
     notes = [note for config in configs for note in _iter_notes(config)]
-    for child in running:
+    for child in float8_modules:
         if isinstance(child, Float8Experts) and child.dispatcher is not None:
             notes.append(child.dispatcher.describe_precision(child))
     if experts.unknown:
@@ -192,7 +192,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             f"the number of experts in {join_names(experts.unknown)} that a token uses is unknown, so the FLOP share "
             "counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
-    notes += [f"{SLOW_PATH_HEAD}{message}" for message in list_slow_paths()] if configs else []
+    notes += [f"{SLOW_PATH_PREFIX}{message}" for message in list_slow_paths()] if configs else []
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
     return ConversionReport("\n".join(config_numbers), layers, list(dict.fromkeys(notes)), convolutions)
 
@@ -215,11 +215,11 @@ def _report_linear(
     if obstacle:
         reason, backend = obstacle, ""
     elif isinstance(linear, Float8Linear):
-        tied = [owner for owner in owners.get(id(weight), []) if owner != name]
-        ties = f"weight tied to {', '.join(tied)}" if tied else ""
+        tied_owners = [owner for owner in owners.get(id(weight), []) if owner != name]
+        ties = f"weight tied to {', '.join(tied_owners)}" if tied_owners else ""
         shares = _describe_shared_scale(linear, name, scale_owners)
         frozen = _describe_frozen(get_local_tensor(linear.weight))
-        reasons = [filtered, ties, shares, frozen, explain_replaced_forward(linear), *explain_unfinished(linear)]
+        reasons = [filtered, ties, shares, frozen, explain_replaced_forward(linear), *iter_unfinished_reasons(linear)]
         reasons += [] if converted else [HIGH_PRECISION_REASON]
         reason = "; ".join(filter(None, reasons))
     else:
@@ -291,12 +291,12 @@ def _describe_frozen(weight: Tensor) -> str:
     """Describe how a frozen weight is stored, with the SQNR of a merge; "" for other weights."""
     if not isinstance(weight, FrozenFloat8Weight):
         return ""
-    merged = weight.requantized_sqnr_db
-    written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
+    sqnr_db = weight.requantized_sqnr_db
+    written = "" if sqnr_db is None else f", quantized again after a write at {sqnr_db:.1f} dB SQNR"
     return f"frozen, stored in {weight.granularity} {FLOAT8_FORMATS[weight.data_fp8.dtype].name}{written}"
 
 
-def explain_unfinished(module: Float8Module) -> Iterator[str]:
+def iter_unfinished_reasons(module: Float8Module) -> Iterator[str]:
     """Yield the reasons why a float8 linear, or experts, do not run as their config says."""
     weights = iter_module_weights(module)
     if any(weight.config.enable_fsdp_float8_all_gather and not is_all_gather_weight(weight) for weight in weights):
@@ -307,8 +307,8 @@ def explain_unfinished(module: Float8Module) -> Iterator[str]:
 
 def _iter_notes(config: Float8LinearConfig) -> Iterator[str]:
     weight = config.casts.weight
-    has_two = not weight.is_dequantized and any(cast.depends_on_direction for cast in weight.directions)
-    if config.enable_fsdp_float8_all_gather and has_two:
+    has_two_casts = not weight.is_dequantized and any(cast.depends_on_direction for cast in weight.directions)
+    if config.enable_fsdp_float8_all_gather and has_two_casts:
         yield (
             "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "
             "with one scale per tensor or square block it is 1 byte (rowwise_with_tensorwise_weight, blockwise)"
@@ -356,7 +356,7 @@ def _report_other_weights(
             reason, backend = idle, ""
         elif isinstance(module, Float8GroupedModule):
             frozen = _describe_frozen(get_local_tensor(parameter))
-            reasons = [filtered, frozen, explain_replaced_forward(module), *explain_unfinished(module)]
+            reasons = [filtered, frozen, explain_replaced_forward(module), *iter_unfinished_reasons(module)]
             reasons += [HIGH_PRECISION_REASON] if is_in_high_precision(module) else []
             reason = "; ".join(filter(None, reasons))
         elif is_experts(module):
@@ -368,6 +368,6 @@ def _report_other_weights(
         if is_experts(module) and is_transposed(module):
             in_features, out_features = out_features, in_features
         full_name = f"{name}.{leaf}".lstrip(".")
-        uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
+        matrices_per_token = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
         converted = isinstance(module, Float8GroupedModule) and not idle and not is_in_high_precision(module)
-        yield LayerReport(full_name, in_features, out_features, converted, reason, uses, backend)
+        yield LayerReport(full_name, in_features, out_features, converted, reason, matrices_per_token, backend)
