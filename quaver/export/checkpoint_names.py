@@ -116,8 +116,8 @@ class CheckpointNames:
         owners = {part: name for name in known for part in self.get_stored_names(name)}
         parts = {stored_part: part for part, stored_part in self.find_stored_parts(stored).items()}
         named = {name: name if name in known else owners.get(parts.get(name, name)) for name in stored}
-        free = known.difference(named.values())
-        return {name: owner or self.conversions.find_other_name(name, free) for name, owner in named.items()}
+        unmatched = known.difference(named.values())
+        return {name: owner or self.conversions.find_other_name(name, unmatched) for name, owner in named.items()}
 
     def find_stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the name in `stored` of each part of the stacks. It may be the name in a larger or a smaller model."""
@@ -147,7 +147,7 @@ def make_checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Chec
             name, count = f"{prefix}{'.' if prefix else ''}{leaf}", weight.shape[0]
             parts = (
                 conversions.find_parts(name, count)
-                if conversions.is_known
+                if conversions.has_mapping
                 else _make_default_parts(prefix, leaf, module)
             )
             if parts is None and has_linears and is_llama4_experts(get_class_parts(module).original):
@@ -200,13 +200,13 @@ class _Conversions:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.is_known = is_transformers_model(model)
-        base = self._model.base_model_prefix if self.is_known else ""
+        self.has_mapping = is_transformers_model(model)
+        base = self._model.base_model_prefix if self.has_mapping else ""
         self.base_prefix = f"{base}." if base else ""
         """The prefix of names in the base model, which may be loaded without its head."""
         self._converters: list[Any] = []
         self._renamings: list[Any] = []
-        if self.is_known:
+        if self.has_mapping:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange, WeightConverter
 
@@ -229,7 +229,7 @@ class _Conversions:
     def find_other_name(self, name: str, known: set[str]) -> str:
         """Return the name among `known` into which `from_pretrained` reads the tensor `name`, else `name`."""
         candidates = [name, *list_other_names(name)]
-        if self.is_known:
+        if self.has_mapping:
             from transformers.core_model_loading import rename_source_key
 
             renamings, converters = self._forward_conversions
@@ -278,8 +278,8 @@ class _Conversions:
         names_by_row = {_find_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
         if None in names_by_row or len(split) % count:
             return None
-        count_of_parts = len(split) // count
-        starts = range(0, _TRACED_ROWS, _TRACED_ROWS // count_of_parts)
+        parts_per_expert = len(split) // count
+        starts = range(0, _TRACED_ROWS, _TRACED_ROWS // parts_per_expert)
         return [tuple(names_by_row[index * _TRACED_ROWS + row] for row in starts) for index in range(count)]
 
 

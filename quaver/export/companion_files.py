@@ -39,7 +39,7 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
         FileNotFoundError: it has none.
         ValueError: a .json file among them is damaged.
     """
-    files = _find_files(folder, *_TOKENIZER_PATTERNS)
+    files = _list_files(folder, *_TOKENIZER_PATTERNS)
     if not files:
         raise FileNotFoundError(f"{str(folder)!r}: expected files of a tokenizer, such as tokenizer.json, got none")
     return files
@@ -50,10 +50,10 @@ def list_copied_files(folder: Path) -> list[Path]:
 
     Raises ValueError if a .json file among them is damaged.
     """
-    return _find_files(folder, *_TOKENIZER_PATTERNS, GENERATION_CONFIG_FILE)
+    return _list_files(folder, *_TOKENIZER_PATTERNS, GENERATION_CONFIG_FILE)
 
 
-def _find_files(folder: Path, *patterns: str) -> list[Path]:
+def _list_files(folder: Path, *patterns: str) -> list[Path]:
     files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
     for file in files:
         if file.suffix == ".json":

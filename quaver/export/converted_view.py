@@ -49,9 +49,9 @@ def make_converted_view(
 
     See the top of the file, and `iter_float8_weights` for arguments and errors.
     """
-    sharded = find_fsdp_module_class()
+    fsdp_class = find_fsdp_module_class()
     for module in model.modules():
-        if sharded is not None and isinstance(module, sharded):
+        if fsdp_class is not None and isinstance(module, fsdp_class):
             module.reshard()
     if hasattr(model, "get_base_model") and any(_is_adapted(module) for module in model.modules()):
         base: Any = model.get_base_model
@@ -67,9 +67,9 @@ def make_converted_view(
             f"recipe: expected one whose scales follow from the weights alone, got {name}; convert the model to it and "
             "train, or calibrate, or give another"
         )
-    admits = module_filter_fn or make_name_filter(DEFAULT_FILTER, find_tied_modules(view.model))
+    filter_fn = module_filter_fn or make_name_filter(DEFAULT_FILTER, find_tied_modules(view.model))
     convert_to_float8_training(
-        view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=admits
+        view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=filter_fn
     )
     return view
 
@@ -110,14 +110,14 @@ def _unwrap_adapters(module: Any, name: str) -> nn.Module:
             )
         module = module.base_layer
     if hasattr(module, "original_module") and hasattr(module, "active_adapters"):
-        trained = getattr(module, "modules_to_save", None)
-        if trained is None:
+        saved_modules = getattr(module, "modules_to_save", None)
+        if saved_modules is None:
             raise NotImplementedError(
                 f"{name} is a {type(module).__name__} of PEFT, which merge_adapter() leaves as it is; export "
                 "model.merge_and_unload()"
             )
         active = module.active_adapters
-        module = trained[active[0]] if active else module.original_module
+        module = saved_modules[active[0]] if active else module.original_module
     unwrapped: nn.Module = module
     return unwrapped
 
@@ -140,10 +140,10 @@ def _copy_module(
     if id(module) in copies:
         return copies[id(module)]
     cls: type = type(module)
-    sharded = find_fsdp_module_class()
-    if sharded is not None and isinstance(module, sharded):
+    fsdp_class = find_fsdp_module_class()
+    if fsdp_class is not None and isinstance(module, fsdp_class):
         dtype = get_param_dtype(module)
-        cls = next(base for base in cls.__mro__ if not issubclass(base, sharded))
+        cls = next(base for base in cls.__mro__ if not issubclass(base, fsdp_class))
     copied: Any = object.__new__(cls)
     copies[id(module)] = copied
     attributes = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}

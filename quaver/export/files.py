@@ -119,8 +119,8 @@ class StoredTensors(Mapping[str, Tensor]):
             differing = sorted(name for name in {*index, *self._file} if index.get(name) != self._file.get(name))
             raise InputError(f"{str(folder / INDEX_FILE)!r} and the files it names differ: {join_names(differing)}")
         if len(stored) != len(self._file):
-            twice = sorted(name for name, file in stored if self._file[name] != file)
-            raise InputError(f"{str(folder)!r} has tensors in two files: {join_names(twice)}; download it again")
+            duplicates = sorted(name for name, file in stored if self._file[name] != file)
+            raise InputError(f"{str(folder)!r} has tensors in two files: {join_names(duplicates)}; download it again")
 
     @property
     def files(self) -> list[Path]:
@@ -241,16 +241,16 @@ class SafetensorsWriter:
         self._folder, self._max_shard_bytes = folder, sys.maxsize if max_shard_bytes is None else max_shard_bytes
         self.metadata = {"format": "pt"}
         self._pending: dict[str, Tensor] = {}
-        self._filled = 0
+        self._pending_bytes = 0
         self._written: list[list[str]] = []
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor on any device. Writes the pending file if it has no room. Raises NotWrittenError."""
-        if self._filled and self._filled + tensor.nbytes > self._max_shard_bytes:
+        if self._pending_bytes and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous()
-        self._filled += tensor.nbytes
+        self._pending_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
 
     def _flush(self) -> None:
@@ -266,7 +266,7 @@ class SafetensorsWriter:
         except (SafetensorError, OSError) as error:
             raise NotWrittenError(f"cannot write the weights: {error}") from error
         self._written.append(list(self._pending))
-        self._pending, self._filled = {}, 0
+        self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> None:
         """Write the last file, name the files as transformers does, and write an index if there are several."""

@@ -75,7 +75,7 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
         tie()  # init_empty_weights replaced the parameters that transformers had tied
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
     stored = StoredWeights(model, checkpoint, loaded, serving=serving)
-    problem = next(_find_problems(model, tensors, checkpoint, loaded, stored.weights), None)
+    problem = next(_iter_problems(model, tensors, checkpoint, loaded, stored.weights), None)
     if problem is not None:
         raise ValueError(problem)
     set_kv_scales(model, checkpoint.kv_scales)
@@ -143,13 +143,13 @@ class StoredWeights:
         `dtype`: the high-precision dtype that the weight presents.
         """
         module, leaf = model.get_submodule(_get_owner(name)), name.rpartition(".")[2]
-        transposed = name in self._loaded.transposed
         shape = getattr(module, leaf).shape
         stack, granularity = self.frozen[name], self._granularity
         if len(shape) == 3 and name not in self._loaded.stacks:
-            is_swapped = name in self._loaded.swapped
-            codes, scale = _read_whole_stack(self._checkpoint, stack[0][0], module, is_swapped, granularity, device)
+            transposed = name in self._loaded.transposed_whole_stacks
+            codes, scale = _read_whole_stack(self._checkpoint, stack[0][0], module, transposed, granularity, device)
         else:
+            transposed = name in self._loaded.transposed
             codes, scale = _read_parts(self._checkpoint, stack, shape, transposed, granularity, device)
         store_float8_weight(module, codes, scale, config=self.config, dtype=dtype, name=leaf)
 
@@ -178,15 +178,15 @@ def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Check
     """Return whether a tensor is a stack of experts whose scales a frozen stack can hold: a row is an output."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in get_expert_weights(module):
         return False
-    kinds = {scale.kind for scale in checkpoint.read_scales(loaded.parts[name][0][0])}
-    return "channel" not in kinds or is_transposed(module) == (name in loaded.swapped)
+    granularities = {scale.granularity for scale in checkpoint.read_scales(loaded.parts[name][0][0])}
+    return "channel" not in granularities or is_transposed(module) == (name in loaded.transposed_whole_stacks)
 
 
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[PartNames]) -> bool:
     """Return whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
     for parts in stack if len(stack[0]) > 1 else []:
         scales = [checkpoint.get_scale(part) for part in parts]
-        if scales[0].kind == "tensor" and any(scale.values != scales[0].values for scale in scales):
+        if scales[0].granularity == "tensor" and any(scale.values != scales[0].values for scale in scales):
             return False
         rows, *_ = checkpoint.get_shape(parts[0])
         if scales[0].block_size is not None and rows % scales[0].block_size[0]:
@@ -217,17 +217,22 @@ def _read_parts(
 
 
 def _read_whole_stack(
-    checkpoint: Float8Checkpoint, part: str, experts: nn.Module, swapped: bool, granularity: str, device: torch.device
+    checkpoint: Float8Checkpoint,
+    part: str,
+    experts: nn.Module,
+    transposed: bool,
+    granularity: str,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Read the codes and scales of a stack that is one tensor. `swapped`: the model holds its matrices transposed."""
+    """Read the codes and scales of a stack that is one tensor. `transposed`: relative to the model."""
     stored, scales = checkpoint.read_codes(part), checkpoint.read_scales(part)
-    codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
+    codes = torch.empty((stored.mT if transposed else stored).shape, dtype=E4M3.dtype, device=device)
     has_inputs_first, values_of_matrices = is_transposed(experts), []
     for matrix_codes, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
         matrix, scale = _replace_zero_scales(matrix, scale)
-        matrix_codes.copy_(matrix.t() if swapped else matrix)
+        matrix_codes.copy_(matrix.t() if transposed else matrix)
         rows, columns = reversed(matrix_codes.shape) if has_inputs_first else matrix_codes.shape
-        if swapped != has_inputs_first and scale.values.dim():
+        if transposed != has_inputs_first and scale.values.dim():
             scale = scale._replace(values=scale.values.t())
         values = _expand_scale(scale, torch.Size((rows, columns)), granularity)
         values_of_matrices.append(values.t() if has_inputs_first and values.dim() else values)
@@ -244,12 +249,12 @@ def _replace_zero_scales(codes: Tensor, scale: StoredScale) -> tuple[Tensor, Sto
     return zeroed, scale._replace(values=scale.values.masked_fill(is_zero_scale, 1.0))
 
 
-_GRANULARITIES = {
+_LAYOUTS = {
     "tensor": ROWWISE,
     "channel": ROWWISE,
     **{f"block {rows} x {columns}": ScaleLayout(rows, columns) for rows, columns in BLOCK_SIZES if rows == columns},
 }
-"""The layout of the scales of frozen weights by their kind. A single number counts as rowwise."""
+"""The layout of the scales of frozen weights by their granularity. A single number counts as rowwise."""
 
 
 def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
@@ -258,22 +263,22 @@ def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     Raises:
         NotImplementedError: the granularities differ, or a frozen weight cannot have them.
     """
-    kinds = {scale.kind for name in names for scale in checkpoint.read_scales(name)} or {"tensor"}
-    kinds = kinds - {"tensor"} or kinds
+    granularities = {scale.granularity for name in names for scale in checkpoint.read_scales(name)} or {"tensor"}
+    granularities = granularities - {"tensor"} or granularities
     e5m2 = [name for name in names if checkpoint.get_code_dtype(name) != "F8_E4M3"]
-    if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
-        actual = ", ".join(sorted(kinds)) + (f"; {join_names(e5m2)} in F8_E5M2" if e5m2 else "")
+    if len(granularities) > 1 or not granularities <= _LAYOUTS.keys() or e5m2:
+        actual = ", ".join(sorted(granularities)) + (f"; {join_names(e5m2)} in F8_E5M2" if e5m2 else "")
         raise NotImplementedError(
-            f"frozen weights: expected F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got "
+            f"frozen weights: expected F8_E4M3 with scales of one granularity of {', '.join(_LAYOUTS)}, got "
             f"{actual}; use load_float8, which dequantizes them, and freeze_to_float8"
         )
-    return next(iter(kinds))
+    return next(iter(granularities))
 
 
 def _expand_scale(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor:
-    if scale.kind == granularity or scale.kind != "tensor":
+    if scale.granularity == granularity or scale.granularity != "tensor":
         return scale.values
-    return scale.values.expand(_GRANULARITIES[granularity].get_scale_shape(shape[0], shape[1]))
+    return scale.values.expand(_LAYOUTS[granularity].get_scale_shape(shape[0], shape[1]))
 
 
 def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
@@ -283,7 +288,7 @@ def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str
     """
     scales = (scale.values for name in names for scale in checkpoint.read_scales(name))
     power_of_2 = all(bool((torch.frexp(values)[0].eq(0.5) | values.eq(0)).all()) for values in scales)
-    layout = _GRANULARITIES[granularity]
+    layout = _LAYOUTS[granularity]
     if layout == SQUARE_BLOCKS:
         return make_blockwise_config(power_of_2=power_of_2)
     if layout.is_blockwise:
@@ -299,13 +304,13 @@ def _make_config(checkpoint: Float8Checkpoint, granularity: str, names: list[str
 
 def _use_casts_of_engine(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
     """Return the config with the casts of an engine; the backward reads the stored codes."""
-    served, weight = get_serving_casts(serving), config.casts.weight.row
-    if served.input.is_persistent or served.weight.granularity != weight.granularity:
+    engine_casts, weight = get_serving_casts(serving), config.casts.weight.row
+    if engine_casts.input.is_persistent or engine_casts.weight.granularity != weight.granularity:
         raise ValueError(
             f"serving: expected an engine with dynamic scales and {weight.granularity} weights as the checkpoint, "
             f"got {serving!r}"
         )
-    return replace(serving_config(serving, config), cast_config_weight_for_grad_input=served.weight)
+    return replace(serving_config(serving, config), cast_config_weight_for_grad_input=engine_casts.weight)
 
 
 def _use_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
@@ -314,7 +319,7 @@ def _use_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
     return replace(config, round_scales_to_power_of_2=False, **casts)
 
 
-def _find_problems(
+def _iter_problems(
     model: nn.Module,
     tensors: dict[str, Tensor],
     checkpoint: Float8Checkpoint,
@@ -323,8 +328,8 @@ def _find_problems(
 ) -> Iterator[str]:
     modules, owners = dict(model.named_modules()), find_parameter_names(model)
     unknown = [name for name in loaded if name not in tensors]
-    filled = {id(tensors[name]) for name in loaded if name in tensors}
-    missing = [name for name, tensor in tensors.items() if id(tensor) not in filled]
+    loaded_ids = {id(tensors[name]) for name in loaded if name in tensors}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in loaded_ids]
     if unknown or missing:
         lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
         differences = [f"{prefix} {join_names(names)}" for prefix, names in lists if names]
@@ -378,5 +383,5 @@ def _load_high_precision_tensors(
         new = tensor.to(old.dtype, copy=True)
         replaced[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for module in model.modules():
-        for owned in (module._parameters, module._buffers):
-            owned.update({leaf: replaced[id(old)] for leaf, old in owned.items() if id(old) in replaced})
+        for registry in (module._parameters, module._buffers):
+            registry.update({leaf: replaced[id(old)] for leaf, old in registry.items() if id(old) in replaced})

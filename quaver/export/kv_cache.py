@@ -128,10 +128,12 @@ def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, f
     names = [name for name in amaxes if any(name in measured for measured in ranks)]
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     by_rank = {name: torch.tensor([amaxes[name] for amaxes in ranks if name in amaxes], **options) for name in names}
-    largest = {name: amaxes_of.amax(0).tolist() for name, amaxes_of in by_rank.items()}
-    bad = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
-    if bad or not largest:
-        problem = f"the amaxes of keys and values are {join_names(bad)}" if bad else "no batch reached an attention"
+    largest = {name: pairs.amax(0).tolist() for name, pairs in by_rank.items()}
+    invalid = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
+    if invalid or not largest:
+        problem = (
+            f"the amaxes of keys and values are {join_names(invalid)}" if invalid else "no batch reached an attention"
+        )
         raise RuntimeError(f"calibration of the KV cache: {problem}; no scale was changed")
     scales = torch.tensor(
         [[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32, device="cpu"
@@ -187,5 +189,5 @@ def find_kv_scale_names(names: list[str], quantized: Container[str]) -> dict[str
             stored[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED_LEAVES[suffix])
     in_model = set(itertools.chain(*stored.values()))
     owners = {name: names_in_model[0].rpartition(".")[0] for name, names_in_model in stored.items()}
-    both = [owner for owner in owners.values() if in_model.issuperset(f"{owner}.{leaf}" for leaf in SCALE_LEAVES)]
-    return {name: stored[name] for name, owner in owners.items() if owner in quantized or owner in both}
+    complete = [owner for owner in owners.values() if in_model.issuperset(f"{owner}.{leaf}" for leaf in SCALE_LEAVES)]
+    return {name: stored[name] for name, owner in owners.items() if owner in quantized or owner in complete}

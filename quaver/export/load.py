@@ -89,9 +89,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_digests(folder)
         self.format = MarkedFormat(config_format, self._stored, folder.is_file())
-        self._check()
+        self._sort_tensors()
 
-    def _check(self) -> None:
+    def _sort_tensors(self) -> None:
         stored = self._stored
         tensors = sort_tensors(
             {name: stored.get_dtype(name) for name in stored if name not in self.format.marks}, self.format
@@ -103,8 +103,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             raise InputError(
                 f"expected float8 weights for quant_method {self.format.method!r} of config.json, got none"
             )
-        self._unpadded: dict[str, list[int]] = {}
-        for name, shape in self.format.shapes.items():
+        self._unpadded_shapes: dict[str, list[int]] = {}
+        for name, shape in self.format.unpadded_shapes.items():
             self.remove_padding(name, shape)
         for name in self._scale_of:
             self.read_scales(name)
@@ -133,12 +133,12 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """Read only `shape` of a matrix from now on, if the file holds it padded."""
         padded = self.format.get_padded_shape(name, shape)
         if padded is not None and padded == self._stored.get_shape(name):
-            self._unpadded[name] = list(shape)
+            self._unpadded_shapes[name] = list(shape)
 
     def _read(self, name: str) -> Tensor:
         tensor = self._stored[name]
-        if name in self._unpadded:
-            rows, columns = self._unpadded[name]
+        if name in self._unpadded_shapes:
+            rows, columns = self._unpadded_shapes[name]
             return tensor[:rows, :columns].contiguous()
         return tensor
 
@@ -166,7 +166,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         return self._stored.files
 
     @property
-    def other_tensors(self) -> list[str]:
+    def scales_and_marks(self) -> list[str]:
         """The names of stored scales and marks, which are not tensors of a model."""
         return [name for name in self._stored if name not in self._names]
 
@@ -202,7 +202,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def get_shape(self, name: str) -> list[int]:
         """Return the shape of a tensor, from the header of its file."""
-        return self._unpadded.get(name) or self._stored.get_shape(name)
+        return self._unpadded_shapes.get(name) or self._stored.get_shape(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names  # Mapping's method would read the tensor
@@ -229,8 +229,8 @@ class ModelTensors(Mapping[str, Tensor]):
     """The stacks that hold each matrix transposed."""
     tied: set[str]
     """The names of tied tensors that the checkpoint stores under another of their names."""
-    swapped: set[str]
-    """The stacks that the checkpoint holds as one tensor, and the model with transposed matrices."""
+    transposed_whole_stacks: set[str]
+    """The stacks that the checkpoint holds as one tensor, with the matrices of the model transposed."""
     kv_scales: dict[str, float]
     """The scales of the `Float8Checkpoint`."""
 
@@ -261,9 +261,9 @@ class ModelTensors(Mapping[str, Tensor]):
         if outside:
             logger.warning("the model is a part of the checkpoint's model; left out: %s", join_names(sorted(outside)))
         for stack in stacks.values():
-            self._check(stack)
+            self._check_stack(stack)
         self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)
-        self.swapped = {
+        self.transposed_whole_stacks = {
             name
             for name in self._names.whole_stacks
             if name in self.parts
@@ -283,7 +283,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self.parts |= tied
         return set(tied)
 
-    def _check(self, stack: list[PartNames]) -> None:
+    def _check_stack(self, stack: list[PartNames]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
             raise InputError(
@@ -303,7 +303,7 @@ class ModelTensors(Mapping[str, Tensor]):
         """Return a tensor, or a stack, dequantized or converted to `dtype`; raises as `Float8Checkpoint.read`."""
         if name not in self.stacks:
             tensor = self._checkpoint.read(self.parts[name][0][0], dtype)
-            return tensor.mT.contiguous() if name in self.swapped else tensor
+            return tensor.mT.contiguous() if name in self.transposed_whole_stacks else tensor
         stored = dict(zip(self._names.get_stored_names(name), itertools.chain(*self.parts[name]), strict=True))
         return self._names.read_stack(
             name, self.get_shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
@@ -314,7 +314,7 @@ class ModelTensors(Mapping[str, Tensor]):
         first, *more_parts = self.parts[name][0]
         if name not in self.stacks:
             shape = self._checkpoint.get_shape(first)
-            return [shape[0], *reversed(shape[1:])] if name in self.swapped else shape
+            return [shape[0], *reversed(shape[1:])] if name in self.transposed_whole_stacks else shape
         rows, columns = self._checkpoint.get_shape(first)
         matrix = [rows * (1 + len(more_parts)), columns]
         return [len(self.parts[name]), *(reversed(matrix) if name in self.transposed else matrix)]

@@ -41,10 +41,10 @@ class ServingMatch:
     weight."""
     inputs: Mapping[str, float] = field(repr=False)
     """The share of the codes of a linear's input that equal those of the engine's equations, by linear."""
-    engine: float
+    engine_max_difference: float
     """The largest difference of a log probability from the model with the engine's equations as linears, in float64, on
     the codes of the folder. With equal codes only the order of sums differs."""
-    transformers: float | None
+    transformers_max_difference: float | None
     """The largest difference of a log probability from the folder, loaded by transformers with its defaults, which may
     leave activations in high precision; None for a model of another library."""
 
@@ -57,9 +57,11 @@ class ServingMatch:
             unequal = [f"{name} {share:.4%}" for name, share in shares.items() if share < 1]
             lines.append(f"{operand}: {len(shares) - len(unequal)} of {len(shares)} with equal codes")
             lines += [f"    {join_names(unequal)}"] if unequal else []
-        lines.append(f"largest difference of a log probability from {self.serving}'s equations: {self.engine:.3g}")
-        if self.transformers is not None:
-            lines.append(f"from the folder in transformers: {self.transformers:.3g}")
+        lines.append(
+            f"largest difference of a log probability from {self.serving}'s equations: {self.engine_max_difference:.3g}"
+        )
+        if self.transformers_max_difference is not None:
+            lines.append(f"from the folder in transformers: {self.transformers_max_difference:.3g}")
         return "\n".join(lines)
 
 
@@ -93,27 +95,27 @@ def matches_serving(
         folder, model = model, _load_frozen_model(Path(model), serving)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     name = serving or _find_common_engine(linears)
-    served = get_serving_casts(name)
+    casts = get_serving_casts(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotImplementedError("model: expected one without shards, got a sharded model; save and load it first")
     with ExitStack() as stack:
         stack.enter_context(_set_eval_mode(model))
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "served"
-            save_float8(model, folder, format=served.format, config=None if is_transformers_model(model) else {})
+            save_float8(model, folder, format=casts.format, config=None if is_transformers_model(model) else {})
         stored = StoredTensors(Path(folder))
-        tensors = iter_float8_weights(model, format=served.format)
+        tensors = iter_float8_weights(model, format=casts.format)
         weights = dict(_compare_weights(tensors, stored))
         first_inputs: dict[str, Tensor] = {}
-        trained = _compute_log_probabilities(_record_inputs(model, linears, first_inputs), inputs)
-        shares = {linear: _compare_inputs(linears[linear], rows, served.input) for linear, rows in first_inputs.items()}
-        operands = {get_linear_name(weight): operand for weight, operand in _read_operands(tensors, stored)}
-        engine = _compute_log_probabilities(_replace_linears(model, linears, operands, served), inputs)
+        with_codes = _compute_log_probabilities(_record_inputs(model, linears, first_inputs), inputs)
+        shares = {linear: _compare_inputs(linears[linear], rows, casts.input) for linear, rows in first_inputs.items()}
+        operands = {get_linear_name(weight): operand for weight, operand in _iter_stored_operands(tensors, stored)}
+        with_equations = _compute_log_probabilities(_replace_linears(model, linears, operands, casts), inputs)
         difference = None
         if is_transformers_model(model):
             loaded = _load_in_transformers(Path(folder), model)
-            difference = _compute_largest_difference(trained, _compute_log_probabilities(loaded, inputs))
-    return ServingMatch(name, weights, shares, _compute_largest_difference(trained, engine), difference)
+            difference = _compute_largest_difference(with_codes, _compute_log_probabilities(loaded, inputs))
+    return ServingMatch(name, weights, shares, _compute_largest_difference(with_codes, with_equations), difference)
 
 
 def _find_common_engine(linears: Mapping[str, Float8Linear]) -> str:
@@ -177,7 +179,7 @@ def _compute_equal_share(actual: Tensor, expected: Tensor) -> float:
     return (a == b).all(1).double().mean().item()
 
 
-def _read_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
+def _iter_stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
     """Yield the stored operand of each linear's weight, by its name in the model."""
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():
@@ -234,13 +236,13 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
 
 
 def _replace_linears(
-    model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], served: ServingCasts
+    model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], casts: ServingCasts
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for name, linear in linears.items():
                 if name in weights:
-                    vars(linear)["forward"] = partial(_run_linear_by_equations, linear, weights[name], served.input)
+                    vars(linear)["forward"] = partial(_run_linear_by_equations, linear, weights[name], casts.input)
                     stack.callback(vars(linear).pop, "forward")
             return model(*args, **kwargs)
 

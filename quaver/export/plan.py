@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class ExportPlan:
     format: WeightFormat
     ragged: list[str]
     """The weights with incomplete last blocks, because a dimension is not a multiple of 128."""
-    cut_inputs: list[str]
+    ragged_inputs: list[str]
     """The modules whose inputs are not a multiple of 128, by their names in the model and in the checkpoint."""
     recipe: str
     """The name of the recipe, or of the engine with the same forward; otherwise the casts."""
@@ -64,7 +65,7 @@ def get_linear_name(name: str) -> str:
 
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> ExportPlan:
     """Decide which tensors an export of `model` writes; see `iter_float8_weights` for arguments and errors."""
-    kind = find_format_class(format)
+    format_class = find_format_class(format)
     weights_of_model = find_float8_weights(model).items()
     converted = {name: weight for name, weight in weights_of_model if not weight.config.casts.weight.row.is_disabled}
     _check_experts(converted)
@@ -73,8 +74,11 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         name for name, weight in converted.items() if getattr(weight.module, "state_dict_is_transposed", False)
     ]
     linears = [get_linear_name(name) for name in converted if name not in (*stacks, *transposed)]
-    high_precision_linears = kind.list_unsupported(model, linears, stacks)
-    report, checkpoint_names = conversion_report(model), make_checkpoint_names(model, has_linears=kind.has_linears)
+    high_precision_linears = format_class.list_unsupported(model, linears, stacks)
+    checkpoint_names, report = (
+        make_checkpoint_names(model, has_linears=format_class.has_linears),
+        conversion_report(model),
+    )
     whole_stacks = [name for name in stacks if name not in checkpoint_names.stacks]
     left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
@@ -88,16 +92,16 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     _check_names(model, names, [name for name in tied if name in float8])
     names_in_weights = {} if weights is None else _match_given_names(names, weights, checkpoint_names, float8)
     untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
-    absent = [name for name in untied if name not in names_in_weights]
-    if weights is not None and absent:
-        logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(absent))
+    missing = [name for name in untied if name not in names_in_weights]
+    if weights is not None and missing:
+        logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(missing))
     names = names if weights is None else list(names_in_weights)
     ignore = _list_ignored_modules(model, names, tied, float8, checkpoint_names)
     sizes = {name: _compute_matrix_size(name, weight, checkpoint_names) for name, weight in float8.items()}
     weight_format.check_weights(model, sizes, ignore)
     has_blocks = weight_format.block_size == (BLOCK_SIZE, BLOCK_SIZE)
     ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
-    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint_names.list_modules(name))
+    with_ragged_inputs = [name for name in ragged if sizes[name][1] % BLOCK_SIZE]
     return ExportPlan(
         float8=float8 if format in CHECKPOINT_FORMATS else {},
         whole_stacks=whole_stacks + _list_torchtitan_stacks(model),
@@ -108,7 +112,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         ignore=ignore,
         format=weight_format,
         ragged=[get_linear_name(name) for name in ragged],
-        cut_inputs=list(dict.fromkeys(cut)),
+        ragged_inputs=list(dict.fromkeys(itertools.chain(*map(checkpoint_names.list_modules, with_ragged_inputs)))),
         recipe=config.recipe_name.value if config.recipe_name else find_serving_name(config) or str(config),
         report=report,
     )
@@ -189,18 +193,20 @@ def _list_ignored_modules(
     tensors = model.state_dict(keep_vars=True)
     dims = {strip_wrappers(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     matrices = [name for name in (*names, *tied) if name not in in_float8 and (dims.get(name, 2) >= 2 or name in tied)]
-    ignored = {module for name in matrices for module in _list_modules_in_readers(name, checkpoint_names)}
+    ignored = {module for name in matrices for module in _iter_reader_module_names(name, checkpoint_names)}
     quantized = {module for name in in_float8 for module in checkpoint_names.list_modules(name)}
-    ends = {module[index + 1 :] for module in quantized for index, character in enumerate(module) if character == "."}
+    suffixes = {
+        module[index + 1 :] for module in quantized for index, character in enumerate(module) if character == "."
+    }
     base = checkpoint_names.conversions.base_prefix  # a model that is loaded without its head lacks this prefix
-    ignored |= {module.removeprefix(base) for module in ignored} - ends
+    ignored |= {module.removeprefix(base) for module in ignored} - suffixes
     while quantized:
         ignored -= quantized
         quantized = {module.rpartition(".")[0] for module in quantized if module}
     return sorted(ignored)
 
 
-def _list_modules_in_readers(name: str, checkpoint_names: CheckpointNames) -> Iterator[str]:
+def _iter_reader_module_names(name: str, checkpoint_names: CheckpointNames) -> Iterator[str]:
     """Yield the modules of a tensor, and the names by which readers ignore experts.
 
     transformers looks for the module of all experts: any module called `experts`. In compressed-tensors, vLLM and

@@ -195,7 +195,7 @@ def _create_file(
         writer = SafetensorsWriter(partial, None)
         yield writer
         writer.metadata[HEADER_KEY] = json.dumps(
-            {"quaver": version("quaver"), **record, **_measure_costs(model, tensors)}
+            {"quaver": version("quaver"), **record, **_collect_sqnr(model, tensors)}
         )
         writer.close()
 
@@ -223,14 +223,14 @@ def _create_folder(
         if generation is not None:
             generation.to_json_file(partial / GENERATION_CONFIG_FILE)
         copy_files(files, partial)
-        record |= {**_measure_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
+        record |= {**_collect_sqnr(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks}
         record |= {"logits": None if logits is None else logits.compare(partial)}
         write_card_and_record(partial, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
-def _measure_costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
+def _collect_sqnr(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
     """Return the SQNR of weights that the format, or a write to a frozen weight, quantized again."""
-    requantized = {name: replace_inf(cost._asdict()) for name, cost in tensors.requantized.items()}
+    requantized = {name: replace_inf(sqnr._asdict()) for name, sqnr in tensors.requantized.items()}
     written = {name: weight.requantized_sqnr_db for name, weight in find_frozen_weights(model).items()}
     written = replace_inf({name: decibels for name, decibels in written.items() if decibels is not None})
     return {"requantized": requantized, "written": written}
@@ -241,7 +241,7 @@ def _encode_quantized_config(
 ) -> str:
     plan, config = tensors.plan, _get_config(model) if config is None else config
     quantization = plan.format.make_quantization_config(
-        plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales)
+        plan.ignore, plan.ragged_inputs, has_kv_scales=bool(tensors.kv_scales)
     )
     written = {**config, "quantization_config": quantization}
     key = "dtype" if "dtype" in config else "torch_dtype"
@@ -254,7 +254,7 @@ def _encode_quantized_config(
 
 
 def _log_warnings(plan: ExportPlan) -> None:
-    for warning in plan.format.list_warnings(plan.ragged, plan.high_precision_linears):
+    for warning in plan.format.iter_warnings(plan.ragged, plan.high_precision_linears):
         logger.warning(warning)
     if plan.whole_stacks:
         logger.warning(

@@ -123,16 +123,16 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> TensorRoles
     scale_of = _choose_scales(candidates, dtypes, format)
     used = set(scale_of.values())
     unused, quantized = [name for name in dtypes if name not in used], _list_quantized_modules(scale_of)
-    lost = [
+    orphans = [
         name
         for name in unused
         if name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
-    if lost:
-        raise InputError(f"scales without a float8 weight: {join_names(sorted(lost))}; {_SUPPORTED_WEIGHTS}")
+    if orphans:
+        raise InputError(f"scales without a float8 weight: {join_names(sorted(orphans))}; {_SUPPORTED_WEIGHTS}")
     cache_scales = find_kv_scale_names(unused, quantized)
     remaining = [name for name in unused if name not in cache_scales]
-    left_out = [name for name in remaining if _is_other_scale(name, scale_of, quantized)]
+    left_out = [name for name in remaining if _is_unread_scale(name, scale_of, quantized)]
     model_tensors = [name for name in dtypes if name not in used.union(left_out, cache_scales)]
     return TensorRoles(scale_of, model_tensors, cache_scales, left_out)
 
@@ -183,7 +183,7 @@ def _list_quantized_modules(float8: Iterable[str]) -> set[str]:
     return {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
 
 
-def _is_other_scale(name: str, float8: Container[str], quantized: set[str]) -> bool:
+def _is_unread_scale(name: str, float8: Container[str], quantized: set[str]) -> bool:
     """Return whether a tensor is a scale of activations or of a KV cache, not a parameter with a similar name.
 
     Gemma 3n has a parameter `altup.correct_output_scale`; a scale of a stack of experts is `gate_up_proj_input_scale`.

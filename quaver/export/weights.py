@@ -188,7 +188,7 @@ class Float8Weights:
                 self._gathered_as_codes[name] = sharded
         self._unsharded: dict[str, Tensor] = {}
         """The weights of an FSDPModule that `_unshard_weight` gathered and did not return yet."""
-        self._tensors = self._generate()
+        self._tensors = self._iter_tensors()
 
     def __repr__(self) -> str:
         ignored = f", in high precision: {', '.join(self.plan.ignore)}" if self.plan.ignore else ""
@@ -216,7 +216,7 @@ class Float8Weights:
             return self._forward_dtype
         return self._view.forward_dtypes.get(id(self.plan.float8[name].parameter))
 
-    def _generate(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yielded: set[str] = set()
         for name in self.plan.names:
             if name not in self.plan.float8:

@@ -117,7 +117,7 @@ class Float8Tensors(WeightConverter):
             self._target |= dict.fromkeys(parts, name)
         if self._target:  # the loader reports every other name as unexpected
             first = next(iter(self._target.values()))
-            self._target |= dict.fromkeys(checkpoint.other_tensors, first)
+            self._target |= dict.fromkeys(checkpoint.scales_and_marks, first)
         self.names = set(self._target.values())
 
     def prepend_to(self, conversions: list[Any]) -> list[Any]:

@@ -125,13 +125,13 @@ class WeightFormat:
         return scale if scale.dim() else scale.reshape(1).clone()  # several weights may share it
 
     def make_quantization_config(
-        self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
+        self, ignore: Sequence[str], ragged_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
 
         Args:
             ignore: the names of modules that stay in high precision.
-            cut_inputs: the names of modules whose inputs are not a multiple of 128.
+            ragged_inputs: the names of modules whose inputs are not a multiple of 128.
             has_kv_scales: whether the checkpoint has scales of a KV cache.
         Raises:
             NotImplementedError: the control "high-precision", which is not written as a folder.
@@ -156,6 +156,6 @@ class WeightFormat:
     def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
         """Raise ValueError if tensors with these names cannot be written to `path`, or options are for folders only."""
 
-    def list_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
+    def iter_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         """Yield what readers cannot do with `ragged` weights, and why `high_precision_linears` are not in float8."""
         yield from ()

@@ -105,9 +105,9 @@ class ComfyUI(WeightFormat):
             raise InputError(
                 f"{str(path)!r}: expected a name that ends in {SAFETENSORS}; the format {COMFYUI} is one file"
             )
-        refused = [name for name, value in folder_options.items() if value]
-        if refused:
-            raise InputError(f"{', '.join(refused)}: expected none for the format {COMFYUI}, which is one file")
+        given = [name for name, value in folder_options.items() if value]
+        if given:
+            raise InputError(f"{', '.join(given)}: expected none for the format {COMFYUI}, which is one file")
         for model, parts in _REPLACED_PREFIXES.items():
             if all(any(name.startswith(part) for name in names) for part in parts):
                 raise NotImplementedError(
@@ -147,7 +147,7 @@ class MarkedFormat(StoredFormat):
             for name, leaf in leaves.items()
             if leaf == _MARK and stored.get_dtype(name) == "U8"
         }
-        objects |= _read_marks_in_metadata(stored)
+        objects |= _iter_marks_in_metadata(stored)
         layers = {f"{layer}.weight": _parse_mark(layer, mark) for layer, mark in objects.items()}
         unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODE_DTYPES]
         if unknown:
@@ -160,23 +160,23 @@ class MarkedFormat(StoredFormat):
                 raise InputError(
                     f"{name} is marked as {mark.format}: expected {_CODE_DTYPES[mark.format]}, got {dtype}"
                 )
-        self.layers, self.is_file = layers, is_file
+        self.layer_marks, self.is_file = layers, is_file
         self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZER_TENSORS)]
-        self.shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
+        self.unpadded_shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
 
     def get_padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
-        is_padded = name in self.layers and self.layers[name].format == "mxfp8" and len(shape) == 2
+        is_padded = name in self.layer_marks and self.layer_marks[name].format == "mxfp8" and len(shape) == 2
         return _compute_padded_shape(shape) if is_padded else None
 
     def list_unscaled(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
         """Return the tensors without a scale, if the file has marks or no scales at all."""
-        has_marks = bool(self.layers) or any(name.endswith((_MARK, _OLDER_MARK)) for name in self.marks)
+        has_marks = bool(self.layer_marks) or any(name.endswith((_MARK, _OLDER_MARK)) for name in self.marks)
         if not self.is_file or (scaled and not has_marks):
             return []
-        return [name for name in float8 if name not in scaled and name not in self.layers]
+        return [name for name in float8 if name not in scaled and name not in self.layer_marks]
 
     def parse_scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
-        mark = self.layers.get(name)
+        mark = self.layer_marks.get(name)
         if mark is None or mark.block_size is None:
             return super().parse_scales(name, shape, stored)
         if len(shape) == 3 and shape[0] == stored.shape[0]:
@@ -187,7 +187,7 @@ class MarkedFormat(StoredFormat):
         return [format.parse_scale(name, shape, _from_tiles(name, stored, shape) if mark.format == "mxfp8" else stored)]
 
 
-def _read_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
+def _iter_marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
     """Yield the marks in the metadata by the stored name of the layer, which may have a prefix."""
     for text in (metadata[_METADATA_KEY] for metadata in stored.metadata if _METADATA_KEY in metadata):
         layers = parse_json_object(_METADATA_KEY, text).get("layers")

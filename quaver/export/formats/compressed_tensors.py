@@ -40,15 +40,15 @@ class CompressedTensors(WeightFormat):
 
     def check_weights(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
         """Refuse rows that groups of MXFP8 do not divide: compressed-tensors cannot read them."""
-        cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
-        if cut and self.is_mx:
+        ragged = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
+        if ragged and self.is_mx:
             raise NotImplementedError(
-                f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {join_names(cut)}; use the "
-                f"format {BLOCK_FORMAT}, which quantizes again, or leave these in high precision"
+                f"MXFP8: expected weights whose columns are a multiple of {GROUP_SIZE}, got {join_names(ragged)}; use "
+                f"the format {BLOCK_FORMAT}, which quantizes again, or leave these in high precision"
             )
 
     def make_quantization_config(
-        self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
+        self, ignore: Sequence[str], ragged_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         inputs = None
         if self.activation_strategy is not None:
@@ -60,9 +60,9 @@ class CompressedTensors(WeightFormat):
             "output_activations": None,
         }
         groups = {"group_0": group}
-        if cut_inputs and self.activation_strategy == "group":
+        if ragged_inputs and self.activation_strategy == "group":
             # compressed-tensors raises for groups that do not divide inputs.
-            groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
+            groups["group_1"] = {**group, "targets": list(ragged_inputs), "input_activations": None}
         return {
             "quant_method": METHOD,
             "format": "mxfp8-quantized" if self.is_mx else "float-quantized",
@@ -139,11 +139,11 @@ def make_stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
             re.compile(pattern)
         except re.error as error:
             raise InputError(f"targets in config.json: {pattern!r} is no regular expression: {error}") from error
-    sizes = dict.fromkeys(size for group in groups.values() for size in _list_block_sizes(group))
+    sizes = dict.fromkeys(size for group in groups.values() for size in _iter_block_sizes(group))
     return StoredFormat(METHOD, tuple(sizes), token_scales)
 
 
-def _list_block_sizes(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _iter_block_sizes(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
     weights = group.get("weights")
     weights = weights if isinstance(weights, dict) else {}
     actual = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}

@@ -34,15 +34,15 @@ class DeepSeekFP8(WeightFormat):
     def check_weights(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
         """Refuse linears whose name ends with the name of a module in `ignore`: transformers would skip them."""
         linears = [name.removesuffix(".weight") for name in sizes if name.endswith(".weight")]
-        hidden = [name for name in linears if name.endswith(tuple(ignore))]
-        if hidden and is_transformers_model(model):
+        skipped = [name for name in linears if name.endswith(tuple(ignore))]
+        if skipped and is_transformers_model(model):
             raise NotImplementedError(
                 f"{METHOD}: transformers also skips linears whose names end with the name of a high-precision linear: "
-                f"{join_names(hidden)}; keep these in high precision, or use the format {BLOCK_FORMAT}"
+                f"{join_names(skipped)}; keep these in high precision, or use the format {BLOCK_FORMAT}"
             )
 
     def make_quantization_config(
-        self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
+        self, ignore: Sequence[str], ragged_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
         return {
             "quant_method": METHOD,
@@ -52,7 +52,7 @@ class DeepSeekFP8(WeightFormat):
             "modules_to_not_convert": list(ignore),
         }
 
-    def list_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
+    def iter_warnings(self, ragged: Sequence[str], high_precision_linears: Sequence[str]) -> Iterator[str]:
         if ragged:
             yield (
                 f"{join_names(ragged)}: a dimension is not a multiple of 128. transformers 5.23 without a GPU, or with "

@@ -33,7 +33,7 @@ class StoredScale(NamedTuple):
 
     values: Tensor
     """float32: () for the whole matrix, [N, 1] for rows, or one for each block; a column counts as a block."""
-    kind: str
+    granularity: str
     """`tensor`, `channel`, or `block ROWS x COLUMNS`."""
     block_size: tuple[int, int] | None = None
 
@@ -55,7 +55,7 @@ class StoredFormat:
     """Whether the checkpoint is one file, where the values of a float8 tensor without a scale may be its codes."""
     marks: Collection[str] = ()
     """The names of tensors that are not tensors of the model, such as marks of quantized layers."""
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    unpadded_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """The shapes of matrices before padding, by name, if the file has them."""
     metadata_keys: ClassVar[tuple[str, ...]] = ()
     """The keys of metadata about quantization in the header of a file."""
@@ -116,7 +116,7 @@ class StoredFormat:
             if counts == (columns,):
                 counts = 1, columns
             if len(counts) == 2 and counts != (1, 1):
-                sizes = list(_find_exact_blocks(shape, counts))
+                sizes = list(_iter_exact_blocks(shape, counts))
         if len(sizes) != 1:
             scale_shapes = ((size, ScaleLayout(*size).get_scale_shape(rows, columns)) for size in self.block_sizes)
             blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in scale_shapes]
@@ -153,7 +153,7 @@ def _merge_rows_to_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tenso
     return values, size
 
 
-def _find_exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _iter_exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
     lengths = []
     for elements, count in zip(shape, counts, strict=True):
