@@ -55,12 +55,12 @@ def _combine_bases(names: dict[str, str], attribute: str, submodule: str = "") -
     return type(attribute, tuple(getattr(module, attribute) for module in modules), {})
 
 
-_TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-_FABRICS = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
-_imported_packages = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
-_TrainerPrecision: Any = _combine_bases(_TRAINERS, "Precision", ".plugins.precision")
-_FabricPrecision: Any = _combine_bases(_FABRICS, "Precision", ".plugins.precision")
-_Callback: Any = _combine_bases(_TRAINERS, "Callback")
+_TRAINER_MODULES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_FABRIC_MODULES = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
+_imported_packages = {package for package in (*_TRAINER_MODULES, *_FABRIC_MODULES) if package in sys.modules}
+_TrainerPrecision: Any = _combine_bases(_TRAINER_MODULES, "Precision", ".plugins.precision")
+_FabricPrecision: Any = _combine_bases(_FABRIC_MODULES, "Precision", ".plugins.precision")
+_Callback: Any = _combine_bases(_TRAINER_MODULES, "Callback")
 
 
 class _PrecisionPlugin:
@@ -88,7 +88,7 @@ class _PrecisionPlugin:
         if module_filter_fn is not None and not callable(module_filter_fn):
             raise TypeError(f"module_filter_fn: expected a function of a module and its name, got {module_filter_fn!r}")
         self.config, self.module_filter_fn, self.autocast_dtype = config, module_filter_fn, autocast_dtype
-        self._references: list[weakref.ref[nn.Module]] = []
+        self._module_refs: list[weakref.ref[nn.Module]] = []
         """The converted modules, the last one at the end."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -100,8 +100,8 @@ class _PrecisionPlugin:
                 "the plugin out"
             )
         convert_to_float8_training(module, config=self.config, module_filter_fn=self.module_filter_fn)
-        self._references = [other for other in self._references if other() not in (None, module)]
-        self._references.append(weakref.ref(module))
+        self._module_refs = [other for other in self._module_refs if other() not in (None, module)]
+        self._module_refs.append(weakref.ref(module))
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -112,7 +112,7 @@ class _PrecisionPlugin:
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def _list_modules(self) -> list[nn.Module]:
-        return [module for reference in self._references if (module := reference()) is not None]
+        return [module for reference in self._module_refs if (module := reference()) is not None]
 
     def _update_scales(self, optimizer: Any) -> None:
         """Update the scales of the modules that `optimizer` has stepped."""

@@ -144,21 +144,21 @@ class Float8Callback(TrainerCallback, ExportableState):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        added = {"float8_flops": conversion_report(trainer_state["model"]).float8_flops_fraction}
+        metrics = {"float8_flops": conversion_report(trainer_state["model"]).float8_flops_fraction}
         if self._scales:
-            fits = [fit for fit in self._scales.report() if not fit.amax < 0]  # also a NaN
-            has_nan = any(math.isnan(fit.amax) for fit in fits)
-            ratios = [math.nan] if has_nan else [fit.used_over_ideal for fit in fits]
-            added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
-            added["float8_scale_fit"] = max(ratios, default=1.0)
+            tensors = [tensor for tensor in self._scales.report() if not tensor.amax < 0]  # also a NaN
+            has_nan = any(math.isnan(tensor.amax) for tensor in tensors)
+            ratios = [math.nan] if has_nan else [tensor.used_over_ideal for tensor in tensors]
+            metrics["float8_saturated"] = max((tensor.saturated for tensor in tensors), default=0)
+            metrics["float8_scale_fit"] = max(ratios, default=1.0)
         if self._monitor is not None and self._monitor.samples:
             casts = [value for value in self._monitor.samples[-1]["sqnr_db"] if value is not None]
             if casts:  # zeros and non-finite tensors have no SQNR
-                added["float8_sqnr_min_db"] = min(casts)
-        logs.update(added)
+                metrics["float8_sqnr_min_db"] = min(casts)
+        logs.update(metrics)
         entry = state.log_history[-1] if state.log_history else {}
         if "loss" in entry and entry.get("step") == state.global_step:
-            entry.update(added)
+            entry.update(metrics)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()  # a callback may stop training within a step; the Trainer then loads the best weights
@@ -216,5 +216,5 @@ def _select_json(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the monitor's arguments that JSON can hold; an object as `sink` is left out."""
     if options is None:
         return None
-    kept = {key: value for key, value in options.items() if isinstance(value, bool | int | float | str | Path | None)}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    values = {key: value for key, value in options.items() if isinstance(value, bool | int | float | str | Path | None)}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -62,14 +62,14 @@ def make_float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) 
     """Return the filter of `prepare_model_for_float8`, combined with `module_filter_fn`."""
     roles = find_linear_roles(model)
 
-    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
+    def decide(module: nn.Module, name: str) -> bool | FilterDecision:
         if name in roles:
             return FilterDecision(convert=False, reason=roles[name])
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
             return FilterDecision(convert=False, reason=f"shape: a dimension is not a multiple of {ALIGNMENT}")
         return apply_filter(module_filter_fn, module, name)
 
-    return admits
+    return decide
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 `convert_and_load_state_dict_in_model` of transformers 5 iterates over the tensors of a checkpoint and sets the
 parameters of the model one at a time. It calls
 
-    QuaverWeights(...)      an operation on a high-precision tensor that was read: freezes it, or transposes GPT-2's
-    Float8Tensors(...)      a converter in front of the model's converters: makes each parameter that a float8
-                            checkpoint holds in float8, from codes and scales, one matrix at a time
+    QuaverQuantize(...)         an operation on a high-precision tensor that was read: freezes it, or transposes GPT-2's
+    Float8WeightConverter(...)  a converter in front of the model's converters: makes each parameter that a float8
+                                checkpoint holds in float8, from codes and scales, one matrix at a time
 
 Both return the parameter on the device of `device_map`. One parameter at a time is in high precision.
 """
@@ -30,10 +30,10 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import compute_amax
 
 _SOURCE_PATTERN = "float8 tensors of quaver"
-"""The source pattern under which transformers' loader collects the tensors of a `Float8Tensors`."""
+"""The source pattern under which transformers' loader collects the tensors of a `Float8WeightConverter`."""
 
 
-class QuaverWeights(ConversionOps):
+class QuaverQuantize(ConversionOps):
     """Turns tensors in high precision into the parameters of a converted model.
 
     Args:
@@ -76,7 +76,7 @@ class QuaverWeights(ConversionOps):
         return parameter
 
 
-class Float8Tensors(WeightConverter):
+class Float8WeightConverter(WeightConverter):
     """Makes the parameters that a checkpoint holds in float8; the model's converters make all others.
 
     Args:
@@ -98,7 +98,7 @@ class Float8Tensors(WeightConverter):
         checkpoint: Float8Checkpoint,
         loaded: ModelTensors,
         stored: StoredWeights | None,
-        operation: QuaverWeights,
+        operation: QuaverQuantize,
     ) -> None:
         super().__init__(_SOURCE_PATTERN, "", [operation])
         self._checkpoint, self._loaded, self._stored, self._operation = checkpoint, loaded, stored, operation
@@ -136,7 +136,7 @@ class Float8Tensors(WeightConverter):
                 any(converter.rename_source_key(name)[1] is not None for converter in converters)
         return [self, *conversions]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensors:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8WeightConverter:
         """Copy this converter, which the loader does for each parameter to collect its tensors."""
         copied = copy.copy(self)
         copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)

@@ -52,7 +52,7 @@ from quaver.integrations.transformers_convert import (
     prepare_model_for_float8,
     treat_conv1ds_as_linears,
 )
-from quaver.integrations.transformers_loading import Float8Tensors, QuaverWeights
+from quaver.integrations.transformers_loading import Float8WeightConverter, QuaverQuantize
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_input_casts
@@ -155,8 +155,8 @@ class QuaverQuantizer(HfQuantizer):
         self._reset()
 
     def _reset(self) -> None:
-        self._operation = QuaverWeights((), None)
-        self._tensors: Float8Tensors | None = None
+        self._operation = QuaverQuantize((), None)
+        self._converter: Float8WeightConverter | None = None
         self._frozen: set[str] = set()
         self._has_transformed_weights = self.quantization_config.frozen  # set for Conv1Ds, too
 
@@ -223,18 +223,18 @@ class QuaverQuantizer(HfQuantizer):
             self._convert(model)
         if config.frozen:
             self._frozen = set(find_float8_weights(model))
-        self._operation = QuaverWeights(self._frozen, self._frozen_config if config.frozen else None)
+        self._operation = QuaverQuantize(self._frozen, self._frozen_config if config.frozen else None)
         if checkpoint is not None and loaded is not None:
             set_kv_scales(model, checkpoint.kv_scales)
-            self._tensors = Float8Tensors(model, checkpoint, loaded, stored, self._operation)
+            self._converter = Float8WeightConverter(model, checkpoint, loaded, stored, self._operation)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Return the converters of the model, preceded by the converter of a float8 checkpoint, if there is one."""
-        return weight_conversions if self._tensors is None else self._tensors.prepend_to(weight_conversions)
+        return weight_conversions if self._converter is None else self._converter.prepend_to(weight_conversions)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """Return whether quaver makes this parameter from the tensor that the loader reads."""
-        is_float8 = self._tensors is not None and param_name in self._tensors.names
+        is_float8 = self._converter is not None and param_name in self._converter.names
         return is_float8 or param_name in self._frozen or _is_conv1d_weight(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -245,11 +245,11 @@ class QuaverQuantizer(HfQuantizer):
         """Check that all weights are frozen, and remove the quantization from the config for `save_pretrained`."""
         if self._operation.problem is not None:
             raise self._operation.problem
-        unread = [
+        missing = [
             name for name in sorted(self._frozen) if not isinstance(model.get_parameter(name), FrozenFloat8Weight)
         ]
-        if unread:
-            raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {join_names(unread)}")
+        if missing:
+            raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {join_names(missing)}")
         if self._frozen:
             share_input_casts(model, Float8Linear)
         if self._converts_after_loading(model) and not self.quantization_config.frozen:
@@ -258,7 +258,7 @@ class QuaverQuantizer(HfQuantizer):
             _drop_quantization(getattr(module, "config", None))
         conversions: Any = getattr(model, "_weight_conversions", None) or []
         loaded: Any = model
-        loaded._weight_conversions = [conversion for conversion in conversions if conversion is not self._tensors]
+        loaded._weight_conversions = [conversion for conversion in conversions if conversion is not self._converter]
         loaded.is_quantized = self.quantization_config.frozen
         self._reset()
 
@@ -287,29 +287,29 @@ class QuaverQuantizer(HfQuantizer):
 
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}
-        admits = make_float8_filter(model, self._make_filter(model))
+        decide = make_float8_filter(model, self._make_filter(model))
         with treat_conv1ds_as_linears(model):
-            convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=admits, **options)
+            convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=decide, **options)
 
     def _make_filter(self, model: nn.Module) -> ModuleFilter:
         """Return a filter that leaves out `modules_to_not_convert`, and tied weights, which cannot be frozen."""
-        names, keys = self.quantization_config.modules_to_not_convert, getattr(model, "all_tied_weights_keys", {})
-        tied = {name.rpartition(".")[0] for name in (*keys, *keys.values())} if self.quantization_config.frozen else ()
+        config, tied_keys = self.quantization_config, getattr(model, "all_tied_weights_keys", {})
+        tied = {name.rpartition(".")[0] for name in (*tied_keys, *tied_keys.values())} if config.frozen else ()
 
-        def admits(module: nn.Module, name: str) -> FilterDecision:
-            if not should_convert_module(name, names):
+        def decide(module: nn.Module, name: str) -> FilterDecision:
+            if not should_convert_module(name, config.modules_to_not_convert):
                 return FilterDecision(convert=False, reason="filter: modules_to_not_convert")
             return FilterDecision(convert=name not in tied, reason="its weight is tied" if name in tied else "")
 
-        return admits
+        return decide
 
     def _find_modules_left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
         """Return the linears and experts whose stored float8 weights are dequantized, with the reason."""
-        admits, include_subclasses = self._make_filter(model), self.quantization_config.include_subclasses
+        decide, include_subclasses = self._make_filter(model), self.quantization_config.include_subclasses
         decisions: dict[str, FilterDecision] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
-                decision = apply_filter(admits, module, name)
+                decision = apply_filter(decide, module, name)
                 obstacle = explain_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
                     decisions[name] = FilterDecision(convert=False, reason=decision.reason or obstacle)

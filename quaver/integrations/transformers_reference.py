@@ -43,12 +43,12 @@ def convert_reference(trainer: Any, model: nn.Module) -> None:
     if _get_configs(reference):
         _share_scales(reference, model)
         return
-    converted = _convert_with_configs(getattr(reference, "module", reference), _get_configs(model))
+    count = _convert_with_configs(getattr(reference, "module", reference), _get_configs(model))
     _share_scales(reference, model)
     logger.warning(
         "float8: %d layers of the reference model are in float8 like those of the model; "
         "Float8Callback(convert_reference=False) leaves it in high precision",
-        converted,
+        count,
     )
 
 
@@ -56,11 +56,11 @@ def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearC
     """Convert the layers with these names, without float8 all-gathers. Returns the number of float8 layers."""
     for config in set(configs.values()):
 
-        def admits(_: nn.Module, name: str, config: Float8LinearConfig = config) -> bool:
+        def decide(_: nn.Module, name: str, config: Float8LinearConfig = config) -> bool:
             return configs.get(strip_wrappers(name)) == config
 
         config = _remove_all_gather(config)
-        convert_to_float8_training(reference, config=config, module_filter_fn=admits, include_subclasses=True)
+        convert_to_float8_training(reference, config=config, module_filter_fn=decide, include_subclasses=True)
     return len(_get_configs(reference))
 
 

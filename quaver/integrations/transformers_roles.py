@@ -48,11 +48,11 @@ def _find_heads(root: nn.Module) -> dict[str, str]:
             is_inner = outermost and f"{name}.".startswith(outermost)
             outermost = outermost if is_inner else f"{name}."
             if not is_inner or isinstance(module, GenerationMixin):
-                leads_out |= dict.fromkeys(_find_modules_after_blocks(module, name), _LEADS_OUT)
+                leads_out |= dict.fromkeys(_iter_modules_after_blocks(module, name), _LEADS_OUT)
     return leads_out | declared
 
 
-def _find_modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
+def _iter_modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
     """Yield the modules outside of all blocks that are outside of the base model or after its last block."""
     base, in_blocks = model.base_model, _find_modules_in_blocks(model)
     inside, in_blocks_of_base = set(base.modules()), _find_modules_in_blocks(base)
@@ -65,13 +65,13 @@ def _find_modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[st
 
 def _find_modules_in_blocks(model: nn.Module) -> set[nn.Module]:
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return {module for items in lists for item in items if _is_block(item) for module in item.modules()}
+    return {module for children in lists for child in children if _is_block(child) for module in child.modules()}
 
 
 def _is_block(module: nn.Module) -> bool:
-    kinds = [type(child).__name__ for child in module.modules()]
-    has_linears = "Conv1D" in kinds or any(isinstance(child, nn.Linear) for child in module.modules())
-    return has_linears and any("norm" in kind.lower() for kind in kinds)
+    class_names = [type(child).__name__ for child in module.modules()]
+    has_linears = "Conv1D" in class_names or any(isinstance(child, nn.Linear) for child in module.modules())
+    return has_linears and any("norm" in class_name.lower() for class_name in class_names)
 
 
 def _is_adapter(model: nn.Module, name: str) -> bool:
