@@ -286,7 +286,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "nu
         ),
     ],
 )
-def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle):
+def test_linears_whose_parents_read_weights_are_found_in_transformers_models(name, sizes, idle):
     config = getattr(transformers, f"{name}Config")(**sizes)
     model = convert_to_float8_training(transformers.AutoModel.from_config(config).train())
     model(torch.ones(1, 8, dtype=torch.long) if name == "Mamba" else torch.randn(1, 100))
@@ -311,7 +311,7 @@ def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
 
 
 @pytest.mark.parametrize("syncs", ["before the step", "after the step", "never"])
-def test_a_forgotten_sync_of_delayed_scales(syncs):
+def test_a_forgotten_sync_of_delayed_scales_is_refused(syncs):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), config="delayed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -330,7 +330,7 @@ def test_a_forgotten_sync_of_delayed_scales(syncs):
     assert_float8_training(model, optimizer)
 
 
-def test_a_model_that_was_not_converted():
+def test_a_model_without_float8_or_gradients_is_refused():
     frozen = convert_to_float8_training(nn.Linear(16, 16)).requires_grad_(False)
     assert_refused(frozen, "weights that require no gradient: the module\n")
     assert_refused(nn.Linear(16, 16), "no linear is in float8: call convert_to_float8_training")

@@ -279,7 +279,7 @@ class Adapter(nn.Module):
         lambda model: Adapter(nn.parallel.DistributedDataParallel(model)),
     ],
 )
-def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
+def test_wrapped_models_are_reported_and_converted_back(wrap, one_rank):
     model = Model()
     del model.attention, model.blocks[1]
     plain, tokens = copy.deepcopy(model), torch.arange(10)

@@ -126,7 +126,7 @@ def test_blocks_of_zeros_are_stored_with_the_smallest_scale_of_e8m0():
 
 
 @CONFIG
-def test_bytes_at_rest_and_saved_for_backward(config):
+def test_a_frozen_weight_takes_a_byte_per_element_at_rest_and_in_the_backward(config):
     linear = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
     before = linear.weight.nbytes
     freeze_to_float8(linear, config=config)
@@ -346,7 +346,7 @@ def test_a_write_is_quantized_again_and_reported(config):
 
 
 @CONFIG
-def test_the_report_and_the_way_back(config):
+def test_a_frozen_model_is_reported_and_converted_back(config):
     options = {"config": config, "module_filter_fn": lambda module, name: name == "0"}
     net = freeze_to_float8(build_model(), **options)
     reasons = [layer.reason for layer in conversion_report(net).layers]
@@ -440,7 +440,7 @@ def test_compiled_experts_compute_the_same(config):
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @CONFIG
-def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
+def test_frozen_experts_load_copy_and_take_writes(config, is_transposed):
     net, tokens = build_mixture(is_transposed, config), torch.randn(24, 160)
     state, other = copy.deepcopy(net.state_dict()), build_mixture(is_transposed, config)
     expected, weights = net(tokens), get_expert_weights(other)

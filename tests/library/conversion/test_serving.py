@@ -66,7 +66,7 @@ def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monke
 
 
 @pytest.mark.parametrize("serving", ["vllm-per-token-kernel", "compressed-tensors", "deepgemm"])
-def test_weights_that_are_quantized_before_the_forward(serving):
+def test_weights_quantized_before_the_forward_have_the_codes_of_an_engine(serving):
     """cast_weights_once, primary weights and frozen weights quantize so."""
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(64, 256)

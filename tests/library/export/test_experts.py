@@ -155,7 +155,7 @@ def test_weights_may_be_given_as_stacks_or_as_matrices(layout):
 
 
 @pytest.mark.parametrize("change", [{"has_bias": True}, {"is_concatenated": False}, {"is_transposed": True}])
-def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
+def test_experts_that_checkpoints_hold_as_one_tensor_stay_in_high_precision(change, tmp_path, caplog):
     """Such experts stay in high precision under the model's names, and the export says so."""
     model = plain(64, 32)
     for name, value in change.items():
@@ -263,7 +263,7 @@ def test_missing_matrices_and_those_of_other_shapes_are_refused(message, folder)
         load_float8(folder, model=plain())
 
 
-def test_more_experts_than_the_model_has(folder):
+def test_more_experts_than_the_model_has_are_unexpected_keys(folder):
     model = plain()
     fourth = lambda tensors: {key.replace(".2.", ".3."): tensor.clone() for key, tensor in tensors.items()}  # noqa: E731
     change_tensors(folder, lambda tensors: tensors | fourth(tensors))

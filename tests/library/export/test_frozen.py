@@ -112,7 +112,7 @@ def test_a_deepseek_style_folder_is_frozen_in_float32_blocks(tmp_path):
     assert_values(load_frozen(Tiny(128), folder), folder, codes=tensors)
 
 
-def test_blocks_of_32_with_float32_scales(exported, tmp_path):
+def test_blocks_of_32_with_float32_scales_are_frozen(exported, tmp_path):
     """As the codes of MXFP8, with scales that E8M0 does not hold, and activations to match."""
     _, tensors = exported("mxfp8")
     others = {name: tensor for name, tensor in tensors.items() if "scale" not in name}
@@ -129,7 +129,7 @@ def test_blocks_of_32_with_float32_scales(exported, tmp_path):
     assert sqnr_db(logits(plain), logits(frozen)) > lowest_sqnr_db(*[3] * len(PROJECTIONS))  # casts of inputs alone
 
 
-def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
+def test_float32_scales_per_row_are_frozen_as_llm_compressor_writes_them(exported, tmp_path):
     folder, tensors = exported("rowwise")
     tensors = {name: tensor * 1.1 if "scale" in name else tensor for name, tensor in tensors.items()}
     frozen = load_frozen(Tiny(128), write_folder(tmp_path, tensors, folder))
@@ -313,7 +313,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("message", BAD_TENSORS)
-def test_a_checkpoint_that_does_not_fit(message, exported, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused(message, exported, tmp_path):
     (folder, tensors), (name, tensor), model = exported("rowwise"), BAD_TENSORS[message], Tiny(128)
     with pytest.raises(NotImplementedError if "use load_float8" in message else ValueError, match=message):
         load_frozen(model, write_folder(tmp_path, {**tensors, name: tensor}, folder))

@@ -160,7 +160,7 @@ def test_static_activations_have_the_scale_of_the_forward():
         dict(iter_float8_weights(tiny("delayed_with_dynamic_weight")))
 
 
-def test_high_precision_is_the_control(tmp_path):
+def test_the_control_format_writes_high_precision(tmp_path):
     model = tiny()
     plain = dict(iter_float8_weights(model, format="high-precision", dtype=torch.bfloat16))
     assert_same(plain, model.bfloat16().state_dict())
