@@ -1,7 +1,7 @@
 """Runs processes for tests, forked from a server that has already imported torch and quaver.
 
 isolated(function, *arguments)                        # fails if the function raises or crashes its process
-process = quaver(["train", ...], cwd=folder)          # the command line, with the methods of subprocess.Popen
+process = Forked(function, *arguments, cwd=folder)    # with the methods of subprocess.Popen
 """
 
 import gc
@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -118,25 +117,6 @@ class Forked:
         return subprocess.CompletedProcess([], self.returncode, output, error)
 
 
-def quaver(words: list[str], **surroundings: object) -> Forked:
-    """Start `quaver WORDS`."""
-    return Forked(_main, words, **surroundings)
-
-
-def quaver_on_ranks(
-    ranks: int, words: list[str], *, others: list[str] = (), environment: dict[str, str] | None = None, **surroundings
-) -> list[Forked]:
-    """Start `quaver WORDS` on several ranks without torchrun. Ranks above 0 also get the words `others`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    launcher = {**(environment or {}), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [
-        quaver([*words, *(others if rank else [])], environment={**launcher, "RANK": str(rank)}, **surroundings)
-        for rank in range(ranks)
-    ]
-
-
 def _run(surroundings: tuple, function: Callable, args: tuple) -> None:
     gc.freeze()  # what was imported before the fork
     files, cwd, environment, largest_file_bytes = surroundings
@@ -150,9 +130,3 @@ def _run(surroundings: tuple, function: Callable, args: tuple) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     torch.set_num_threads(1)
     sys.exit(function(*args))
-
-
-def _main(words: list[str]) -> int:
-    from quaver.lab.cli import main
-
-    return main(words)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from quaver.lab.runs.json_lines import read_json_lines
-from tests.isolated import Forked, quaver, quaver_on_ranks
+from tests.command_line import quaver, quaver_on_ranks
+from tests.isolated import Forked
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "quickstart.md"

@@ -22,8 +22,7 @@ from quaver.lab.cli import main
 from quaver.lab.huggingface.convert import open_checkpoint
 from quaver.lab.model.llama import Llama
 from quaver.lab.runs.checkpoint_folder import find_checkpoint, read_record, write_record
-from tests.command_line import TEXT
-from tests.isolated import quaver
+from tests.command_line import TEXT, quaver
 from tests.steps import assert_same
 
 TINY = [

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from quaver.lab.plan.write_run import write_run
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.settings.config_file import load_config, parse_arguments
-from tests.command_line import TEXT, TINY
-from tests.isolated import quaver_on_ranks
+from tests.command_line import TEXT, TINY, quaver_on_ranks
 from tests.lab.trainer.runs import read_steps
 from tests.steps import assert_same
 

@@ -15,8 +15,8 @@ from benchmarks.reliability import Runs, run_parts
 from quaver.lab.cli import main
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
 from quaver.lab.runs.lock import HOLDER_FILE
-from tests.command_line import TEXT, TINY
-from tests.isolated import Forked, quaver, quaver_on_ranks
+from tests.command_line import TEXT, TINY, quaver, quaver_on_ranks
+from tests.isolated import Forked
 from tests.lab.trainer.runs import read_steps
 
 LIMIT_S = 300

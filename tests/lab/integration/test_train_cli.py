@@ -12,7 +12,7 @@ from quaver.lab.model.llama import Block
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests import command_line
-from tests.isolated import quaver
+from tests.command_line import quaver
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.thinned import at_night
 

@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_json_lines
-from tests.isolated import quaver_on_ranks
+from tests.command_line import quaver_on_ranks
 from tests.lab.integration.train_on_ranks import LIMIT_S, TINY, Results, train_on_ranks
 
 REPOSITORY = Path(__file__).parents[3]

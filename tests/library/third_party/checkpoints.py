@@ -4,12 +4,14 @@ import json
 import warnings
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 from quaver.export import save_float8, set_kv_scales
-from quaver.lab.huggingface.export_source import open_huggingface_source
+from quaver.export.companion_files import list_copied_files
+from quaver.export.files import StoredTensors, read_config
 
 TOKENS = torch.arange(1, 49).view(2, 24)
 
@@ -27,12 +29,16 @@ def load_with_transformers(folder, format, model_class=AutoModelForCausalLM):
 
 
 def export_folder(folder, out, recipe, *, kv_scales=None, measure_tokens=0):
-    """Export a Hugging Face folder in high precision, as `quaver export` does."""
-    source = open_huggingface_source(folder, recipe=recipe)
-    set_kv_scales(source.model, kv_scales or {})
-    options = {"config": source.config, "weights": source.weights, "files": source.files, "origin": source.origin}
-    options |= {"make_hp_model": source.make_hp_model} if measure_tokens else {}
-    return save_float8(source.model, out, measure_tokens=measure_tokens, **options)
+    """Export a Hugging Face folder in high precision; its model is on the meta device."""
+    config = read_config(folder)
+    model_class = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = model_class._from_config(AutoConfig.from_pretrained(folder))
+    set_kv_scales(model, kv_scales or {})
+    options = {"config": config, "weights": StoredTensors(folder), "files": list_copied_files(folder)}
+    if measure_tokens:
+        options["make_hp_model"] = lambda: model_class.from_pretrained(folder, dtype=torch.float32)
+    return save_float8(model, out, recipe=recipe, measure_tokens=measure_tokens, **options)
 
 
 def write_folder(folder, tensors, config):
