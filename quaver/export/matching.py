@@ -26,8 +26,8 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig
-from quaver.recipes.serving import SERVING_CASTS, ServingCasts, find_serving_name, get_serving_casts
-from quaver.runtime.module_names import join_names
+from quaver.recipes.serving import SERVING_CASTS, find_serving_name, get_serving_casts
+from quaver.runtime.module_names import join_names, strip_wrappers
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def matches_serving(
         if folder is not None:
             raise ValueError(f"folder: expected None for a model that is a folder, got {str(folder)!r}")
         folder, model = model, _load_frozen_model(Path(model), serving)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    modules = {strip_wrappers(name): module for name, module in model.named_modules()}
+    linears = {name: module for name, module in modules.items() if isinstance(module, Float8Linear)}
     name = serving or _find_common_engine(linears)
     casts = get_serving_casts(name)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -106,11 +107,12 @@ def matches_serving(
         stored = StoredTensors(Path(folder))
         tensors = iter_float8_weights(model, format=casts.format)
         weights = dict(_compare_weights(tensors, stored))
-        first_inputs: dict[str, Tensor] = {}
-        with_codes = _compute_log_probabilities(_record_inputs(model, linears, first_inputs), inputs)
+        with _record_inputs(linears) as first_inputs:
+            with_codes = _compute_log_probabilities(model, inputs)
         shares = {linear: _compare_inputs(linears[linear], rows, casts.input) for linear, rows in first_inputs.items()}
         operands = {get_linear_name(weight): operand for weight, operand in _iter_stored_operands(tensors, stored)}
-        with_equations = _compute_log_probabilities(_replace_linears(model, linears, operands, casts), inputs)
+        with _replace_linears(linears, operands, casts.input):
+            with_equations = _compute_log_probabilities(model, inputs)
         difference = None
         if is_transformers_model(model):
             loaded = _load_in_transformers(Path(folder), model)
@@ -190,19 +192,15 @@ def _iter_stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iter
             yield name, Operand(codes, scale.squeeze() if scale.numel() == 1 else scale)
 
 
-def _record_inputs(
-    model: nn.Module, linears: Mapping[str, Float8Linear], first_inputs: dict[str, Tensor]
-) -> Callable[..., Any]:
-    """Return a function that calls `model` and stores the rows of each linear's first input in `first_inputs`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for name, linear in linears.items():
-                record = partial(_record_input, first_inputs, name)
-                stack.callback(linear.register_forward_pre_hook(record).remove)
-            return model(*args, **kwargs)
-
-    return call
+@contextmanager
+def _record_inputs(linears: Mapping[str, Float8Linear]) -> Iterator[dict[str, Tensor]]:
+    """Yield a dict that fills with the rows of each linear's first input, by name."""
+    first_inputs: dict[str, Tensor] = {}
+    with ExitStack() as hooks:
+        for name, linear in linears.items():
+            record = partial(_record_input, first_inputs, name)
+            hooks.callback(linear.register_forward_pre_hook(record).remove)
+        yield first_inputs
 
 
 def _record_input(first_inputs: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -235,27 +233,25 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
     return codes, scale
 
 
+@contextmanager
 def _replace_linears(
-    model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], casts: ServingCasts
-) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for name, linear in linears.items():
-                if name in weights:
-                    vars(linear)["forward"] = partial(_run_linear_by_equations, linear, weights[name], casts.input)
-                    stack.callback(vars(linear).pop, "forward")
-            return model(*args, **kwargs)
-
-    return call
+    linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], cast: CastConfig
+) -> Iterator[None]:
+    """Run the linears of `weights` by the engine's equations, whose inputs get `cast`."""
+    try:
+        for name, weight in weights.items():
+            vars(linears[name])["forward"] = partial(_run_linear_by_equations, linears[name], weight, cast)
+        yield
+    finally:
+        for name in weights:
+            vars(linears[name]).pop("forward", None)
 
 
 def _run_linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
-    codes, scale = quantize_by_equations(flatten_to_matrix(input), cast, linear)
-    output = (
-        _dequantize_exactly(codes, scale)
-        @ _dequantize_exactly(weight.data, require(weight.dequant_scale, "the dequant_scale")).t()
-    )
+    input_hp = _dequantize_exactly(*quantize_by_equations(flatten_to_matrix(input), cast, linear))
+    weight_hp = _dequantize_exactly(weight.data, require(weight.dequant_scale, "the dequant_scale"))
+    output = input_hp @ weight_hp.t()
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)
 

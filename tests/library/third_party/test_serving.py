@@ -112,3 +112,5 @@ def test_matches_serving_reports_codes_that_differ():
     assert all(share == 1 for share in match.weights.values())
     assert max(match.inputs.values()) < 0.5
     assert "inputs: 0 of 14 with equal codes" in str(match)
+    compiled = matches_serving(torch.compile(model, backend="eager"), TOKENS, serving="vllm-per-token")
+    assert compiled.engine_max_difference == match.engine_max_difference > 0
