@@ -256,29 +256,25 @@ class Float8Weights:
             weight = self.plan.float8[name]
             for parts, matrix, operand in matrices_of_weight:
                 if shared is not None and _get_scales(operand).quant != shared.quant:
-                    stored, is_requantized = (
-                        [_quantize_matrix(weight, require(matrix, "the high-precision weight"), shared)],
-                        True,
-                    )
+                    whole = _quantize_matrix(weight, require(matrix, "the high-precision weight"), shared)
+                    stored, is_requantized = [whole], True
                 else:
                     casts = weight.config.casts.weight
                     stored, is_requantized = store_matrix(matrix, operand, casts, len(parts), format)
                 if is_requantized and not self._has_recipe:
-                    cost = Requantized(
-                        _compute_sqnr_db(require(matrix, "the high-precision weight"), operand),
-                        _compute_sqnr_db(require(matrix, "the high-precision weight"), *stored),
-                    )
-                    earlier = self.requantized.get(get_linear_name(name), cost)
-                    worst = min(earlier, cost, key=lambda requantized: requantized.stored_db)
-                    self.requantized[get_linear_name(name)] = worst
+                    self._record_requantized(name, require(matrix, "the high-precision weight"), operand, stored)
                 for part, stored_operand in zip(parts, stored, strict=True):
                     yield from format.iter_tensors(part, stored_operand)
             if format.has_activation_scales and isinstance(weight.module, Float8Linear):
                 prefix = self.plan.checkpoint_names.get_stored_name(name).removesuffix("weight")
-                yield (
-                    f"{prefix}input_scale",
-                    format.convert_scale(get_input_scale(get_linear_name(name), weight.module)),
-                )
+                input_scale = get_input_scale(get_linear_name(name), weight.module)
+                yield f"{prefix}input_scale", format.convert_scale(input_scale)
+
+    def _record_requantized(self, name: str, matrix: Tensor, operand: Operand, stored: list[Operand]) -> None:
+        requantized = Requantized(_compute_sqnr_db(matrix, operand), _compute_sqnr_db(matrix, *stored))
+        lowest = self.requantized.setdefault(get_linear_name(name), requantized)
+        if requantized.stored_db < lowest.stored_db:
+            self.requantized[get_linear_name(name)] = requantized
 
     def _get_local_shard(self, name: str) -> Tensor:
         local, dtype = get_local_tensor(self._weights[name]).detach(), self._find_read_dtype(name)
@@ -421,10 +417,8 @@ def store_matrix(
     converted, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
     if converted is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
         power_of_2 = converted is not None and casts.power_of_2
-        return [
-            format.quantize(part, power_of_2=power_of_2)
-            for part in require(weight, "the high-precision weight").chunk(parts)
-        ], True
+        matrices = require(weight, "the high-precision weight").chunk(parts)
+        return [format.quantize(matrix, power_of_2=power_of_2) for matrix in matrices], True
     scale = require(converted.dequant_scale, "the dequant_scale")
     scales = scale.chunk(parts) if scale.dim() else [scale] * parts
     return [Operand(*part, converted.layout) for part in zip(converted.data.chunk(parts), scales, strict=True)], False
