@@ -12,13 +12,12 @@ other weights than the forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.convert import ModuleFilter, apply_filter, convert_with_layer_configs
+from quaver.conversion.convert import FilterDecision, ModuleFilter, apply_filter, convert_with_layer_configs
 from quaver.conversion.report import explain_conversion_obstacle
 from quaver.experts.module import (
     Float8Experts,
@@ -85,15 +84,13 @@ def freeze_to_float8(
     """
     config = resolve_frozen_config(config)
     check_is_module(module, argument="module")
-    modules = {
-        name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_experts(child)
-    }
-    decisions = {name: apply_filter(module_filter_fn, child, name) for name, child in modules.items()}
-    to_freeze = {
-        name: child
-        for name, child in modules.items()
-        if decisions[name] and not _is_skipped(child, config, include_subclasses)
-    }
+    decisions: dict[str, FilterDecision] = {}
+    to_freeze: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear) or is_experts(child):
+            decisions[name] = apply_filter(module_filter_fn, child, name)
+            if decisions[name] and not _is_skipped(child, config, include_subclasses):
+                to_freeze[name] = child
     problem = next(_iter_problems(to_freeze, find_parameter_names(module), config), None)
     if problem is not None:
         raise ValueError(problem)
@@ -106,15 +103,18 @@ def freeze_to_float8(
         include_subclasses=include_subclasses,
         verb="freeze",
     )
-    with ExitStack() as undo:
-        undo.callback(share_input_casts, module, Float8Linear)
-        undo.callback(stop_sharing_input_casts, module)
-        undo.callback(_restore_unfrozen, in_high_precision)
+    try:
         for child in to_freeze.values():
             quantized = [(weight, _quantize_weight(weight)) for weight in iter_module_weights(child)]
             for weight, codes in quantized:
                 _store_quantized(weight, codes, config)
-        undo.pop_all()
+    except BaseException:
+        for child in in_high_precision:
+            if isinstance(child, Float8Module) and not isinstance(child, FrozenModule):
+                restore_class(child)
+        stop_sharing_input_casts(module)
+        share_input_casts(module, Float8Linear)
+        raise
     return module
 
 
@@ -126,12 +126,6 @@ def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
 def _store_quantized(weight: ModuleWeight, codes: tuple[Tensor, Tensor], config: Float8LinearConfig) -> None:
     dtype = weight.parameter.dtype
     store_float8_weight(weight.module, *codes, config=config, dtype=dtype, name=weight.name)
-
-
-def _restore_unfrozen(modules: list[nn.Module]) -> None:
-    for module in modules:
-        if isinstance(module, Float8Module) and not isinstance(module, FrozenModule):
-            restore_class(module)
 
 
 def _is_skipped(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
@@ -147,19 +141,20 @@ def _is_skipped(module: nn.Module, config: Float8LinearConfig, include_subclasse
 def _quantize_weight(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        operand = require(quantizer(weight.parameter.detach(), row=True, column=False).row, "the row operand")
-        return operand.data, require(operand.dequant_scale, "the dequant_scale")
+        return _quantize_matrix(quantizer, weight.parameter.detach())
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
-    for matrix_codes, matrix in zip(codes, stack, strict=True):
-        operand = require(
-            quantizer(matrix.t() if transposed else matrix, row=True, column=False).row, "the row operand"
-        )
-        scale = require(operand.dequant_scale, "the dequant_scale")
-        matrix_codes.copy_(operand.data.t() if transposed else operand.data)
+    for stored_codes, matrix in zip(codes, stack, strict=True):
+        matrix_codes, scale = _quantize_matrix(quantizer, matrix.t() if transposed else matrix)
+        stored_codes.copy_(matrix_codes.t() if transposed else matrix_codes)
         scales.append(scale.t() if transposed else scale)
     return codes, torch.stack(scales)
+
+
+def _quantize_matrix(quantizer: Quantizer, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    operand = require(quantizer(matrix, row=True, column=False).row, "the row operand")
+    return operand.data, require(operand.dequant_scale, "the dequant_scale")
 
 
 def store_float8_weight(
