@@ -112,7 +112,10 @@ def _iter_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
         for obstacle in filter(None, [quantized, explain_dtype(module), *iter_unfinished_reasons(module)]):
             yield f"{format_module_name(name)}: {obstacle}"
     linear_slots = [getattr(module, "scale_slots", None) for _, module in iter_float8_modules(model)]
-    if any(isinstance(slots, LinearScaleSlots) and slots.conversion_slots.is_sync_forgotten for slots in linear_slots):
+    if any(
+        isinstance(slots, LinearScaleSlots) and slots.conversion_slots.forwards.is_sync_forgotten
+        for slots in linear_slots
+    ):
         yield (
             "weights changed between forwards without a sync, so delayed scales are out of date: call "
             "sync_float8_amax_and_scale_history(model) once a step, after the backward"

@@ -14,7 +14,13 @@ from torch.distributed import ProcessGroup
 
 from quaver.linear.module import Float8Linear
 from quaver.linear.scale_entries import list_entries, load_slots
-from quaver.linear.scale_state import ConversionScaleSlots, LinearScaleSlots, NamedSlot, find_persistent_casts
+from quaver.linear.scale_state import (
+    ConversionScaleSlots,
+    LinearScaleSlots,
+    NamedSlot,
+    find_persistent_casts,
+    is_calibrated,
+)
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
@@ -140,7 +146,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     named = [
         (name, conversion_slots, slot)
         for name, conversion_slots, slot in list_named_slots(model)
-        if slot in conversion_slots.calibrated_slots
+        if is_calibrated(conversion_slots.casts[slot])
     ]
     if not named:
         raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.linear.scale_state import NamedSlot
+from quaver.linear.scale_state import NamedSlot, is_calibrated
 from quaver.recipes.config import ScalingType
 from quaver.runtime.module_names import join_names
 from quaver.torch_private.tracing import FakeTensor
@@ -18,8 +18,9 @@ def list_entries(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
     """Return views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
     entries: dict[str, Tensor] = {}
     for name, conversion_slots, slot in named_slots:
-        is_delayed = conversion_slots.casts[slot].scaling_type is ScalingType.DELAYED
-        if is_delayed or slot in conversion_slots.calibrated_slots:
+        cast = conversion_slots.casts[slot]
+        is_delayed = cast.scaling_type is ScalingType.DELAYED
+        if is_delayed or is_calibrated(cast):
             entries[f"{name}.quant_scale"] = conversion_slots.quant_scale[slot]
         if is_delayed:
             entries[f"{name}.amax_history"] = conversion_slots.history[slot]

@@ -64,8 +64,31 @@ OPERANDS = ("input", "weight", "grad_output")
 
 MAX_FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent", "weight_versions")
+_ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent", "forwards")
 """Attributes of a `ConversionScaleSlots` that copies do not get."""
+
+
+class TrainingForwards:
+    """The training forwards of the linears of one conversion since the last sync; see [Note: a forgotten sync]."""
+
+    count: int
+    """The number of forwards of all linears."""
+    is_sync_forgotten: bool
+    """Whether a weight changed between two forwards of its linear."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.count, self.is_sync_forgotten = 0, False
+        self._weight_versions: dict[int, int] = {}
+
+    def add(self, linear: int, weight: Tensor | None) -> None:
+        """Count a forward, and compare the version of `weight` with that in the first one. `linear`: any unique id."""
+        self.count += 1
+        if weight is not None and not weight.is_inference():
+            version = get_version(weight)
+            self.is_sync_forgotten |= version != self._weight_versions.setdefault(linear, version)
 
 
 class ConversionScaleSlots:
@@ -82,9 +105,7 @@ class ConversionScaleSlots:
         loaded_scales: quant_scale after the last load, 0 where unknown; with `loads` it shows ranks that load alone.
         calibrating: whether static scales are being measured.
         ranks_read_is_known: whether ranks read is_known to decide which amaxes they exchange, so each sync updates it.
-        forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
-        weight_versions: the version of each linear's weight in its first training forward since the last sync.
-        is_sync_forgotten: whether a weight changed between training forwards since the last sync.
+        forwards: the training forwards since the last sync.
     """
 
     @torch.inference_mode(False)
@@ -93,11 +114,6 @@ class ConversionScaleSlots:
         self.casts = tuple(casts)
         self.delayed_config = config.delayed_scaling_config
         self.power_of_2 = config.round_scales_to_power_of_2
-        self.calibrated_slots = [
-            slot
-            for slot, cast in enumerate(casts)
-            if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
-        ]
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
         count = len(casts)
         self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
@@ -114,8 +130,6 @@ class ConversionScaleSlots:
         self.loads, self.loaded_scales = 0, [0.0] * count
         self.calibrating = False
         self.ranks_read_is_known = False
-        self.forwards_since_sync = 0
-        self.is_sync_forgotten = False
         self.refresh_after_load()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
 
@@ -128,7 +142,7 @@ class ConversionScaleSlots:
 
     def _reset_views(self) -> None:
         self.linear_slots: list[LinearScaleSlots] = []
-        self.weight_versions: dict[int, int] = {}
+        self.forwards = TrainingForwards()
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,6 +155,11 @@ class ConversionScaleSlots:
     @property
     def device(self) -> torch.device:
         return self.quant_scale.device
+
+    @property
+    def calibrated_slots(self) -> list[int]:
+        """The slots whose static scale is measured, not given by the config."""
+        return [slot for slot, cast in enumerate(self.casts) if is_calibrated(cast)]
 
     def get_persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
         """Return the view of one slot, or None for None. Linears that share a slot get the same object."""
@@ -194,7 +213,7 @@ class ConversionScaleSlots:
             self._refresh_known_after_sync()
         elif self.ranks_read_is_known:
             self.is_known.copy_(self.quant_scale > 0)
-        self.forwards_since_sync, self.weight_versions, self.is_sync_forgotten = 0, {}, False
+        self.forwards.reset()
 
     def _refresh_known_after_sync(self) -> None:
         """Count a sync with unknown scales, and in the syncs of [Note: known scales] read which are known now."""
@@ -225,11 +244,8 @@ class ConversionScaleSlots:
 
         `linear`: the id of its `LinearScaleSlots`.
         """
-        self.forwards_since_sync += 1
-        if weight is not None and self.has_delayed and not weight.is_inference():
-            version = get_version(weight)
-            self.is_sync_forgotten |= version != self.weight_versions.setdefault(linear, version)
-        if self.forwards_since_sync == MAX_FORWARDS_WITHOUT_SYNC * len(self.linear_slots) and self.has_delayed:
+        self.forwards.add(linear, weight if self.has_delayed else None)
+        if self.forwards.count == MAX_FORWARDS_WITHOUT_SYNC * len(self.linear_slots) and self.has_delayed:
             warn_user(
                 f"{MAX_FORWARDS_WITHOUT_SYNC} forwards with gradients without "
                 "sync_float8_amax_and_scale_history(model): delayed scales do not change until it is called. "
@@ -251,6 +267,11 @@ class ConversionScaleSlots:
         self.reset_amax_buffer()
         self.syncs_with_unknown_scales = 0
         self.refresh_known()
+
+
+def is_calibrated(cast: CastConfig) -> bool:
+    """Return whether the static scale of `cast` is measured, not given by the config."""
+    return cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
 
 
 def find_persistent_casts(config: Float8LinearConfig) -> dict[str, CastConfig | None]:
@@ -303,7 +324,7 @@ class LinearScaleSlots:
                 write its amax into the buffer that the move has replaced.
         """
         conversion_slots = self.conversion_slots
-        if device != conversion_slots.device and conversion_slots.forwards_since_sync and device.type != "meta":
+        if device != conversion_slots.device and conversion_slots.forwards.count and device.type != "meta":
             raise NotImplementedError(
                 "the linears of one conversion keep their delayed or static scales on one device, and since the "
                 f"last sync they trained on {conversion_slots.device} and {device}: convert the part of each device "
