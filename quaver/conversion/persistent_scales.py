@@ -123,8 +123,8 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
 
     Run forward and backward (or the forward only, if grad_output is not static) as in training. In the block, tensors
     to calibrate are scaled dynamically. At the exit each gets the scale of its largest amax over all ranks, with the
-    `headroom` and `margin` of `delayed_scaling_config`. An exception in the block leaves it without a collective, since
-    the other ranks may be in one of the model's. They do not hear of it, so the rank that raises must end.
+    `headroom` and `margin` of `delayed_scaling_config`. After an exception in the block no collective runs, because
+    other ranks may wait in one of the model's: the rank that raised must end.
 
     Args:
         model, group: as for `sync_float8_amax_and_scale_history`.

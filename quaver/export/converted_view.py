@@ -56,8 +56,8 @@ def make_converted_view(
     if hasattr(model, "get_base_model") and any(_is_adapted(module) for module in model.modules()):
         base: Any = model.get_base_model
         model = base()
-    view = ConvertedView(model, {})
-    view = view._replace(model=_copy_module(getattr(model, "_orig_mod", model), {}, view.forward_dtypes, None))
+    dtypes: dict[int, torch.dtype] = {}
+    view = ConvertedView(_copy_module(getattr(model, "_orig_mod", model), {}, dtypes, None), dtypes)
     if recipe is None:
         return view
     config = resolve_config(recipe)

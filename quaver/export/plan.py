@@ -186,9 +186,9 @@ def _list_ignored_modules(
 ) -> list[str]:
     """Return the modules whose matrices stay in high precision, by every name that readers look for.
 
-    In fp8, transformers also skips everything inside an ignored module, and modules whose names end with its name.
-    Modules that contain a float8 linear, such as a Mamba mixer with parameters, are therefore left out, as are
-    names with which the name of a float8 linear ends.
+    In fp8, transformers also skips everything inside an ignored module, and modules whose names end with its name. The
+    list therefore has no module that contains a float8 linear, such as a Mamba mixer with parameters, and no name that
+    ends the name of a float8 linear.
     """
     tensors = model.state_dict(keep_vars=True)
     dims = {strip_wrappers(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}

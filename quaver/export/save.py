@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -92,39 +93,35 @@ def save_float8(
     if weights is not None and not isinstance(weights, Mapping):
         raise TypeError(f"weights: expected tensors by name, got a {type(weights).__name__}")
 
-    def plan() -> Float8Weights:
-        return iter_float8_weights(
-            model,
-            recipe=recipe,
-            format=format,
-            weights=weights,
-            dtype=dtype,
-            rounded_from=rounded_from,
-            share_fused_scales=share_fused_scales,
-            module_filter_fn=module_filter_fn,
-        )
-
+    plan = functools.partial(
+        iter_float8_weights,
+        model,
+        recipe=recipe,
+        format=format,
+        weights=weights,
+        dtype=dtype,
+        rounded_from=rounded_from,
+        share_fused_scales=share_fused_scales,
+        module_filter_fn=module_filter_fn,
+    )
     read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
     is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
     tensors = _plan_on_every_rank(plan, format) if is_sharded else plan()
 
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
-        path, plan, copied = Path(folder), tensors.plan, _parse_files(files)
+        path, weight_format, copied = Path(folder), tensors.plan.format, _parse_files(files)
         check_is_new(path)  # before the logits are measured
-        options = {"config": config, "files": copied, "make_hp_model": make_hp_model}
         _check_types(config, origin, make_hp_model)
         check_positive_integer("max_shard_bytes", max_shard_bytes)
-        plan.format.check_target(path, plan.names, **options)
+        weight_format.check_target(path, tensors.plan.names, config=config, files=copied, make_hp_model=make_hp_model)
         check_copied_files(copied)
-        record = {"format": format, "recipe": plan.recipe, **(origin or {})}
+        record = {"format": format, "recipe": tensors.plan.recipe, **(origin or {})}
         encode_json("origin", record)  # raises before anything is written, as rank 0 alone may have it
-        if plan.format.is_file:
+        if weight_format.is_file:
             return _create_file(path, model, tensors, record)
         config_json = _encode_quantized_config(config, model, tensors, dtype)
-        logits = None
-        if make_hp_model is not None:  # a model whose logits cannot be measured is refused before the first file
-            logits = _LogitsMeasurement(make_hp_model, measure_tokens, exported=model)
+        logits = None if make_hp_model is None else _LogitsMeasurement(make_hp_model, measure_tokens, exported=model)
         return _create_folder(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
 
     _write(tensors, open_target, is_sharded=is_sharded)
@@ -135,14 +132,12 @@ def _check_types(config: object, origin: object, make_hp_model: object) -> None:
     for name, value, content in (("config", config, "the content of config.json"), ("origin", origin, "a mapping")):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: expected {content}, got a {type(value).__name__}")
-    is_function = callable(make_hp_model) and not isinstance(make_hp_model, nn.Module)
-    if make_hp_model is not None and not is_function:
+    if make_hp_model is not None and (isinstance(make_hp_model, nn.Module) or not callable(make_hp_model)):
         got = type(make_hp_model).__name__
         raise TypeError(f"make_hp_model: expected a function that returns the model, got a {got}")
 
 
 def _parse_files(files: Any) -> list[Path]:
-    """Return `files` as paths. Raises TypeError."""
     is_list = isinstance(files, Iterable) and not isinstance(files, str | Path)
     if not is_list or not all(isinstance(file, str | Path) for file in files):
         raise TypeError(f"files: expected a list of paths, got {files!r}")

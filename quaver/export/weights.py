@@ -52,15 +52,10 @@ from quaver.torch_private.dtensor import get_local_tensor
 
 FUSED_BY_SERVERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that servers fuse into one, by the names of checkpoints. With scales per tensor the fused linear has one
-scale. These groups are among `SHARED_INPUTS`, which is longer: linears of one input share a cast without any change to
-their codes, but one scale for several weights quantizes some of them again, so only what servers fuse gets it.
-"""
-
+scale, which quantizes some of the weights again. `SHARED_INPUTS` has more groups: a shared cast changes no codes."""
 
 _Matrix = tuple[PartNames, Tensor | None, Operand]
-"""The stored names of a matrix's parts, its values, and its operand in the forward. The values are None if ranks
-gather codes only.
-"""
+"""The stored names of a matrix's parts, its values (None if ranks gather only codes), and the forward's operand."""
 
 
 class Requantized(NamedTuple):

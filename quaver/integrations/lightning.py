@@ -161,9 +161,7 @@ class Float8Monitor(_Callback):
 
     def __init__(self, every: int = 100, **options: Any) -> None:
         self._options = {"every": every, **options}
-        inspect.signature(Monitor).bind(
-            None, completed_steps=0, **self._options
-        )  # an error now, not when training starts
+        inspect.signature(Monitor).bind(None, completed_steps=0, **self._options)  # raises now, not in training
         self.monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -85,22 +85,20 @@ class Float8LinearConverter(QuantizationConverter):
 
         Raises ValueError if none can, with the reasons.
         """
-        linears = [*model_config.traverse(Linear.Config)]
-        skipped = []
+        linears, skipped, config = [*model_config.traverse(Linear.Config)], [], self.config
         for name, linear, parent, attribute in linears:
-            reason = _explain_obstacle(linear) or next(
-                (f"filter {part}" for part in self.config.filter_fqns if part in name), ""
-            )
-            if reason:
+            filters = (f"filter {part}" for part in config.filter_fqns if part in name)
+            if reason := _explain_obstacle(linear) or next(filters, ""):
                 skipped.append(f"{name} ({reason})")
-            else:
-                gathers = self.config.enable_fsdp_float8_all_gather
-                converted = _convert_config(linear, self.config.recipe_name, self.config.emulate, gathers)
-                model_config = _replace_config(converted, parent, attribute, model_config)
+                continue
+            converted = _convert_config(
+                linear, config.recipe_name, config.emulate, config.enable_fsdp_float8_all_gather
+            )
+            model_config = _replace_config(converted, parent, attribute, model_config)
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
         logger.info(
-            f"float8 ({self.config.recipe_name}): {len(linears) - len(skipped)} of {len(linears)} linears; "
+            f"float8 ({config.recipe_name}): {len(linears) - len(skipped)} of {len(linears)} linears; "
             f"in high precision: {', '.join(skipped) or 'none'}"
         )
         return model_config
@@ -183,11 +181,9 @@ def float8_linear(
     enable_fsdp_float8_all_gather: bool = False,
 ) -> Any:
     """Convert the config of a linear in attention, feed-forward or shared experts to float8 if its shape allows."""
-    return (
-        linear
-        if _explain_obstacle(linear)
-        else _convert_config(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
-    )
+    if _explain_obstacle(linear):
+        return linear
+    return _convert_config(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
 
 
 def _explain_obstacle(linear: Any) -> str:

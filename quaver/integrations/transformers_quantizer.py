@@ -286,10 +286,13 @@ class QuaverQuantizer(HfQuantizer):
         )
 
     def _convert_frozen(self, model: nn.Module) -> None:
-        options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}
-        decide = make_float8_filter(model, self._make_filter(model))
         with treat_conv1ds_as_linears(model):
-            convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=decide, **options)
+            convert_to_float8_training(
+                model,
+                config=self._frozen_config,
+                module_filter_fn=make_float8_filter(model, self._make_filter(model)),
+                include_subclasses=self.quantization_config.include_subclasses,
+            )
 
     def _make_filter(self, model: nn.Module) -> ModuleFilter:
         """Return a filter that leaves out `modules_to_not_convert`, and tied weights, which cannot be frozen."""
@@ -304,12 +307,12 @@ class QuaverQuantizer(HfQuantizer):
         return decide
 
     def _find_modules_left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
-        """Return the linears and experts whose stored float8 weights are dequantized, with the reason."""
-        decide, include_subclasses = self._make_filter(model), self.quantization_config.include_subclasses
+        """Return the decisions on linears and experts whose stored float8 weights are dequantized, by name."""
+        filter_fn, include_subclasses = self._make_filter(model), self.quantization_config.include_subclasses
         decisions: dict[str, FilterDecision] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
-                decision = apply_filter(decide, module, name)
+                decision = apply_filter(filter_fn, module, name)
                 obstacle = explain_frozen_obstacle(module, include_subclasses)
                 if not decision or obstacle:
                     decisions[name] = FilterDecision(convert=False, reason=decision.reason or obstacle)

@@ -59,9 +59,7 @@ FORMAT_READERS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     "mxfp8": partial(make_block_format, "mxfp8", by_token=True),
     "quark": partial(make_block_format, "quark"),
 }
-"""The formats that are read: by `quant_method`, the function that reads a quantization_config. They raise ValueError or
-NotImplementedError.
-"""
+"""The functions that read a quantization_config, by `quant_method`. They raise ValueError or NotImplementedError."""
 
 
 def _scales_tokens(algorithm: object) -> bool:
