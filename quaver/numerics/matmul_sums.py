@@ -87,10 +87,10 @@ class MatmulSqnrs(NamedTuple):
 
 
 @torch.no_grad()
-def observe_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> Tensor:
+def observe_sums(left: SampledRows, right: SampledRows, accumulation: Accumulation) -> Tensor:
     """Return the numbers of left @ right.t(), float64 [SUMS_WIDTH]. Zeros if the GPU does not multiply such scales."""
     values = torch.zeros(SUMS_WIDTH, dtype=torch.float64, device=left.hp.device)
-    sums = _emulate_sums(left, right, rule)
+    sums = _emulate_sums(left, right, accumulation)
     if sums is not None:
         a, b = (multiply_scale_(rows.codes.double(), rows.dequant_scale, rows.cast.layout) for rows in (left, right))
         exact = a @ b.t()
@@ -100,7 +100,7 @@ def observe_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> T
     return values
 
 
-def _emulate_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> tuple[Tensor, Tensor] | None:
+def _emulate_sums(left: SampledRows, right: SampledRows, accumulation: Accumulation) -> tuple[Tensor, Tensor] | None:
     """Return the results with and without fast accumulation, or None if the GPU does not multiply such scales.
 
     With block scales both results are the same.
@@ -108,12 +108,14 @@ def _emulate_sums(left: SampledRows, right: SampledRows, rule: Accumulation) -> 
     lengths = {_get_block_length(left), _get_block_length(right)}
     if lengths == {None}:
         scale = left.dequant_scale.double() * right.dequant_scale.double().t()
-        fast, exact = (accumulate(left.codes, right.codes, rule, use_fast_accum=is_fast) for is_fast in (True, False))
+        fast, exact = (
+            accumulate(left.codes, right.codes, accumulation, use_fast_accum=is_fast) for is_fast in (True, False)
+        )
         return fast * scale, exact * scale
     is_e5m2 = E5M2.dtype in (left.codes.dtype, right.codes.dtype)
-    if lengths != {rule.promoted_every} or is_e5m2:
+    if lengths != {accumulation.products_per_chain} or is_e5m2:
         return None
-    partials = accumulate_chains(left.codes, right.codes, rule, rule.promoted_every)
+    partials = accumulate_chains(left.codes, right.codes, accumulation, accumulation.products_per_chain)
     scaled = partials * (left.dequant_scale[:, None] * right.dequant_scale)
     total = torch.zeros_like(scaled[..., 0])
     for partial in scaled.unbind(2):

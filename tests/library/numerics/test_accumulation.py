@@ -46,8 +46,9 @@ def truncate(value, unit):
 def sum_by_rule(a, b, rule, smallest):
     """Return one dot product by the rule of accumulation.py, in rational numbers."""
     total = Fraction(0)
-    for start in range(0, len(a), rule.products):
-        pairs = [(x, y) for x, y in zip(a[start:][: rule.products], b[start:][: rule.products], strict=True) if x * y]
+    for start in range(0, len(a), rule.products_per_step):
+        step = slice(start, start + rule.products_per_step)
+        pairs = [(x, y) for x, y in zip(a[step], b[step], strict=True) if x * y]
         tops = [max(exponent(x), smallest) + max(exponent(y), smallest) for x, y in pairs]
         tops += [exponent(total)] if total else []
         unit = Fraction(2) ** (max(tops, default=0) - rule.fraction_bits)
@@ -64,8 +65,8 @@ def test_sums_follow_the_rule_in_rational_numbers(rule):
     expected = [[sum_by_rule(x, y, rule, -6) for y in rows[1]] for x in rows[0]]
     assert accumulate(a, b, rule, use_fast_accum=True).tolist() == expected
     total = torch.zeros(2, 2)
-    for start in range(0, 200, rule.promoted_every):
-        parts = [[x[start : start + rule.promoted_every] for x in side] for side in rows]
+    for start in range(0, 200, rule.products_per_chain):
+        parts = [[x[start : start + rule.products_per_chain] for x in side] for side in rows]
         total += torch.tensor([[sum_by_rule(x, y, rule, -6) for y in parts[1]] for x in parts[0]])
     assert_same_bits(accumulate(a, b, rule, use_fast_accum=False), total)
 
