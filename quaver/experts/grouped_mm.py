@@ -172,7 +172,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *
         operands = exchange.quantize(hp, casts, row=row, column=column)
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
-    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), moved=exchange is not None)
+    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), dispatched=exchange is not None)
     return operands
 
 

@@ -12,7 +12,7 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.linear.module import Float8Linear
 from quaver.numerics.extra_statistics import EXTRAS_WIDTH
-from quaver.numerics.probe import Probe, ProbeSite, describe_site, list_sites
+from quaver.numerics.probe import Probe, ProbeSite, list_sites, make_site_entry
 from quaver.numerics.sampling import Sampling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.module_names import join_names, strip_wrappers
@@ -113,15 +113,15 @@ class AttachedProbes:
             name: weight.config if _is_float8(weight) else self.configs[name] for name, weight in self._weights.items()
         }
 
-    def describe_tensors(self, *, with_sums: bool) -> list[dict[str, Any]]:
+    def make_header_entries(self, *, with_sums: bool) -> list[dict[str, Any]]:
         """Return the entries of `tensors` in a header; `with_sums` for a record of a GPU's sums."""
-        return [self._describe(tensor, with_sums) for tensor in self.tensors]
+        return [self._make_entry(tensor, with_sums) for tensor in self.tensors]
 
-    def _describe(self, tensor: MonitoredTensor, with_sums: bool) -> dict[str, Any]:
+    def _make_entry(self, tensor: MonitoredTensor, with_sums: bool) -> dict[str, Any]:
         weight = self._weights[tensor.name]
         experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
         config = self.configs[tensor.name]
-        about = {"layer": tensor.name, "experts": experts, **describe_site(tensor.site, config)}
+        about = {"layer": tensor.name, "experts": experts, **make_site_entry(tensor.site, config)}
         if with_sums and tensor.site.cast == "result":
             about["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
         return about
@@ -138,7 +138,7 @@ class AttachedProbes:
         keys = ((int(tensor.probe.number), tensor.site.name) for tensor in self.tensors)
         return torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
 
-    def list_whole_weights(self) -> list[int]:
+    def list_whole_weight_positions(self) -> list[int]:
         """List the positions of weights that are not split over ranks, so that all ranks must have the same weight."""
         return [
             position

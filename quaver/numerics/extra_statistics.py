@@ -23,7 +23,7 @@ from quaver.linear.quantize import Quantizer, flatten_to_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.error_bounds import compute_bulk_db
 from quaver.numerics.matmul_sums import SUMS_WIDTH, MatmulSqnrs, SampledRows, observe_sums
-from quaver.numerics.record import Values, encode_counts
+from quaver.numerics.record import Float64Array, encode_counts
 from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
@@ -133,10 +133,10 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     return extras
 
 
-def compute_result_extras(left: SampledRows, right: SampledRows, rule: Accumulation) -> Tensor:
+def compute_result_extras(left: SampledRows, right: SampledRows, accumulation: Accumulation) -> Tensor:
     """Compute the sums of one matmul, float64 [EXTRAS_WIDTH]."""
     extras = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=left.hp.device)
-    extras[_SUMS:] = observe_sums(left, right, rule)
+    extras[_SUMS:] = observe_sums(left, right, accumulation)
     return extras
 
 
@@ -146,7 +146,7 @@ def _count_exponents(values: Tensor) -> Tensor:
     return torch.bincount(exponents.flatten(), minlength=_EXPONENTS)
 
 
-def describe_extras(extras: Values) -> dict[str, Any]:
+def summarize_extras(extras: Float64Array) -> dict[str, Any]:
     """Return the fields "histogram" and "whatif" of a sample from [rows, EXTRAS_WIDTH]. Rows of zeros have None."""
     counts = extras[:, :_SIGNAL].reshape(-1, 2, _EXPONENTS)
     counts[:, :, [0, -1]] = 0  # float32's zeros and subnormals, and non-finite values
@@ -169,7 +169,7 @@ def describe_extras(extras: Values) -> dict[str, Any]:
     }
 
 
-def describe_sums(extras: Values) -> dict[str, list[float | None]]:
+def summarize_sums(extras: Float64Array) -> dict[str, list[float | None]]:
     """Return the field "sums" of a sample from [rows, EXTRAS_WIDTH]: decibels by name, None for a row of zeros."""
     column = [MatmulSqnrs.from_values(row) for row in extras[:, _SUMS:].tolist()]
     return {

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module_weight import iter_model_weights
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.attached_probes import AttachedProbes
-from quaver.numerics.extra_statistics import describe_extras, describe_sums
+from quaver.numerics.extra_statistics import summarize_extras, summarize_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
 from quaver.numerics.rank_statistics import GatheredStatistics, find_disagreements, gather_slots
@@ -177,7 +177,7 @@ class Monitor:
             "step": step,
             "ranks": self._ranks,
             "statistics": list(STATISTICS),
-            "tensors": self._attached.describe_tensors(with_sums=self._hardware is not None),
+            "tensors": self._attached.make_header_entries(with_sums=self._hardware is not None),
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
 
@@ -308,13 +308,13 @@ class Monitor:
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
-        outliers = find_disagreements(gathered.by_rank, self._attached.list_whole_weights())
+        outliers = find_disagreements(gathered.by_rank, self._attached.list_whole_weight_positions())
         if outliers:
             sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
-            sample |= describe_extras(gathered.extras.numpy())
+            sample |= summarize_extras(gathered.extras.numpy())
             if self._hardware is not None:
-                sample["sums"] = describe_sums(gathered.extras.numpy())
+                sample["sums"] = summarize_sums(gathered.extras.numpy())
         self.samples.append(sample)
         return sample
 

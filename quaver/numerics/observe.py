@@ -44,13 +44,13 @@ from quaver.numerics.extra_statistics import compute_extras, compute_result_extr
 from quaver.numerics.matmul_sums import sample_rows
 from quaver.numerics.sampling import SampledInput, Sampling, record_use
 from quaver.numerics.statistics import (
-    Compared,
+    ComparedPair,
     SlotIndex,
+    add_scales,
     make_slots,
     merge_slots,
     observe_matrix,
     observe_result,
-    observe_scales,
     spread_indices,
 )
 from quaver.recipes.linear_casts import MATMULS
@@ -108,32 +108,34 @@ def _observe_operand(
     quant_scale: Tensor | None,
     ends: Tensor | None,
     groups: int,
-    moved: bool,
+    dispatched: bool,
     transposed: bool,
     is_forward: bool,
 ) -> None:
-    """Observe a cast of a matrix, or of each group. If `moved`, `hp` has other rows than the codes."""
+    """Observe a cast of a matrix, or of each group. If `dispatched`, the codes are of other ranks' rows."""
     matrix, codes = None if hp is None else flatten_to_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     cast = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
     if site.startswith("weight"):
         sampling.weight_sizes[number] = codes.numel()
-    same_rows = matrix if matrix is not None and not moved and matrix.shape == codes.shape else None
+    matching_hp = matrix if matrix is not None and not dispatched and matrix.shape == codes.shape else None
     scale_shape = cast.layout.get_scale_shape(codes.shape[0], codes.shape[1])
-    fits = same_rows is not None and (groups > 0 or dequant_scale.shape == scale_shape)
+    is_comparable = matching_hp is not None and (groups > 0 or dequant_scale.shape == scale_shape)
     is_repeated = is_forward and runs_in_backward()
-    if matrix is not None and not fits and not is_repeated:
+    if matrix is not None and not is_comparable and not is_repeated:
         merge_slots(slot, observe_matrix(matrix, None))
     for group, start, stop in _find_groups(ends, groups, codes.shape[0]):
-        group_hp = None if same_rows is None else same_rows[start:stop]
+        group_hp = None if matching_hp is None else matching_hp[start:stop]
         group_cast = select_group(cast, group, start, stop) if groups else cast
         if group_hp is not None and _is_compared(group, groups):
-            _keep_for_matmuls(sampling, (number, group), site, group_hp, group_cast, fits, transposed, is_repeated)
+            _keep_for_matmuls(
+                sampling, (number, group), site, group_hp, group_cast, is_comparable, transposed, is_repeated
+            )
         if is_repeated:
             continue
-        if group_hp is None or not fits:
+        if group_hp is None or not is_comparable:
             observed = make_slots(1, slot.device)[0]
-            observe_scales(observed, require(group_cast.dequant_scale, "the dequant_scale"))
+            add_scales(observed, require(group_cast.dequant_scale, "the dequant_scale"))
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:
@@ -148,7 +150,7 @@ def _keep_for_matmuls(
     site: str,
     hp: Tensor,
     cast: Operand,
-    fits: bool,
+    is_comparable: bool,
     transposed: bool,
     is_repeated: bool,
 ) -> None:
@@ -157,17 +159,17 @@ def _keep_for_matmuls(
     address = cast.data.data_ptr()
     if transposed:
         hp, cast = hp.t(), cast.t()
-    keeps_rows = fits and number in sampling.with_sums
+    keeps_rows = is_comparable and number in sampling.with_sums
     if operand == "input" and direction != "row":
         columns = hp[:, spread_indices(hp.shape[1], COMPARED_ROWS, hp.device)]
         rows = sample_rows(hp, cast, "column") if keeps_rows else None
         sampling.inputs[number, address] = SampledInput(columns, rows)
     if is_repeated:
         return
-    for read in ("row", "column") if direction == "both" else (direction,):
-        if keeps_rows and (operand, read) != ("input", "column"):
-            sampling.rows[key, operand, read] = sample_rows(hp, cast, read)
-    if fits and number in sampling.with_extras:
+    for matmul_direction in ("row", "column") if direction == "both" else (direction,):
+        if keeps_rows and (operand, matmul_direction) != ("input", "column"):
+            sampling.rows[key, operand, matmul_direction] = sample_rows(hp, cast, matmul_direction)
+    if is_comparable and number in sampling.with_extras:
         extras = compute_extras(hp, cast, operand, "column" if direction == "column" else "row")
         sampling.extras[number, site] = extras + sampling.extras.get((number, site), 0)
 
@@ -193,7 +195,7 @@ def _observe_output(
         return
     matrix = None if input is None else flatten_to_matrix(input)
 
-    def compare(group: int, start: int, stop: int) -> Compared | None:
+    def compare(group: int, start: int, stop: int) -> ComparedPair | None:
         if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
             return None
         rows = start + spread_indices(stop - start, COMPARED_ROWS, output.device)
@@ -222,14 +224,14 @@ def _observe_grad_input(
     weight_hp = sampling.weights.get(number) if weight is None else weight
     matrix, result = None if grad_output is None else flatten_to_matrix(grad_output), flatten_to_matrix(grad_input)
 
-    def compare(group: int, start: int, stop: int) -> Compared | None:
+    def compare(group: int, start: int, stop: int) -> ComparedPair | None:
         if weight_hp is None or not has_memory(weight_hp) or matrix is None or matrix.shape[0] != result.shape[0]:
             return None
         rows = start + spread_indices(stop - start, COMPARED_ROWS, result.device)
         chunks = _split_rows(weight_hp[group] if groups else weight_hp)
-        lefts = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
-        products = (left @ _widen(chunk) for left, chunk in zip(lefts, chunks, strict=True))
-        return result[rows], sum(products, start=lefts[0].new_zeros(()))
+        grad_chunks = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
+        products = (grad @ _widen(chunk) for grad, chunk in zip(grad_chunks, chunks, strict=True))
+        return result[rows], sum(products, start=grad_chunks[0].new_zeros(()))
 
     bounds = _find_groups(ends, groups, result.shape[0])
     _observe_result(sampling, slot, (number, "grad_input"), result, bounds, groups, compare)
@@ -253,7 +255,7 @@ def _observe_grad_weight(
     matrix = None if grad_output is None else flatten_to_matrix(grad_output)
     columns = spread_indices(grad_weight.shape[-1], COMPARED_ROWS, grad_weight.device)
 
-    def compare(group: int, start: int, stop: int) -> Compared | None:
+    def compare(group: int, start: int, stop: int) -> ComparedPair | None:
         sampled_columns = None if input_hp is None else input_hp[start:stop, columns]
         if input_hp is None and input_codes is not None:
             sampled = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
@@ -264,12 +266,12 @@ def _observe_grad_weight(
         if sampled_columns is None or grads is None or sampled_columns.shape[0] != grads.shape[0]:
             return None
         actual, chunks = (grad_weight[group] if groups else grad_weight)[:, columns], _split_rows(grads)
-        rights = sampled_columns.split([len(chunk) for chunk in chunks])
-        products = (_widen(chunk).t() @ _widen(right) for chunk, right in zip(chunks, rights, strict=True))
+        inputs = sampled_columns.split([len(chunk) for chunk in chunks])
+        products = (_widen(chunk).t() @ _widen(input) for chunk, input in zip(chunks, inputs, strict=True))
         return actual, sum(products, start=_widen(actual.new_zeros(())))
 
-    read = input_hp if input_codes is None else input_codes
-    bounds = _find_groups(ends, groups, 0 if read is None else read.shape[0])
+    input = input_hp if input_codes is None else input_codes
+    bounds = _find_groups(ends, groups, 0 if input is None else input.shape[0])
     _observe_result(sampling, slot, (number, "grad_weight"), flatten_to_matrix(grad_weight), bounds, groups, compare)
 
 
@@ -280,7 +282,7 @@ def _observe_result(
     result: Tensor,
     bounds: Sequence[tuple[int, int, int]],
     groups: int,
-    compare: Callable[[int, int, int], Compared | None],
+    compare: Callable[[int, int, int], ComparedPair | None],
 ) -> None:
     """Merge a result into the slot, compare some groups with high precision, and add the errors of a GPU's sums.
 

@@ -62,7 +62,7 @@ def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[ProbeSit
     return [*sites, *(ProbeSite(result, "result") for result in MATMULS if trains_weight or result != "grad_weight")]
 
 
-def describe_site(site: ProbeSite, config: Float8LinearConfig) -> dict[str, Any]:
+def make_site_entry(site: ProbeSite, config: Float8LinearConfig) -> dict[str, Any]:
     """Return a site's entry in the header of a record: operand, cast, granularity, dtype, scaling and recipe."""
     about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
     about |= {"dtype": None, "scaling": None}
@@ -116,7 +116,13 @@ class Probe:
         clear_slots(self.backward)
 
     def observe_operands(
-        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = _ONE_MATRIX, *, moved: bool = False
+        self,
+        name: str,
+        hp: Tensor | None,
+        operands: Operands,
+        groups: Groups = _ONE_MATRIX,
+        *,
+        dispatched: bool = False,
     ) -> None:
         if not self._observes():
             return
@@ -145,7 +151,7 @@ class Probe:
                     operand.quant_scale,
                     groups.ends,
                     groups.num_experts,
-                    moved,
+                    dispatched,
                     groups.transposed,
                     is_forward,
                 )

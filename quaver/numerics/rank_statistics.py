@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quaver.numerics.record import Values
+from quaver.numerics.record import Float64Array
 from quaver.numerics.statistics import merge_slots, normalize_slot
 from quaver.runtime.agreement import find_collective_device
 from quaver.runtime.process_group import has_process_group
@@ -74,7 +74,7 @@ def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[i
     return outliers
 
 
-def _find_outlier(slots: dict[int, Values]) -> int | None:
+def _find_outlier(slots: dict[int, Float64Array]) -> int | None:
     if len(slots) < 2:
         return None
     ranks, values = list(slots), np.stack(list(slots.values()))
@@ -84,5 +84,5 @@ def _find_outlier(slots: dict[int, Values]) -> int | None:
     return ranks[int(np.argmin(_are_close(values, majority)))]
 
 
-def _are_close(values: Values, row: Values) -> NDArray[np.bool_]:
+def _are_close(values: Float64Array, row: Float64Array) -> NDArray[np.bool_]:
     return np.asarray(np.isclose(values, row, rtol=SUM_TOLERANCE, atol=0, equal_nan=True).all(1))

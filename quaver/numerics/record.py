@@ -45,7 +45,7 @@ MAX_HISTOGRAM_BINS = 256
 
 _NONFINITE_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
-Values = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 
 class TensorKey(NamedTuple):
@@ -163,9 +163,9 @@ class Histogram:
     """
 
     low: int
-    before: Values
+    before: Float64Array
     """[tensors, bins], of the high-precision operand; NaN for tensors without a histogram."""
-    after: Values
+    after: Float64Array
     """[tensors, bins], of the dequantized codes."""
 
 
@@ -177,11 +177,11 @@ class Record:
     """The last header, with the tensors of all headers."""
     steps: NDArray[np.int64]
     """[samples], ascending."""
-    statistics: dict[str, Values]
+    statistics: dict[str, Float64Array]
     """Statistics by name, each [samples, tensors]."""
-    whatif: dict[str, Values] = field(default_factory=dict)
+    whatif: dict[str, Float64Array] = field(default_factory=dict)
     """SQNR in dB under other recipes, by name [samples, tensors]."""
-    sums: dict[str, Values] = field(default_factory=dict)
+    sums: dict[str, Float64Array] = field(default_factory=dict)
     """SQNR in dB of a result's casts and of a GPU's sums: "casts", "fast" and "exact", each [samples, tensors]."""
     histograms: dict[int, Histogram] = field(default_factory=dict)
     """Histograms by the index of the sample."""
@@ -327,7 +327,7 @@ class _RecordBuilder:
     def __init__(self, path: Path, names: Sequence[str], columns: dict[TensorKey, int], samples: int) -> None:
         self.path, self.columns, self.shape = path, columns, (samples, len(columns))
         self.statistics = {name: np.full(self.shape, np.nan) for name in names}
-        self.tables: dict[str, dict[str, Values]] = {"whatif": {}, "sums": {}}
+        self.tables: dict[str, dict[str, Float64Array]] = {"whatif": {}, "sums": {}}
         self.histograms: dict[int, Histogram] = {}
         self._header: dict[str, Any] = {}
         self._header_columns: list[int] = []
@@ -371,7 +371,7 @@ class _RecordBuilder:
         return Histogram(histogram["low"], counts["before"], counts["after"])
 
 
-def _parse_numbers(values: list[Any], count: int) -> Values:
+def _parse_numbers(values: list[Any], count: int) -> Float64Array:
     if len(values) != count:
         raise ValueError(f"expected {count} values, got {len(values)}")
     try:
@@ -386,7 +386,7 @@ def encode_counts(counts: Sequence[float]) -> str:
     return base64.b64encode(scaled.clip(0, 255).astype(np.uint8).tobytes()).decode()
 
 
-def decode_counts(text: str) -> Values:
+def decode_counts(text: str) -> Float64Array:
     """Decode the counts of one tensor's histogram, [bins]."""
     scaled = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     return np.exp2(scaled / HISTOGRAM_STEPS_PER_DOUBLING) - 1

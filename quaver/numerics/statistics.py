@@ -34,7 +34,7 @@ from torch import Tensor
 
 from quaver.kernels import cpu
 from quaver.kernels.operands import Operand, require
-from quaver.numerics.record import Values
+from quaver.numerics.record import Float64Array
 from quaver.recipes.formats import get_format
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.runtime.devices import is_cpu
@@ -45,7 +45,7 @@ class SlotIndex(enum.IntEnum):
 
     NUMEL = 0
     SIGNAL = 1
-    CAST = 2
+    WITH_CODES = 2
     """The elements of `NUMEL` that have codes."""
     REFERENCE = 3
     """The signal that `NOISE` belongs to: all elements of a cast, the compared elements of a result."""
@@ -59,9 +59,9 @@ class SlotIndex(enum.IntEnum):
     SMALLEST = 11
     SCALE_MIN = 12
     SCALE_MAX = 13
-    WORST = 14
+    WORST_RATIO = 14
     WORST_INDEX = 15
-    FOURTH = 16
+    FOURTH_POWERS = 16
     """The sum of hp^4 over finite hp."""
 
 
@@ -103,16 +103,16 @@ def clear_slots(slots: Tensor) -> None:
     """Empty slots [..., SLOT_WIDTH] in place."""
     slots.zero_()
     slots[..., _MINIMA] = math.inf
-    slots[..., SlotIndex.WORST] = -1
+    slots[..., SlotIndex.WORST_RATIO] = -1
 
 
 def merge_slots(slots: Tensor, observed: Tensor) -> None:
     """Add observations to slots, both [..., SLOT_WIDTH], in place."""
-    is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST, None]
+    is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST_RATIO, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
     worst = torch.where(is_worse, observed[..., _WORST], slots[..., _WORST])
     slots[..., _SUMS] += observed[..., _SUMS]
-    slots[..., SlotIndex.FOURTH] += observed[..., SlotIndex.FOURTH]
+    slots[..., SlotIndex.FOURTH_POWERS] += observed[..., SlotIndex.FOURTH_POWERS]
     slots[..., EXPONENTS] += observed[..., EXPONENTS]
     slots[..., _MAXIMA] = torch.maximum(slots[..., _MAXIMA], observed[..., _MAXIMA])
     slots[..., _MINIMA] = torch.minimum(slots[..., _MINIMA], observed[..., _MINIMA])
@@ -142,13 +142,13 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     if sums is None:
         sums = observe_in_pytorch(hp, codes, quant, dequant, layout.get_block_shape(hp.shape))
     signal, noise, counts = sums
-    slot[_COUNTS_AND_EXTREMES], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
+    slot[_COUNTS_AND_EXTREMES], slot[SlotIndex.FOURTH_POWERS] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()
     if cast is not None:
-        slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
+        slot[SlotIndex.WITH_CODES], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
-        observe_scales(slot, require(cast.dequant_scale, "the dequant_scale"))
-        observe_worst(slot, signal.flatten(), noise.flatten())
+        add_scales(slot, require(cast.dequant_scale, "the dequant_scale"))
+        add_worst_scale(slot, signal.flatten(), noise.flatten())
     return slot
 
 
@@ -210,13 +210,13 @@ def _expand_scales(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: t
 def _sum_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
     """Sum float64 [rows, columns] over each block. A block with more rows than the chunk is one block."""
     rows, columns = min(blocks[0], squares.shape[0]), min(blocks[1], squares.shape[1])
-    missing = -squares.shape[0] % rows, -squares.shape[1] % columns
-    if any(missing):
-        squares = torch.nn.functional.pad(squares, (0, missing[1], 0, missing[0]))
+    padding = -squares.shape[0] % rows, -squares.shape[1] % columns
+    if any(padding):
+        squares = torch.nn.functional.pad(squares, (0, padding[1], 0, padding[0]))
     return squares.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).sum((1, 3))
 
 
-def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
+def add_scales(slot: Tensor, dequant_scale: Tensor) -> None:
     """Add scales, float32 of any shape, to a slot. A scale that is not finite counts but has no exponent."""
     scales = dequant_scale.double().flatten()
     if not scales.numel():
@@ -229,21 +229,21 @@ def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
     slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, has_exponent)
 
 
-def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
+def add_worst_scale(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
     """Keep the index of the scale with the largest noise-to-signal ratio; both are float64 [scales]."""
     ratio = noise / signal  # a block of zeros is 0 / 0
     ratio = torch.where(signal > 0, ratio, torch.where(noise > 0, math.inf, 0.0))
     worst, index = ratio.max(0)
-    is_worse = worst > slot[SlotIndex.WORST]
+    is_worse = worst > slot[SlotIndex.WORST_RATIO]
     pair = torch.stack([worst, index.double()])
     slot[_WORST] = torch.where(is_worse, pair, slot[_WORST])
 
 
-Compared = tuple[Tensor, Tensor]
+ComparedPair = tuple[Tensor, Tensor]
 """A part of a result, and the same part in high precision."""
 
 
-def observe_result(result: Tensor, compared: Sequence[Compared]) -> Tensor:
+def observe_result(result: Tensor, compared: Sequence[ComparedPair]) -> Tensor:
     """Return the slot of a result [M, N]."""
     slot = observe_matrix(result, None)
     for actual, reference in compared:
@@ -267,14 +267,16 @@ def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * length // max(count, 1)
 
 
-def normalize_slot(slot: Tensor) -> Values | None:
+def normalize_slot(slot: Tensor) -> Float64Array | None:
     """Return a slot's sums per scale and its extremes, which do not depend on how often equal casts were made.
 
     Returns None for a slot without scales.
     """
     values = slot[:_NAMED_WIDTH].cpu().numpy()
     scales = values[SlotIndex.SCALES]
-    return np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if scales else None
+    return (
+        np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH_POWERS]]) if scales else None
+    )
 
 
 def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
@@ -284,54 +286,55 @@ def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[s
     microbatch casts the weight again, but its elements count once.
     """
     table = slots.numpy().copy()
-    entry = {index.name: table[:, index] for index in SlotIndex}
+    entries = {index.name: table[:, index] for index in SlotIndex}
     for position, numel in enumerate(weight_numel):
-        if numel and entry["NUMEL"][position]:
-            share = numel / entry["NUMEL"][position]
+        if numel and entries["NUMEL"][position]:
+            share = numel / entries["NUMEL"][position]
             table[position, _SUMS] *= share
-            entry["FOURTH"][position] *= share
+            entries["FOURTH_POWERS"][position] *= share
     with np.errstate(all="ignore"):
-        has_elements, has_codes, has_scales = (entry[name] > 0 for name in ("NUMEL", "CAST", "SCALES"))
-        finite = entry["NUMEL"] - entry["NONFINITE"]
-        nonzero, has_worst = finite - entry["ZEROS"], has_scales & (entry["WORST"] >= 0)
-        has_sqnr = (entry["REFERENCE"] > 0) | (entry["NOISE"] > 0)
+        has_elements, has_codes, has_scales = (entries[name] > 0 for name in ("NUMEL", "WITH_CODES", "SCALES"))
+        finite = entries["NUMEL"] - entries["NONFINITE"]
+        nonzero, has_worst = finite - entries["ZEROS"], has_scales & (entries["WORST_RATIO"] >= 0)
+        has_sqnr = (entries["REFERENCE"] > 0) | (entries["NOISE"] > 0)
+        medians = _find_medians(table[:, EXPONENTS], entries["SCALE_MIN"], entries["SCALE_MAX"])
         values = {
-            "numel": (entry["NUMEL"], has_elements),
-            "amax": (entry["AMAX"], finite > 0),
-            "rms": (np.sqrt(entry["SIGNAL"] / finite), finite > 0),
-            "smallest": (entry["SMALLEST"], nonzero > 0),
-            "underflow": (np.where(nonzero > 0, entry["UNDERFLOW"] / nonzero, 0), has_codes),
-            "saturated": (entry["SATURATED"] / entry["CAST"], has_codes),
-            "sqnr_db": (compute_ratio_db(entry["REFERENCE"], entry["NOISE"]), has_sqnr),
-            "scale_min": (entry["SCALE_MIN"], has_scales),
-            "scale_median": (_find_medians(table[:, EXPONENTS], entry["SCALE_MIN"], entry["SCALE_MAX"]), has_scales),
-            "scale_max": (entry["SCALE_MAX"], has_scales),
-            "scale_worst": (entry["WORST_INDEX"], has_worst),
-            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), entry["WORST"]), has_worst),
-            "nonfinite": (entry["NONFINITE"], has_elements),
-            "zeros": (entry["ZEROS"] / entry["NUMEL"], has_elements),
-            "kurtosis": (entry["FOURTH"] * finite / entry["SIGNAL"] ** 2, nonzero > 0),
+            "numel": (entries["NUMEL"], has_elements),
+            "amax": (entries["AMAX"], finite > 0),
+            "rms": (np.sqrt(entries["SIGNAL"] / finite), finite > 0),
+            "smallest": (entries["SMALLEST"], nonzero > 0),
+            "underflow": (np.where(nonzero > 0, entries["UNDERFLOW"] / nonzero, 0), has_codes),
+            "saturated": (entries["SATURATED"] / entries["WITH_CODES"], has_codes),
+            "sqnr_db": (compute_ratio_db(entries["REFERENCE"], entries["NOISE"]), has_sqnr),
+            "scale_min": (entries["SCALE_MIN"], has_scales),
+            "scale_median": (medians, has_scales),
+            "scale_max": (entries["SCALE_MAX"], has_scales),
+            "scale_worst": (entries["WORST_INDEX"], has_worst),
+            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), entries["WORST_RATIO"]), has_worst),
+            "nonfinite": (entries["NONFINITE"], has_elements),
+            "zeros": (entries["ZEROS"] / entries["NUMEL"], has_elements),
+            "kurtosis": (entries["FOURTH_POWERS"] * finite / entries["SIGNAL"] ** 2, nonzero > 0),
         }
     return {name: _round_column(name, *values[name]) for name in STATISTICS}
 
 
-def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float | None]:
+def _round_column(name: str, values: Float64Array, is_defined: NDArray[np.bool_]) -> list[float | None]:
     column: list[float] = values.tolist()
     if name in SIGNIFICANT_DIGITS:
         column = [float(f"{value:.{SIGNIFICANT_DIGITS[name]}g}") for value in column]
     elif name in INTEGER_STATISTICS:
         column = [int(value) for value in column]
-    return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
+    return [value if is_valid else None for value, is_valid in zip(column, is_defined.tolist(), strict=True)]
 
 
-def compute_ratio_db(signal: Values, noise: Values) -> Values:
+def compute_ratio_db(signal: Float64Array, noise: Float64Array) -> Float64Array:
     """Compute 10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
     with np.errstate(all="ignore"):
         decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
         return np.where(np.isnan(noise), -np.inf, decibels)
 
 
-def _find_medians(exponents: Values, smallest: Values, largest: Values) -> Values:
+def _find_medians(exponents: Float64Array, smallest: Float64Array, largest: Float64Array) -> Float64Array:
     """Find the lower median of each row's scales from their exponents, clipped to the smallest and largest scale."""
     cumulative = exponents.cumsum(1)
     index = (cumulative >= np.maximum(cumulative[:, -1:] / 2, 0.5)).argmax(1)

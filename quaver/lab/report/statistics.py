@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quaver.numerics.record import Values
+from quaver.numerics.record import Float64Array
 
 CellBytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -38,7 +38,7 @@ class Statistic:
     is_low_worse: bool = False
     """Whether a lower value is worse."""
 
-    def apply_scale(self, values: Values) -> Values:
+    def apply_scale(self, values: Float64Array) -> Float64Array:
         """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""
         function = {"linear": np.positive, "log2": np.log2, "log10": np.log10}[self.scale]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -48,7 +48,7 @@ class Statistic:
         """Invert `apply_scale`."""
         return {"linear": scaled, "log2": 2.0**scaled, "log10": 10.0**scaled}[self.scale]
 
-    def find_limits(self, runs: Iterable[Values]) -> tuple[float, float]:
+    def find_limits(self, runs: Iterable[Float64Array]) -> tuple[float, float]:
         """Return the ends of one scale for the finite values of all `runs`; an empty interval is widened to 1."""
         finite = [scaled[np.isfinite(scaled)] for scaled in map(self.apply_scale, runs)]
         ends = [(values.min(), values.max()) for values in finite if values.size]
@@ -57,7 +57,7 @@ class Statistic:
             low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
         return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
 
-    def encode(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> CellBytes:
+    def encode(self, values: Float64Array, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> CellBytes:
         """Return the byte of each value, in the shape of `values`; `MISSING` where `present` is false."""
         low, high = limits
         scaled = self.apply_scale(values)
@@ -72,7 +72,7 @@ class Statistic:
         cells[~present] = MISSING
         return cells
 
-    def rank_badness(self, values: Values) -> Values:
+    def rank_badness(self, values: Float64Array) -> Float64Array:
         """Return numbers that order values from good to bad: NaN is the worst."""
         return np.where(np.isnan(values), np.inf, -values if self.is_low_worse else values)
 

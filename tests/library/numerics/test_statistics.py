@@ -17,7 +17,7 @@ from quaver.numerics.extra_statistics import (
     HISTOGRAM_ROWS,
     compute_extras,
     compute_what_if,
-    describe_extras,
+    summarize_extras,
 )
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import (
@@ -145,7 +145,7 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
         part = Operand(operand.data[rows], operand.dequant_scale[rows], operand.layout, operand.quant_scale[rows])
         merge_slots(merged, observe_matrix(hp[rows], part)[None])
     whole = observe_matrix(hp, operand)
-    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.FOURTH, SlotIndex.WORST_INDEX]
+    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.FOURTH_POWERS, SlotIndex.WORST_INDEX]
     torch.testing.assert_close(merged[0, apart[:4]], whole[apart[:4]], rtol=1e-12, atol=0)
     merged[0, apart] = whole[apart] = 0
     torch.testing.assert_close(merged[0], whole, rtol=0, atol=0, equal_nan=True)
@@ -176,7 +176,7 @@ def test_a_ratio_without_a_finite_noise_is_infinite(signal, noise, to_decibels):
 def test_histograms_count_powers_of_two(recipe, column):
     hp = make_hostile(2 * HISTOGRAM_ROWS, 64, torch.bfloat16)
     codes, dequant, layout, *_ = operand = cast(hp, recipe, "input", column)
-    histogram = describe_extras(compute_extras(hp, operand, "input", "row")[None].numpy())["histogram"]
+    histogram = summarize_extras(compute_extras(hp, operand, "input", "row")[None].numpy())["histogram"]
     height, width = layout.get_block_shape(hp.shape)
     rows, columns = torch.arange(hp.shape[0]) // height, torch.arange(hp.shape[1]) // width
     scale = dequant.reshape(rows[-1] + 1, -1)[rows][:, columns]
