@@ -16,7 +16,7 @@ from quaver.numerics.error_bounds import (
     compute_cast_bound_db,
     compute_result_db,
     compute_rounding_bound_db,
-    compute_underflow,
+    compute_underflow_share,
     parse_format,
 )
 from quaver.numerics.history import Sample, TensorStatistics
@@ -79,13 +79,13 @@ class TensorMeasurement:
 
 @dataclass(frozen=True)
 class AlarmRule:
-    """A rule of the alarms. It alarms after `samples` bad samples in a row, and clears after as many good ones."""
+    """A rule of the alarms. It alarms after `bad_samples` bad samples in a row, and clears after as many good ones."""
 
     name: str
     measure: Callable[[TensorStatistics, Sample], TensorMeasurement | None]
     text: str
     """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
-    samples: int = 1
+    bad_samples: int = 1
     spreads: bool = True
     """Whether a bad tensor makes other tensors of the step bad."""
     suggest: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = suggest_nothing
@@ -102,12 +102,13 @@ def _measure_nonfinite(tensor: TensorStatistics, sample: Sample) -> TensorMeasur
 
 
 def _measure_ranks(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
-    return TensorMeasurement(float(tensor.position in sample.ranks), 0, 0) if tensor.key.operand == "weight" else None
+    is_outlier = tensor.position in sample.outlier_ranks
+    return TensorMeasurement(float(is_outlier), 0, 0) if tensor.key.operand == "weight" else None
 
 
 def _get_cast(tensor: TensorStatistics) -> tuple[Float8Format, float] | None:
     """Return the format and SQNR of a cast, or None if the tensor has no cast or only zeros."""
-    fmt = parse_format(tensor.about.get("dtype"))
+    fmt = parse_format(tensor.entry.get("dtype"))
     if fmt is None or tensor.is_result or tensor.sqnr_db is None or not tensor.rms or tensor.nonfinite:
         return None
     return fmt, tensor.sqnr_db
@@ -139,7 +140,7 @@ def _measure_clipping(tensor: TensorStatistics, sample: Sample) -> TensorMeasure
 
 
 def _is_persistent(tensor: TensorStatistics) -> bool:
-    scaling = tensor.about.get("scaling")
+    scaling = tensor.entry.get("scaling")
     return str(scaling or "delayed").startswith(PERSISTENT_SCALING)
 
 
@@ -149,7 +150,7 @@ def _measure_underflow(tensor: TensorStatistics, sample: Sample) -> TensorMeasur
         return None
     # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
     fmt = E5M2 if tensor.key.operand == "grad_output" else cast[0]
-    raise_at = compute_underflow(compute_rounding_bound_db(fmt))
+    raise_at = compute_underflow_share(compute_rounding_bound_db(fmt))
     return TensorMeasurement(tensor.underflow, raise_at, raise_at / 2)
 
 
@@ -181,7 +182,7 @@ def _measure_dead(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     zeros, earlier_samples = tensor.zeros, sample.list_earlier(tensor)
     if tensor.key.operand != "grad_weight" or zeros is None or zeros == 1 or not earlier_samples:
         return None
-    if not tensor.about.get("experts") and any(
+    if not tensor.entry.get("experts") and any(
         _get_usual_zeros(operand, sample) > DEAD_SHARE for operand in _list_operands(tensor, sample)
     ):
         return None
@@ -221,11 +222,11 @@ def _measure_jump(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
         steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
         raise_at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
     low, high = min(usual[-4:]), max(usual[-4:])
-    reached = [level for level in recent if level is not None]
-    value = max(min(reached) - high, low - max(reached), 0.0)
+    recent_levels = [level for level in recent if level is not None]
+    value = max(min(recent_levels) - high, low - max(recent_levels), 0.0)
     since = earlier_samples[-1].step if is_gradient else tensor.step
     return TensorMeasurement(
-        value, raise_at, raise_at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:])
+        value, raise_at, raise_at / 2, since=since, level=recent_levels[-1], usual=statistics.median(usual[-4:])
     )
 
 
@@ -237,8 +238,8 @@ def _measure_growth(tensor: TensorStatistics, sample: Sample) -> TensorMeasureme
     if tensor.key.operand not in ("weight", "input") or tensor.nonfinite:
         return None
     levels = [sampled.get_log2("rms") for sampled in [*sample.list_earlier(tensor), tensor]]
-    grown = max((_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
-    return None if grown is None else TensorMeasurement(grown, GROWTH_BITS, GROWTH_BITS / 2)
+    growths = [_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length]
+    return TensorMeasurement(max(growths), GROWTH_BITS, GROWTH_BITS / 2) if growths else None
 
 
 def _sum_steady_growth(levels: list[float | None]) -> float:
@@ -255,7 +256,7 @@ def _sum_steady_growth(levels: list[float | None]) -> float:
 def _measure_peers(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement | None:
     """Measure the powers of two between an rms and the median rms of the same tensor in other blocks."""
     raise_at, level = PEER_BITS.get(tensor.key.operand), tensor.get_log2("rms")
-    levels = [peer.get_log2("rms") for peer in sample.by_peers[tensor.peers] if peer is not tensor]
+    levels = [peer.get_log2("rms") for peer in sample.by_peer_key[tensor.peer_key] if peer is not tensor]
     peer_levels = [peer_level for peer_level in levels if peer_level is not None]
     if raise_at is None or level is None or tensor.nonfinite or len(peer_levels) < 3:
         return None
@@ -270,8 +271,8 @@ def _measure_result(tensor: TensorStatistics, sample: Sample) -> TensorMeasureme
     if left is None or right is None or not (tensor.numel and left.numel and right.numel and left.rms and right.rms):
         return None
     contracted = math.sqrt(left.numel * right.numel / tensor.numel)
-    cancelled = min(tensor.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
-    expected = compute_result_db(_get_sqnr_db(left), _get_sqnr_db(right), cancelled)
+    uncancelled = min(tensor.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
+    expected = compute_result_db(_get_sqnr_db(left), _get_sqnr_db(right), uncancelled)
     raise_at = min(expected, 40.0) - 3 * BIT_DB
     return TensorMeasurement(tensor.sqnr_db, raise_at, raise_at + BIT_DB, is_bad_above=False)
 
@@ -281,9 +282,9 @@ def _measure_sums(tensor: TensorStatistics, sample: Sample) -> TensorMeasurement
     sums = sample.sums.get(tensor.position)
     if sums is None:
         return None
-    bound = sums.compute_bound()
+    bound = sums.compute_bound_db()
     return TensorMeasurement(
-        sums.get_used(use_fast_accum=bool(tensor.about.get("use_fast_accum"))),
+        sums.choose_sums_db(use_fast_accum=bool(tensor.entry.get("use_fast_accum"))),
         bound,
         bound + BIT_DB,
         is_bad_above=False,
@@ -350,19 +351,19 @@ ALARM_RULES = (
     AlarmRule("ranks", _measure_ranks, "differs on rank {rank} from its replicas"),
     AlarmRule("codes", _measure_codes, WRONG_CODES_TEXT),
     AlarmRule("saturation", _measure_saturation, CLIPPED_TEXT, suggest=suggest_recipes),
-    AlarmRule("saturation", _measure_clipping, CLIPPED_TEXT, samples=3, suggest=suggest_recipes),
-    AlarmRule("result", _measure_result, RESULT_TEXT, samples=2),
-    AlarmRule("zero", _measure_zero, "is all zeros", samples=2),
-    AlarmRule("sqnr", _measure_sqnr, LOW_SQNR_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
-    AlarmRule("underflow", _measure_underflow, UNDERFLOW_TEXT, samples=2, spreads=False, suggest=suggest_recipes),
+    AlarmRule("saturation", _measure_clipping, CLIPPED_TEXT, bad_samples=3, suggest=suggest_recipes),
+    AlarmRule("result", _measure_result, RESULT_TEXT, bad_samples=2),
+    AlarmRule("zero", _measure_zero, "is all zeros", bad_samples=2),
+    AlarmRule("sqnr", _measure_sqnr, LOW_SQNR_TEXT, bad_samples=2, spreads=False, suggest=suggest_recipes),
+    AlarmRule("underflow", _measure_underflow, UNDERFLOW_TEXT, bad_samples=2, spreads=False, suggest=suggest_recipes),
     AlarmRule("sums", _measure_sums, SUMS_COST_TEXT, spreads=False, suggest=suggest_accumulation),
     AlarmRule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
     AlarmRule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
-    AlarmRule("peers", _measure_peers, PEERS_TEXT, samples=2, spreads=False),
-    AlarmRule("dead", _measure_dead, DEAD_TEXT, samples=3, spreads=False),
-    AlarmRule("vanishing", _measure_vanishing, VANISHING_TEXT, samples=2, spreads=False),
+    AlarmRule("peers", _measure_peers, PEERS_TEXT, bad_samples=2, spreads=False),
+    AlarmRule("dead", _measure_dead, DEAD_TEXT, bad_samples=3, spreads=False),
+    AlarmRule("vanishing", _measure_vanishing, VANISHING_TEXT, bad_samples=2, spreads=False),
     AlarmRule("mismatch", _measure_mismatch, MISMATCH_TEXT, spreads=False, suggest=suggest_same_codes),
-    AlarmRule("unchanged", _measure_unchanged, UNCHANGED_TEXT, samples=3, spreads=False),
+    AlarmRule("unchanged", _measure_unchanged, UNCHANGED_TEXT, bad_samples=3, spreads=False),
 )
 """A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 

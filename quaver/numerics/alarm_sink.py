@@ -20,7 +20,7 @@ from quaver.numerics.history import EARLIER_SAMPLES
 from quaver.numerics.record import AnySink, RecordWriter, make_sink, read_last_samples
 from quaver.runtime.files import replace_file
 
-RECALLED_SAMPLES = 64
+RESUMED_SAMPLES = 64
 """Samples that are read when a run resumes; more than the `EARLIER_SAMPLES` of any rule."""
 
 
@@ -62,7 +62,7 @@ class AlarmSink:
         self._post_mortem = None if post_mortem is None else Path(post_mortem)
         self._resumed_record = None if resumed_record is None else Path(resumed_record)
         self._header: dict[str, Any] = {}
-        self._last: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=post_mortem_samples)
+        self._last_samples: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=post_mortem_samples)
         """Samples, each with its header: before a resume the model may have had other tensors."""
         self.raised_by_callback: BaseException | None = None
         """The last exception that `on_event` raised, as opposed to a sink's."""
@@ -71,17 +71,17 @@ class AlarmSink:
         """Write a header or a sample. Raises OSError if a file cannot be written, and what `on_event` raises."""
         self._write(line)
         if line["kind"] == "header":
-            self._recall(line["step"])
+            self._read_resumed_samples(line["step"])
             self._header = line
         elif line["kind"] == "sample":
-            self._last.append((self._header, line))
+            self._last_samples.append((self._header, line))
             for event in self.alarms.update(self._header, line):
-                self._handle(event)
+                self._emit(event)
 
-    def _recall(self, step: int) -> None:
+    def _read_resumed_samples(self, step: int) -> None:
         if self._resumed_record is not None:
-            for header, sample in read_last_samples(self._resumed_record, before=step, count=RECALLED_SAMPLES):
-                self._last.append((header, sample))
+            for header, sample in read_last_samples(self._resumed_record, before=step, count=RESUMED_SAMPLES):
+                self._last_samples.append((header, sample))
                 self.alarms.update(header, sample)
         self._resumed_record = None
 
@@ -90,7 +90,7 @@ class AlarmSink:
         if self._sink is not None:
             self._sink.close()
 
-    def _handle(self, event: Alarm | AlarmCleared) -> None:
+    def _emit(self, event: Alarm | AlarmCleared) -> None:
         self._write(event.to_dict())
         if isinstance(event, Alarm) and event.rule == "nonfinite" and self._post_mortem is not None:
             self._write_post_mortem(self._post_mortem, event)
@@ -111,7 +111,7 @@ class AlarmSink:
             partial.unlink(missing_ok=True)  # of a process that was killed
             writer = RecordWriter(partial)
             written_header = None
-            for header, sample in self._last:
+            for header, sample in self._last_samples:
                 if header is not written_header:
                     writer.write({**header, "step": sample["step"]})
                 written_header = header

@@ -115,8 +115,8 @@ class _Finding:
     measurement: TensorMeasurement
 
     @property
-    def order(self) -> tuple[bool, tuple[int, int, int], int]:
-        return self.rule.name != "nonfinite", self.tensor.order, self.rule_number
+    def order_key(self) -> tuple[bool, tuple[int, int, int], int]:
+        return self.rule.name != "nonfinite", self.tensor.order_key, self.rule_number
 
 
 @dataclass
@@ -132,10 +132,10 @@ class Alarms:
     action: str = "log"
     _history: History = field(default_factory=History, repr=False)
     _states: dict[RuleKey, _AlarmState] = field(default_factory=dict, repr=False)
-    _changed: set[RuleKey] = field(default_factory=set, repr=False)
+    _with_new_recipe: set[RuleKey] = field(default_factory=set, repr=False)
     """Alarms whose tensor has had another recipe since."""
-    _count: int = field(default=0, repr=False)
-    _recent: tuple[RuleKey, int] | None = field(default=None, repr=False)
+    _sample_count: int = field(default=0, repr=False)
+    _last_spreading: tuple[RuleKey, int] | None = field(default=None, repr=False)
     """The last alarm of a rule that spreads, and the number of its sample."""
 
     def __post_init__(self) -> None:
@@ -151,14 +151,14 @@ class Alarms:
         Raises:
             KeyError: a line is not of schema 1.
         """
-        read = self._history.read(header, sample)
-        self._count += 1
-        self._forget_changed(header)
-        findings = self._measure(read)
-        turned = [finding for key, finding in findings.items() if self._turns_bad(key, finding, read.step)]
-        raised = [*self._raise_alarms(sorted(turned, key=lambda finding: finding.order), read)]
+        current = self._history.read(header, sample)
+        self._sample_count += 1
+        self._forget_alarms_of_old_recipes(header)
+        findings = self._measure(current)
+        newly_bad = [finding for key, finding in findings.items() if self._count_bad_sample(key, finding, current.step)]
+        raised = [*self._raise_alarms(sorted(newly_bad, key=lambda finding: finding.order_key), current)]
         followers_first = sorted(findings, key=lambda key: key in self.active)
-        cleared = [event for key in followers_first if (event := self._clear_if_recovered(key, findings, read.step))]
+        cleared = [event for key in followers_first if (event := self._clear_if_recovered(key, findings, current.step))]
         return [*cleared, *raised]
 
     @property
@@ -174,12 +174,12 @@ class Alarms:
             key[1] for key, state in self._states.items() if state.bad_in_a_row and key[0] in rules and not state.cause
         }
 
-    def _forget_changed(self, header: Mapping[str, Any]) -> None:
+    def _forget_alarms_of_old_recipes(self, header: Mapping[str, Any]) -> None:
         """Forget alarms of tensors that have another recipe now or are not measured any more."""
-        recipes = {(about["layer"], about["operand"]): about.get("recipe") for about in header["tensors"]}
-        self._changed |= {key for key in self.active if self._states[key].recipe != recipes.get(key[1:])}
+        recipes = {(entry["layer"], entry["operand"]): entry.get("recipe") for entry in header["tensors"]}
+        self._with_new_recipe |= {key for key in self.active if self._states[key].recipe != recipes.get(key[1:])}
         for state in self._states.values():
-            if state.cause in self._changed:
+            if state.cause in self._with_new_recipe:
                 state.cause = None
 
     def _measure(self, sample: Sample) -> dict[RuleKey, _Finding]:
@@ -207,15 +207,16 @@ class Alarms:
         state.good_in_a_row = 0 if finding.measurement.is_near else state.good_in_a_row + 1
         is_cause = state.cause == key
         followers = [name for name, follower in self._states.items() if follower.cause == key != name]
-        lasting = [name for name in followers if name[1:] == key[1:] or (name[0] == key[0] and name in findings)]
-        if state.good_in_a_row < finding.rule.samples or (is_cause and lasting):
+        bad_followers = [name for name in followers if name[1:] == key[1:] or (name[0] == key[0] and name in findings)]
+        if state.good_in_a_row < finding.rule.bad_samples or (is_cause and bad_followers):
             return None
         self._states[key] = _AlarmState()
         level, usual = finding.measurement.level, state.usual
         stays = level is not None and usual is not None and abs(level - usual) > finding.measurement.clear_at
         return AlarmCleared(step, *key, stays) if is_cause else None
 
-    def _turns_bad(self, key: RuleKey, finding: _Finding, step: int) -> bool:
+    def _count_bad_sample(self, key: RuleKey, finding: _Finding, step: int) -> bool:
+        """Count a bad sample of one rule and tensor. Returns whether the tensor turns bad with it."""
         if not finding.measurement.is_bad:
             if key in self._states:
                 self._states[key].bad_in_a_row = 0
@@ -225,37 +226,37 @@ class Alarms:
             state.since = finding.measurement.since or step
             state.usual = finding.measurement.usual if state.cause is None else state.usual
         state.bad_in_a_row += 1
-        return state.cause is None and state.bad_in_a_row >= finding.rule.samples
+        return state.cause is None and state.bad_in_a_row >= finding.rule.bad_samples
 
-    def _raise_alarms(self, turned: list[_Finding], sample: Sample) -> Iterable[Alarm]:
+    def _raise_alarms(self, newly_bad: list[_Finding], sample: Sample) -> Iterable[Alarm]:
         """Raise an alarm for the first finding, then for the first that does not follow it, and so on."""
-        while turned:
-            first, *rest = turned
-            lasting = self._find_cause(first)
-            followers = [finding for finding in rest if lasting or _follows(finding, first)]
+        while newly_bad:
+            first, *rest = newly_bad
+            cause = self._find_cause(first)
+            followers = [finding for finding in rest if cause or _follows(finding, first)]
             for finding in (first, *followers):
-                self._states[finding.key].cause, self._states[finding.key].good_in_a_row = lasting or first.key, 0
-            if lasting is None:
-                self._states[first.key].recipe = first.tensor.about.get("recipe")
-                self._changed.discard(first.key)
+                self._states[finding.key].cause, self._states[finding.key].good_in_a_row = cause or first.key, 0
+            if cause is None:
+                self._states[first.key].recipe = first.tensor.entry.get("recipe")
+                self._with_new_recipe.discard(first.key)
                 if first.rule.spreads:
-                    self._recent = first.key, self._count
+                    self._last_spreading = first.key, self._sample_count
                 yield self._make_alarm(first, len({follower.tensor.key[:2] for follower in followers}), sample)
-            turned = [finding for finding in rest if finding not in followers]
+            newly_bad = [finding for finding in rest if finding not in followers]
 
     def _find_cause(self, finding: _Finding) -> RuleKey | None:
         """Return the recent alarm that explains why a tensor turns bad now, or None."""
-        if self._recent is None or self._count - self._recent[1] > FOLLOWING_SAMPLES:
+        if self._last_spreading is None or self._sample_count - self._last_spreading[1] > FOLLOWING_SAMPLES:
             return None
-        key = self._recent[0]
-        is_harmed = key[0] == "jump" and finding.rule.has_remedies and finding.key[1:] == key[1:]
-        return None if is_harmed or finding.rule.name == "nonfinite" != key[0] else key
+        key = self._last_spreading[0]
+        needs_remedy = key[0] == "jump" and finding.rule.has_remedies and finding.key[1:] == key[1:]
+        return None if needs_remedy or finding.rule.name == "nonfinite" != key[0] else key
 
     def _make_alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
         rule, tensor, measurement = finding.rule, finding.tensor, finding.measurement
         state = self._states[finding.key]
         remedies = rule.suggest(tensor, sample)
-        rank = sample.ranks.get(tensor.position) if rule.name == "ranks" else None
+        rank = sample.outlier_ranks.get(tensor.position) if rule.name == "ranks" else None
         text = rule.text.format(value=measurement.value, threshold=measurement.raise_at, rank=rank)
         message = f"{tensor.key.layer} {tensor.key.operand}: {text}, since step {state.since:,}"
         if followers:
@@ -269,5 +270,5 @@ class Alarms:
 
 def _follows(finding: _Finding, first: _Finding) -> bool:
     """Return whether a finding of a sample is a consequence of the first one."""
-    same_tensor = finding.key[1:] == first.key[1:]
-    return first.rule.spreads or same_tensor or finding.rule is first.rule
+    is_same_tensor = finding.key[1:] == first.key[1:]
+    return first.rule.spreads or is_same_tensor or finding.rule is first.rule

@@ -121,10 +121,10 @@ class AttachedProbes:
         weight = self._weights[tensor.name]
         experts = weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
         config = self.configs[tensor.name]
-        about = {"layer": tensor.name, "experts": experts, **make_site_entry(tensor.site, config)}
+        entry = {"layer": tensor.name, "experts": experts, **make_site_entry(tensor.site, config)}
         if with_sums and tensor.site.cast == "result":
-            about["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
-        return about
+            entry["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
+        return entry
 
     def stack_slots(self) -> Tensor:
         """Return the slots of `tensors`, [rows, SLOT_WIDTH]."""

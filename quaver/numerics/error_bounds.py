@@ -9,9 +9,9 @@ subnormal value by at most h, half of the smallest subnormal. Without saturation
   tensors have 31.5 and 25.6. Rounding of normal values never gets below it; subnormals or saturation do.
 - `compute_cast_bound_db`: both terms. Codes below it are not a rounding of their tensor at this scale: the layout is
   wrong, or the scale or the codes belong to another tensor.
-- `compute_underflow`: an outlier has most of the signal, so the SQNR hides what its scale does to the other elements.
-  The share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's, with
-  standard deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) =
+- `compute_underflow_share`: an outlier has most of the signal, so the SQNR hides what its scale does to the other
+  elements. The share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's,
+  with standard deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) =
   1.92 / p^2. It reaches `compute_rounding_bound_db`, the format's guarantee, at p = 8.7% for e4m3 and 17% for e5m2.
 """
 
@@ -47,21 +47,21 @@ def compute_cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -
     return -10 * math.log10(fmt.max_relative_error**2 + subnormal**2) if math.isfinite(subnormal) else -math.inf
 
 
-def compute_underflow(sqnr_db: float) -> float:
+def compute_underflow_share(sqnr_db: float) -> float:
     """Compute the share of elements that underflow if the elements besides outliers have this SQNR."""
     return math.sqrt(1.92) * 10 ** (-sqnr_db / 20)
 
 
 def compute_bulk_db(underflow: float) -> float:
-    """Compute the SQNR of the elements besides outliers if this share underflows: inverts `compute_underflow`."""
+    """Compute the SQNR of the elements besides outliers if this share underflows: inverts `compute_underflow_share`."""
     return 10 * math.log10(1.92) - 20 * math.log10(underflow) if underflow > 0 else math.inf
 
 
-def compute_result_db(left: float, right: float, cancelled: float) -> float:
-    """Compute the SQNR of a matmul whose operands have SQNRs `left` and `right` and independent errors.
+def compute_result_db(left_db: float, right_db: float, uncancelled: float) -> float:
+    """Compute the SQNR of a matmul whose operands have SQNRs `left_db` and `right_db` and independent errors.
 
-    `cancelled` is the mean square of the result, divided by its value if the products added at random: a sum that
+    `uncancelled` is the mean square of the result, divided by its value if the products added at random: a sum that
     cancels keeps the noise of its terms.
     """
-    noise = 10 ** (-left / 10) + 10 ** (-right / 10)
-    return -10 * math.log10(noise / cancelled) if noise > 0 and cancelled > 0 else math.inf
+    noise = 10 ** (-left_db / 10) + 10 ** (-right_db / 10)
+    return -10 * math.log10(noise / uncancelled) if noise > 0 and uncancelled > 0 else math.inf

@@ -33,9 +33,9 @@ def make_order_key(layer_index: int, operand: str) -> tuple[int, int, int]:
 
     `layer_index`: the index of the layer in the forward.
     """
-    place = STEP_ORDER.index(operand)
-    stage = 0 if place == 0 else 1 if place < 3 else 2
-    return stage, -layer_index if stage == 2 else layer_index, place
+    operand_index = STEP_ORDER.index(operand)
+    stage = 0 if operand_index == 0 else 1 if operand_index < 3 else 2
+    return stage, -layer_index if stage == 2 else layer_index, operand_index
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TensorStatistics:
     """The index in the list of tensors."""
     layer_index: int
     """The index in the list of layers, which is in the order of the forward."""
-    about: Mapping[str, Any]
+    entry: Mapping[str, Any]
     """The tensor's entry in the header."""
     step: int
     values: Mapping[str, float | None]
@@ -62,12 +62,12 @@ class TensorStatistics:
         return self.key.cast == "result"
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """The tensor's place in a step; see `make_order_key`."""
+    def order_key(self) -> tuple[int, int, int]:
+        """See `make_order_key`."""
         return make_order_key(self.layer_index, self.key.operand)
 
     @cached_property
-    def peers(self) -> tuple[str, str, str]:
+    def peer_key(self) -> tuple[str, str, str]:
         """A key that the same tensors of other blocks share."""
         return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.key.layer), self.key.operand, self.key.cast
 
@@ -83,20 +83,20 @@ class Sample:
 
     step: int
     tensors: list[TensorStatistics]
-    past: Mapping[TensorKey, Sequence[TensorStatistics]]
+    earlier: Mapping[TensorKey, Sequence[TensorStatistics]]
     """Up to `EARLIER_SAMPLES` earlier samples of each tensor, oldest first."""
-    recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    whatif: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR of each position under other recipes, if it was computed."""
     sums: Mapping[int, MatmulSqnrs] = field(default_factory=dict)
     """The errors of a GPU's sums by the position of a result, if they were computed."""
-    ranks: Mapping[int, int] = field(default_factory=dict)
+    outlier_ranks: Mapping[int, int] = field(default_factory=dict)
     """The rank whose weight differs from its replicas, by position."""
 
     @cached_property
-    def by_peers(self) -> dict[tuple[str, str, str], list[TensorStatistics]]:
+    def by_peer_key(self) -> dict[tuple[str, str, str], list[TensorStatistics]]:
         groups = defaultdict(list)
         for tensor in self.tensors:
-            groups[tensor.peers].append(tensor)
+            groups[tensor.peer_key].append(tensor)
         return dict(groups)
 
     @cached_property
@@ -107,34 +107,36 @@ class Sample:
         return {layer: dict(operands) for layer, operands in layers.items()}
 
     def list_earlier(self, tensor: TensorStatistics) -> Sequence[TensorStatistics]:
-        return list(self.past.get(tensor.key, ()))
+        return list(self.earlier.get(tensor.key, ()))
 
 
 class History:
     """Reads the samples of a record in order, and keeps the last ones of each tensor."""
 
     def __init__(self) -> None:
-        self._past: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=EARLIER_SAMPLES))
+        self._earlier: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=EARLIER_SAMPLES))
         self._last: Sample | None = None
 
     def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
         """Read the next sample of a record. `header` is the last header before it."""
         for tensor in self._last.tensors if self._last else ():
-            self._past[tensor.key].append(tensor)
+            self._earlier[tensor.key].append(tensor)
         step, names = int(sample["step"]), [name for name in header["statistics"] if sample.get(name) is not None]
-        layers = {layer: i for i, layer in enumerate(dict.fromkeys(about["layer"] for about in header["tensors"]))}
+        layers = {layer: i for i, layer in enumerate(dict.fromkeys(entry["layer"] for entry in header["tensors"]))}
         tensors = []
-        for position, about in enumerate(header["tensors"]):
-            key, values = TensorKey.from_header(about), {name: _parse_number(sample[name][position]) for name in names}
+        for position, entry in enumerate(header["tensors"]):
+            key, values = TensorKey.from_header(entry), {name: _parse_number(sample[name][position]) for name in names}
             if any(value is not None for value in values.values()):
-                tensors.append(TensorStatistics(key, position, layers[key.layer], about, step, values))
+                tensors.append(TensorStatistics(key, position, layers[key.layer], entry, step, values))
         if sample.get("mismatch"):
             figures = {name: _parse_number(value) for name, value in sample["mismatch"].items()}
             tensors.append(TensorStatistics(ROLLOUT_KEY, -1, len(layers), {}, step, figures))
-        whatif = (sample.get("whatif") or {}).items()
-        recipes = {recipe: [_parse_number(value) for value in values] for recipe, values in whatif}
-        ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
-        self._last = Sample(step, tensors, self._past, recipes, _parse_sums(sample), ranks)
+        whatif = {
+            recipe: [_parse_number(value) for value in values]
+            for recipe, values in (sample.get("whatif") or {}).items()
+        }
+        outlier_ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
+        self._last = Sample(step, tensors, self._earlier, whatif, _parse_sums(sample), outlier_ranks)
         return self._last
 
 

@@ -56,14 +56,14 @@ def compute_mismatch(logprobs_train: Tensor, logprobs_rollout: Tensor, mask: Ten
         raise ValueError(f"mask: expected {list(logprobs_train.shape)} as log probabilities, got {list(mask.shape)}")
     elif not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask: expected 0 or 1 for each token, got other values")
-    counts = mask.bool()
-    train, rollout = (logprobs[counts].double() for logprobs in (logprobs_train, logprobs_rollout))
+    is_counted = mask.bool()
+    train, rollout = (logprobs[is_counted].double() for logprobs in (logprobs_train, logprobs_rollout))
     if not train.numel():
         raise ValueError(f"mask: expected tokens that count, got none of {mask.numel()}")
     for name, values in (("train", train), ("rollout", rollout)):
-        bad = int((~values.isfinite()).sum())
-        if bad:
-            raise ValueError(f"logprobs_{name}: expected finite values, got {bad} of {len(values)} that are not")
+        nonfinite = int((~values.isfinite()).sum())
+        if nonfinite:
+            raise ValueError(f"logprobs_{name}: expected finite values, got {nonfinite} of {len(values)} that are not")
     d = train - rollout
     figures = torch.stack([(-d).mean(), (d.expm1() - d).mean(), d.abs().exp().mean(), d.abs().max()])
     k1, k3, error, largest = figures.tolist()

@@ -68,11 +68,11 @@ class MatmulSqnrs(NamedTuple):
     fast: float
     exact: float
 
-    def get_used(self, *, use_fast_accum: bool) -> float:
+    def choose_sums_db(self, *, use_fast_accum: bool) -> float:
         """Return the SQNR of the GPU's sums with this setting of `use_fast_accum`."""
         return self.fast if use_fast_accum else self.exact
 
-    def compute_bound(self) -> float:
+    def compute_bound_db(self) -> float:
         """Return the lowest acceptable SQNR of sums: the lower one of the casts and of rounding to bfloat16."""
         return min(self.casts, BFLOAT16_DB)
 

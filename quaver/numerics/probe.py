@@ -64,17 +64,17 @@ def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[ProbeSit
 
 def make_site_entry(site: ProbeSite, config: Float8LinearConfig) -> dict[str, Any]:
     """Return a site's entry in the header of a record: operand, cast, granularity, dtype, scaling and recipe."""
-    about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
-    about |= {"dtype": None, "scaling": None}
+    entry: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
+    entry |= {"dtype": None, "scaling": None}
     if site.cast != "result":
         cast: CastConfig = config.casts.get(site.operand, "column" if site.cast == "column" else "row")
-        about["granularity"] = cast.scaling_granularity.name.lower()
-        about["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
-        about["scaling"] = cast.scaling_type.name.lower()
+        entry["granularity"] = cast.scaling_granularity.name.lower()
+        entry["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
+        entry["scaling"] = cast.scaling_type.name.lower()
         if cast.block_size is not None:
-            about["block"] = "x".join(map(str, cast.block_size))
+            entry["block"] = "x".join(map(str, cast.block_size))
     recipe = config.recipe_name
-    return {**about, "recipe": recipe.value if recipe else config.short_str()}
+    return {**entry, "recipe": recipe.value if recipe else config.short_str()}
 
 
 _ONE_MATRIX = Groups(0)

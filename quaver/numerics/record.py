@@ -118,7 +118,7 @@ class RecordWriter:
 
     def _append(self, line: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_encode(line), allow_nan=False, separators=(",", ":")) + "\n")
+            file.write(json.dumps(_encode_nonfinite(line), allow_nan=False, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
         """Let another writer write to the file, which is not open between two lines."""
@@ -147,12 +147,12 @@ def _rewind(path: Path, step: int) -> None:
         logger.log(level, "removed %s lines from step %s on from %r, which this run repeats", removed, step, str(path))
 
 
-def _encode(value: Any) -> Any:
+def _encode_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {name: _encode(item) for name, item in value.items()}
-    return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _encode_nonfinite(item) for name, item in value.items()}
+    return [_encode_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Record:
         path = Path(path)
         path = path / RECORD_FILE_NAME if path.is_dir() else path
         lines, is_torn = _read_lines(path)
-        return _assemble(path, lines, is_torn, keeps_lines)
+        return _build_record(path, lines, is_torn, keeps_lines)
 
 
 def read_last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -235,7 +235,7 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield each line's bytes and contents; None for an incomplete last line. Raises OSError or ValueError."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            yield text, _parse(text, path, number) if text.endswith(b"\n") else None
+            yield text, _parse_line(text, path, number) if text.endswith(b"\n") else None
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -249,7 +249,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return complete, len(complete) < len(lines)
 
 
-def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse_line(text: bytes, path: Path, number: int) -> dict[str, Any]:
     """Parse one line. Raises ValueError if it does not belong to a record of this schema."""
     try:
         line = json.loads(text)
@@ -257,7 +257,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         is_line = False
     if not is_line or not 0 <= line["step"] < 2**63:
-        raise _make_error(path, number, "it is not a JSON object with a kind and a step")
+        raise _make_line_error(path, number, "it is not a JSON object with a kind and a step")
     if line["kind"] == "header" and line.get("schema") != SCHEMA_VERSION:
         writer = line.get("quaver", "another version")
         raise InputError(
@@ -267,13 +267,13 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     return dict(line)
 
 
-def _make_error(path: Path, number: int, why: str) -> InputError:
+def _make_line_error(path: Path, number: int, reason: str) -> InputError:
     if number == 1:
-        return InputError(f"line 1 of {str(path)!r}: {why}; the file is not a record of numerics")
-    return InputError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
+        return InputError(f"line 1 of {str(path)!r}: {reason}; the file is not a record of numerics")
+    return InputError(f"line {number} of {str(path)!r} is damaged: {reason}; remove the line")
 
 
-def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
+def _build_record(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
     if not lines or lines[0]["kind"] != "header":
         raise InputError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
     numbered = enumerate(lines, start=1)
@@ -296,9 +296,11 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
         whatif=builder.tables["whatif"],
         sums=builder.tables["sums"],
         histograms=builder.histograms,
-        alarms=[_decode(line) for line in lines if line["kind"] in ("alarm", "cleared")],
+        alarms=[_decode_nonfinite(line) for line in lines if line["kind"] in ("alarm", "cleared")],
         headers=headers,
-        lines=[_decode(line) for line in lines if line["kind"] in ("header", "sample")] if keeps_lines else [],
+        lines=[_decode_nonfinite(line) for line in lines if line["kind"] in ("header", "sample")]
+        if keeps_lines
+        else [],
         is_torn=is_torn,
     )
 
@@ -306,19 +308,19 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
 def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
     tensors, names = line.get("tensors"), line.get("statistics")
     if not isinstance(names, list) or not isinstance(tensors, list) or not all(isinstance(name, str) for name in names):
-        raise _make_error(path, number, "the header lacks statistics or tensors")
+        raise _make_line_error(path, number, "the header lacks statistics or tensors")
     for tensor in tensors:
         if not (isinstance(tensor, dict) and all(isinstance(tensor.get(name), str) for name in TensorKey._fields)):
-            raise _make_error(path, number, "a tensor of the header lacks its layer, operand or cast")
+            raise _make_line_error(path, number, "a tensor of the header lacks its layer, operand or cast")
     return line
 
 
-def _decode(value: Any) -> Any:
+def _decode_nonfinite(value: Any) -> Any:
     if isinstance(value, str):
         return _NONFINITE_NUMBERS.get(value, value)
     if isinstance(value, dict):
-        return {name: _decode(item) for name, item in value.items()}
-    return [_decode(item) for item in value] if isinstance(value, list) else value
+        return {name: _decode_nonfinite(item) for name, item in value.items()}
+    return [_decode_nonfinite(item) for item in value] if isinstance(value, list) else value
 
 
 class _RecordBuilder:
@@ -342,7 +344,7 @@ class _RecordBuilder:
             try:
                 self._add_sample(line)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise _make_error(self.path, number, f"{type(error).__name__}: {error}") from error
+                raise _make_line_error(self.path, number, f"{type(error).__name__}: {error}") from error
 
     def _add_sample(self, line: dict[str, Any]) -> None:
         if line["step"] <= self._step:

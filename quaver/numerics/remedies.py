@@ -22,12 +22,12 @@ SMALLEST_GAIN_DB = 1.0
 
 def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Suggest the recipes that gain `SMALLEST_GAIN_DB` or more, best first, then high precision with its cost."""
-    now = None if tensor.sqnr_db is None else min(tensor.sqnr_db, compute_bulk_db(tensor.underflow or 0.0))
-    tried = {recipe: values[tensor.position] for recipe, values in sample.recipes.items()}
+    current_db = None if tensor.sqnr_db is None else min(tensor.sqnr_db, compute_bulk_db(tensor.underflow or 0.0))
+    db_by_recipe = {recipe: values[tensor.position] for recipe, values in sample.whatif.items()}
     remedies: list[dict[str, Any]] = [
-        {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}
-        for recipe, value in tried.items()
-        if value is not None and now is not None and math.isfinite(value) and value - now >= SMALLEST_GAIN_DB
+        {"recipe": recipe, "sqnr_db": round(db, 2), "gain_db": round(db - current_db, 2)}
+        for recipe, db in db_by_recipe.items()
+        if db is not None and current_db is not None and math.isfinite(db) and db - current_db >= SMALLEST_GAIN_DB
     ]
     remedies.sort(key=lambda remedy: -round(remedy["gain_db"], 1))  # equal ones in the order of the recipes
     return (*remedies, _suggest_high_precision(tensor.key.layer, sample))
@@ -43,9 +43,9 @@ def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict
     sums = sample.sums[tensor.position]
     gain = sums.exact - sums.fast
     remedies: list[dict[str, Any]] = []
-    if tensor.about.get("use_fast_accum") and gain >= SMALLEST_GAIN_DB:
+    if tensor.entry.get("use_fast_accum") and gain >= SMALLEST_GAIN_DB:
         remedies.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
-    if not remedies or sums.exact < sums.compute_bound():
+    if not remedies or sums.exact < sums.compute_bound_db():
         remedies.append(_suggest_high_precision(tensor.key.layer, sample))
     return tuple(remedies)
 
@@ -79,14 +79,14 @@ def describe_remedies(remedies: tuple[dict[str, Any], ...]) -> str:
     for remedy in remedies:
         if "sqnr_db" in remedy:
             by_sqnr.setdefault(f"{remedy['sqnr_db']:.1f} dB", []).append(remedy["recipe"])
-    words = [
+    phrases = [
         f"{join_names(recipes)} {'give' if len(recipes) > 1 else 'gives'} {sqnr}" for sqnr, recipes in by_sqnr.items()
     ]
-    words += [
+    phrases += [
         f"high precision costs {remedy['flops_share']:.1%} of the linears' FLOPs"
         for remedy in remedies
         if "flops_share" in remedy
     ]
     if any(remedy["recipe"] == SAME_CODES for remedy in remedies):
-        words.append(f"{SAME_CODES} gives the rollout the trainer's codes")
-    return "; ".join(words)
+        phrases.append(f"{SAME_CODES} gives the rollout the trainer's codes")
+    return "; ".join(phrases)

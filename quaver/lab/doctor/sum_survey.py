@@ -30,12 +30,12 @@ class MatmulSums:
 
     @property
     def used_db(self) -> float:
-        return self.sums.get_used(use_fast_accum=self.use_fast_accum)
+        return self.sums.choose_sums_db(use_fast_accum=self.use_fast_accum)
 
     @property
     def margin_db(self) -> float:
         """Decibels between the sums' SQNR and the lowest acceptable SQNR; negative if the sums are too coarse."""
-        return self.used_db - self.sums.compute_bound()
+        return self.used_db - self.sums.compute_bound_db()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decibels for JSON, where infinite ones are null."""

@@ -12,7 +12,7 @@ from quaver.numerics.error_bounds import (
     compute_bulk_db,
     compute_cast_bound_db,
     compute_rounding_bound_db,
-    compute_underflow,
+    compute_underflow_share,
 )
 from quaver.numerics.history import History
 from quaver.recipes.formats import E4M3, E5M2
@@ -253,4 +253,4 @@ def test_bounds_follow_from_the_formats():
     assert compute_rounding_bound_db(E5M2) == pytest.approx(18.06, abs=0.01)
     assert compute_cast_bound_db(E4M3, 1.0, 5 / 448) == pytest.approx(24.08, abs=0.01)
     assert compute_cast_bound_db(E4M3, 1.0, 64.0) < 24
-    assert compute_bulk_db(compute_underflow(24.08)) == pytest.approx(24.08)
+    assert compute_bulk_db(compute_underflow_share(24.08)) == pytest.approx(24.08)
