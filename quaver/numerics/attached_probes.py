@@ -63,7 +63,7 @@ class AttachedProbes:
             _attach_probe(weight, self._probes[name])
         self.update_tensors()
 
-    def attach_lost(self) -> None:
+    def reattach_lost(self) -> None:
         """Attach the probes of modules that were converted to high precision and back, which removes them."""
         lost = [name for name, weight in self._weights.items() if _is_float8(weight) and not _has_probe(weight)]
         for name in lost:
@@ -135,7 +135,7 @@ class AttachedProbes:
         if not self._sampling.with_extras:
             return None
         zeros = slots.new_zeros(EXTRAS_WIDTH)
-        keys = ((int(tensor.probe.number), tensor.site.name) for tensor in self.tensors)
+        keys = ((tensor.probe.key, tensor.site.name) for tensor in self.tensors)
         return torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
 
     def list_whole_weight_positions(self) -> list[int]:
@@ -144,7 +144,7 @@ class AttachedProbes:
             position
             for position, tensor in enumerate(self.tensors)
             if tensor.weight_numel is not None
-            and self._sampling.weight_sizes.get(int(tensor.probe.number)) == tensor.weight_numel
+            and self._sampling.weight_sizes.get(tensor.probe.key) == tensor.weight_numel
             and not _is_split(self._weights[tensor.name])
         ]
 

@@ -51,13 +51,13 @@ def find_first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwa
         worst = min((compute_sqnr_db(*pair) for pair in pairs if pair[0].is_floating_point()), default=float("nan"))
         differences[name] = Difference(name, worst, _are_equal(recorded[name][0], inputs))
 
-    _run(model, record, args, kwargs)
+    _observe_layers(model, record, args, kwargs)
     names, other_names = _find_layers(model).keys(), _find_layers(other).keys()
     if not names & other_names:
         raise ValueError("expected two models with layers of the same names, got none in common")
     if only_in_one := sorted(names ^ other_names):
         warn_user(f"layers of one of the two models are not compared: {join_names(only_in_one)}")
-    _run(other, compare, args, kwargs)
+    _observe_layers(other, compare, args, kwargs)
     return list(differences.values())
 
 
@@ -66,7 +66,7 @@ def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {strip_wrappers(f"{name}.")[:-1]: module for name, module in modules if not list(module.children())}
 
 
-def _run(
+def _observe_layers(
     model: nn.Module,
     observe: Callable[[str, list[Tensor], list[Tensor]], None],
     args: tuple[Any, ...],

@@ -109,29 +109,29 @@ class Monitor:
         """Whether a warning said that the layers are in eval() mode."""
         self._hook: RemovableHandle | None = None
         self._is_in_hook = False
-        self._in_hook: list[Monitor] = []
+        self._hooked_monitors: list[Monitor] = []
         """This monitor, for the hook, until it closes."""
-        self._is_first = not has_process_group() or dist.get_rank(group) == 0
-        self._ranks = dist.get_world_size(group) if has_process_group() else 1
+        self._is_first_rank = not has_process_group() or dist.get_rank(group) == 0
+        self._rank_count = dist.get_world_size(group) if has_process_group() else 1
         self._sampling = Sampling()
-        self._attached, self._writer = AttachedProbes(self._sampling), SampleWriter()
+        self._probes, self._writer = AttachedProbes(self._sampling), SampleWriter()
         self._is_open = True
         error = self._start(model, sink, history_len)
         try:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
-            if self._ranks > 1:
+            if self._rank_count > 1:
                 options = (
                     f"every={self.every}, extras_every={self.extras_every}, completed_steps={self.completed_steps}, "
                     f"{hardware=}, {steps_by_hand=}"
                 )
-                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._attached.tensors]
-                check_ranks_agree([options, *tensors], group, subject="what they monitor")
+                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._probes.tensors]
+                check_ranks_agree([options, *tensors], group, subject="subject they monitor")
             self._plan_next_step()
             self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:
-                self._in_hook.append(self)
-                self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._in_hook))
+                self._hooked_monitors.append(self)
+                self._hook = register_optimizer_step_post_hook(partial(_call_monitors, self._hooked_monitors))
         except BaseException:  # also KeyboardInterrupt: no probe may stay
             self.close()
             raise
@@ -147,9 +147,9 @@ class Monitor:
         try:
             check_is_module(model, argument="model")
             self._check_options(history_len)
-            self._attached.attach(model, self)
+            self._probes.attach(model, self)
             self.header = self._make_header(self.completed_steps + 1)
-            self._writer.open(make_sink(sink) if self._is_first else None, self.header)
+            self._writer.open(make_sink(sink) if self._is_first_rank else None, self.header)
         except BaseException as error:  # noqa: BLE001 - raised by the caller on all ranks, also an interrupt
             return error
         return None
@@ -165,7 +165,7 @@ class Monitor:
                 raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
 
     def _make_header(self, step: int) -> dict[str, Any]:
-        names = {config.recipe_name for config in self._attached.configs.values()}
+        names = {config.recipe_name for config in self._probes.configs.values()}
         recipes = {"custom" if name is None else name.value for name in names}
         return {
             "kind": "header",
@@ -175,9 +175,9 @@ class Monitor:
             "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
             "every": self.every,
             "step": step,
-            "ranks": self._ranks,
+            "ranks": self._rank_count,
             "statistics": list(STATISTICS),
-            "tensors": self._attached.make_header_entries(with_sums=self._hardware is not None),
+            "tensors": self._probes.make_header_entries(with_sums=self._hardware is not None),
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
 
@@ -188,9 +188,9 @@ class Monitor:
         calls it, even without a batch. It does nothing after the monitor has closed.
         """
         if self._is_open:
-            self._attached.attach_lost()
-            if self._hook is None or self._any_over_ranks(self._sampling.ran):
-                self._step_end_detector.record_end()
+            self._probes.reattach_lost()
+            if self._hook is None or self._any_over_ranks(self._sampling.has_run):
+                self._step_end_detector.record_step_end()
                 self._end_steps(1)
 
     def is_sampled(self, step: int) -> bool:
@@ -218,7 +218,7 @@ class Monitor:
         return bool(self._max_over_ranks(int(condition)))
 
     def _max_over_ranks(self, number: int) -> int:
-        if self._ranks == 1:
+        if self._rank_count == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int32, device=find_collective_device(self._group))
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
@@ -240,7 +240,7 @@ class Monitor:
             if self._sampling.is_on:
                 self._write_sample()
         finally:
-            self._attached.clear()
+            self._probes.clear()
             if self._is_open:
                 self._plan_next_step()
 
@@ -248,14 +248,14 @@ class Monitor:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
         is_sampled = self.is_sampled(step)
-        names = self._attached.list_names() if is_sampled and self.extras_every else []
+        names = self._probes.list_names() if is_sampled and self.extras_every else []
         # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
-        turn = step // self.every
-        chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
-        if self._ranks == 1:  # other ranks do not know the suspects
-            chosen |= self._writer.suspects & set(names)
-        tensors, configs = self._attached.tensors, self._attached.configs
-        numbers = {tensor.name: int(tensor.probe.number) for tensor in tensors if tensor.name in chosen}
+        index = step // self.every
+        with_extras = {name for i, name in enumerate(names) if step == 1 or (i + index) % self.extras_every == 0}
+        if self._rank_count == 1:  # other ranks do not know the suspects
+            with_extras |= self._writer.suspects & set(names)
+        tensors, configs = self._probes.tensors, self._probes.configs
+        numbers = {tensor.name: tensor.probe.key for tensor in tensors if tensor.name in with_extras}
         with_sums: frozenset[int] = frozenset()
         if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
             with_sums = frozenset(number for name, number in numbers.items() if not configs[name].emulate)
@@ -264,8 +264,8 @@ class Monitor:
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         if not self._is_open or runs_in_backward():
             return
-        self._attached.attach_lost()
-        if steps := self._step_end_detector.count_ends(optimizer, self._sampling):
+        self._probes.reattach_lost()
+        if steps := self._step_end_detector.count_ended_steps(optimizer, self._sampling):
             self._is_in_hook = True
             try:
                 self._end_steps(steps)
@@ -274,13 +274,13 @@ class Monitor:
 
     def _write_sample(self) -> None:
         self._sampled_step = self.completed_steps
-        if self._attached.has_new_configs():  # after set_high_precision_matmuls
-            self._attached.update_tensors()
+        if self._probes.has_new_configs():  # after set_high_precision_matmuls
+            self._probes.update_tensors()
             self.header = self._make_header(self.completed_steps)
-        slots = self._attached.stack_slots()
-        extras = self._attached.stack_extras(slots)
+        slots = self._probes.stack_slots()
+        extras = self._probes.stack_extras(slots)
         gathered = gather_slots(slots, extras, self._group)
-        self._attached.clear()
+        self._probes.clear()
         failure = None
         if gathered is not None:
             failure = self._writer.write(self.header, partial(self._make_sample, gathered))
@@ -294,9 +294,9 @@ class Monitor:
 
     def _make_sample(self, gathered: GatheredStatistics) -> dict[str, Any] | None:
         """Make the line of this step and append it to `samples`. Returns None if nothing ran."""
-        tensors = self._attached.tensors
+        tensors = self._probes.tensors
         if gathered.slots.equal(make_slots(len(tensors), torch.device("cpu"))):
-            if not self._has_warned and not self._attached.is_any_training():
+            if not self._has_warned and not self._probes.is_any_training():
                 self._has_warned = True
                 logger.warning(
                     "the monitor sampled nothing in step %s: all float8 layers are in eval() mode, which it takes for "
@@ -308,7 +308,7 @@ class Monitor:
         sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
-        outliers = find_disagreements(gathered.by_rank, self._attached.list_whole_weight_positions())
+        outliers = find_disagreements(gathered.by_rank, self._probes.list_whole_weight_positions())
         if outliers:
             sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
@@ -321,13 +321,13 @@ class Monitor:
     def close(self) -> None:
         """Stop sampling and remove the probes from the model. Compiled code is recompiled without them."""
         # torch iterates over the hooks while one runs, so a hook that closes its monitor stays, without the monitor.
-        self._in_hook.clear()
+        self._hooked_monitors.clear()
         if self._hook is not None and not self._is_in_hook:
             self._hook.remove()
         if not self._is_open:
             return
         self._is_open = False
-        self._attached.detach()
+        self._probes.detach()
         self._sampling.close()
         self._writer.close()
 

@@ -87,18 +87,19 @@ class Probe:
     """The slots of the forward, in the order of `FORWARD_SITES`."""
     backward: Tensor
     """The slots of the backward, in the order of `BACKWARD_SITES`."""
+    key: int
+    """The number that identifies the weight (`Sampling.assign_number`)."""
     number: Tensor
-    """int64 () on the CPU, which identifies the weight (`Sampling.assign_number`)."""
+    """The same number as int64 () on the CPU, for compiled code."""
     weight: ModuleWeight
     """The weight, whose module's config may change between steps (`set_high_precision_matmuls`)."""
     monitor: Any
     """The `Monitor` that attached the probe."""
 
-    def __init__(self, number: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
+    def __init__(self, key: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
         self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD_SITES, BACKWARD_SITES))
-        self.number = torch.tensor(number, device="cpu")
-        self._key = number
-        self.weight, self.monitor = weight, monitor
+        self.key, self.weight, self.monitor = key, weight, monitor
+        self.number = torch.tensor(key, device="cpu")
 
     def get_slot(self, site: ProbeSite) -> Tensor:
         """Return the slot of a site, [SLOT_WIDTH]. Forward and backward are merged."""
@@ -124,7 +125,7 @@ class Probe:
         *,
         dispatched: bool = False,
     ) -> None:
-        if not self._observes():
+        if not self._record_use():
             return
         hp = _drop_float8(hp)
         is_forward = name == "input" or (name == "weight" and operands.row is not None)
@@ -164,15 +165,15 @@ class Probe:
         bias: Tensor | None = None,
         groups: Groups = _ONE_MATRIX,
     ) -> None:
-        if self._observes():
-            hps = _drop_float8(input), _to_matmul_shape(_drop_float8(weight), groups)
-            tensors = output, *hps, bias, groups.ends, groups.num_experts
+        if self._record_use():
+            weight_hp = _to_matmul_shape(_drop_float8(weight), groups)
+            tensors = output, _drop_float8(input), weight_hp, bias, groups.ends, groups.num_experts
             observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), self.number, *tensors)
 
     def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
     ) -> None:
-        if self._observes():
+        if self._record_use():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
             tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.num_experts
             observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number, *tensors)
@@ -185,15 +186,16 @@ class Probe:
         operand: Operand,
         groups: Groups = _ONE_MATRIX,
     ) -> None:
-        if self._observes():
+        if self._record_use():
             if operand.dequant_scale is None and not groups.num_experts:
                 weight = operand.data
             tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.num_experts
             observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number, *tensors)
 
-    def _observes(self) -> bool:
+    def _record_use(self) -> bool:
+        """Record that a matmul of the weight runs. Returns whether to call the operation."""
         # Compiled code always calls the operations, and must not be guarded by the key.
-        return torch.compiler.is_compiling() or record_use(self._key) is not None
+        return torch.compiler.is_compiling() or record_use(self.key) is not None
 
 
 def _drop_float8(tensor: Tensor | None) -> Tensor | None:

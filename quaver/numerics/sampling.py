@@ -35,9 +35,9 @@ class Sampling:
     """The numbers of the linears whose casts get extra statistics (extra_statistics.py)."""
     with_sums: frozenset[int] = frozenset()
     """The numbers of the linears whose sums on `hardware` are computed in this step."""
-    ran: bool = False
+    has_run: bool = False
     """Whether a linear with a probe ran on this rank since the last step."""
-    ran_backward: bool = False
+    has_run_backward: bool = False
     """Whether a linear with a probe ran in a backward since the last step."""
     inputs: dict[tuple[int, int], SampledInput] = field(default_factory=dict)
     """Sampled inputs, by number and the address of their codes."""
@@ -55,7 +55,7 @@ class Sampling:
     ) -> None:
         """Discard what the last step kept, and sample the next one if `is_on`."""
         self.is_on, self.with_extras, self.with_sums = is_on, with_extras, with_sums
-        self.ran = self.ran_backward = False
+        self.has_run = self.has_run_backward = False
         self.extras.clear()
         self.inputs.clear()
         self.rows.clear()
@@ -85,6 +85,6 @@ def record_use(number: int) -> Sampling | None:
     sampling = _samplings.get(number)
     if sampling is None:
         return None
-    sampling.ran = True
-    sampling.ran_backward |= runs_in_backward()
+    sampling.has_run = True
+    sampling.has_run_backward |= runs_in_backward()
     return sampling if sampling.is_on else None

@@ -35,57 +35,57 @@ class StepEndDetector:
 
     def __init__(self, model: nn.Module, any_over_ranks: Callable[[bool], bool]) -> None:
         self._model, self._any_over_ranks = model, any_over_ranks
-        self._has_own = False
+        self._has_model_optimizer = False
         """Whether an optimizer of the model's own parameters has stepped."""
-        self._awaited: WeakSet[Optimizer] = WeakSet()
+        self._step_optimizers: WeakSet[Optimizer] = WeakSet()
         """The optimizers that step in every training step; empty until they are known."""
         self._stepped: WeakSet[Optimizer] = WeakSet()
         """The optimizers that stepped since the last end."""
         self._has_ended = False
 
-    def record_end(self) -> None:
+    def record_step_end(self) -> None:
         """Record that a step ended without an optimizer. Optimizers that step before the next forward belong to it."""
         self._stepped.clear()
         self._has_ended = True
 
-    def count_ends(self, optimizer: Optimizer, sampling: Sampling) -> int:
+    def count_ended_steps(self, optimizer: Optimizer, sampling: Sampling) -> int:
         """Return how many training steps end with this step of an optimizer: 0, 1, or 2 if an end was missed."""
-        if not self._holds(optimizer):
-            if self._has_own or not self._any_over_ranks(sampling.ran_backward):
+        if not self._is_model_optimizer(optimizer):
+            if self._has_model_optimizer or not self._any_over_ranks(sampling.has_run_backward):
                 return 0
-            self.record_end()
+            self.record_step_end()
             return 1
-        self._has_own = True
-        if self._has_ended and not self._any_over_ranks(sampling.ran):
+        self._has_model_optimizer = True
+        if self._has_ended and not self._any_over_ranks(sampling.has_run):
             return 0
         self._has_ended = False
-        ended = self._count_own(optimizer)
-        if ended:
+        ended_steps = self._count_model_steps(optimizer)
+        if ended_steps:
             self._stepped.clear()
-        return ended
+        return ended_steps
 
-    def _count_own(self, optimizer: Optimizer) -> int:
+    def _count_model_steps(self, optimizer: Optimizer) -> int:
         is_second = optimizer in self._stepped
         self._stepped.add(optimizer)
         if is_second:
-            self._awaited = WeakSet(self._stepped)
+            self._step_optimizers = WeakSet(self._stepped)
             return 2
-        if not self._awaited:
-            if self._awaits_a_backward():
+        if not self._step_optimizers:
+            if self._misses_gradients():
                 return 0
-            self._awaited = WeakSet(self._stepped)
-        return int(self._awaited <= self._stepped)
+            self._step_optimizers = WeakSet(self._stepped)
+        return int(self._step_optimizers <= self._stepped)
 
-    def _holds(self, optimizer: Optimizer) -> bool:
+    def _is_model_optimizer(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer has parameters of the model, which FSDP may have replaced."""
         parameter_ids = _list_parameter_ids(optimizer)
         return any(id(parameter) in parameter_ids for parameter in self._model.parameters())
 
-    def _awaits_a_backward(self) -> bool:
+    def _misses_gradients(self) -> bool:
         """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""
         parameter_ids = set().union(*(_list_parameter_ids(optimizer) for optimizer in self._stepped))
-        unstepped = [p for p in self._model.parameters() if p.requires_grad and id(p) not in parameter_ids]
-        return bool(unstepped) and not self._any_over_ranks(any(p.grad is not None for p in unstepped))
+        other_parameters = [p for p in self._model.parameters() if p.requires_grad and id(p) not in parameter_ids]
+        return bool(other_parameters) and not self._any_over_ranks(any(p.grad is not None for p in other_parameters))
 
 
 def _list_parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -313,12 +313,12 @@ def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
 
 
 def test_an_optimizer_of_replaced_parameters_ends_no_step():
-    model, sampling = nn.Linear(4, 4), Sampling(ran=True)
+    model, sampling = nn.Linear(4, 4), Sampling(has_run=True)
     stale = torch.optim.SGD(model.parameters())
     ends = StepEndDetector(model, bool)
-    assert ends.count_ends(stale, sampling) == 1
+    assert ends.count_ended_steps(stale, sampling) == 1
     model.weight, model.bias = nn.Parameter(model.weight.detach()), nn.Parameter(model.bias.detach())
-    assert [ends.count_ends(stale, sampling) for _ in range(2)] == [0, 0]
+    assert [ends.count_ended_steps(stale, sampling) for _ in range(2)] == [0, 0]
 
 
 def test_a_step_that_is_repeated_is_sampled():

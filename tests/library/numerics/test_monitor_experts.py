@@ -93,8 +93,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
         if site.operand != "weight":
             assert actual == pytest.approx(expected, abs=1e-3), site
             extras = [
-                sampling.extras.get((int(probe.number), site.name))
-                for sampling, probe in zip(samplings, probes, strict=True)
+                sampling.extras.get((probe.key, site.name)) for sampling, probe in zip(samplings, probes, strict=True)
             ]
             assert (extras[0] is None) == (extras[1] is None), site
             assert extras[0] is None or torch.allclose(*extras, rtol=1e-5), site
