@@ -98,19 +98,19 @@ class Float8AdamW(Float8Optimizer):
         _check_moment_storages(group)
 
     def _step_group(self, group: dict[str, Any], steps: Sequence[ParameterStep]) -> None:
-        uncut: dict[int, list[ShardUpdate]] = defaultdict(list)
-        cut: dict[int, list[tuple[Tensor, ShardUpdate, list[Tensor | None]]]] = defaultdict(list)
+        whole_updates: dict[int, list[ShardUpdate]] = defaultdict(list)
+        cut_updates: dict[int, list[tuple[Tensor, ShardUpdate, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         for parameter, step, key in steps:
             update = self._make_update(parameter, group, key, copies)
             if has_cut_blocks(parameter, group):
-                cut[step].append((parameter, update, get_row_scales(parameter, self.state[parameter], group)))
+                cut_updates[step].append((parameter, update, get_row_scales(parameter, self.state[parameter], group)))
             elif update.grad.numel():
-                uncut[step].append(update)
-        for step, updates in uncut.items():
-            run_updates(updates, AdamWScalars.from_group(group, step), self._get_counter, compile=self.compile)
-        for step, shared in cut.items():
-            run_cut_updates(shared, AdamWScalars.from_group(group, step), self._get_counter)
+                whole_updates[step].append(update)
+        for step, updates in whole_updates.items():
+            run_updates(updates, AdamWScalars.from_group(group, step), self._get_skip_counter, compile=self.compile)
+        for step, shared_updates in cut_updates.items():
+            run_cut_updates(shared_updates, AdamWScalars.from_group(group, step), self._get_skip_counter)
         for target, source in copies:
             target.copy_(source)
 

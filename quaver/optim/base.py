@@ -206,22 +206,22 @@ class Float8Optimizer(Optimizer):
         """Return whether a parameter was written to since its last step, or that is unknown."""
         return self._versions.get(parameter) != get_version(get_local_tensor(parameter))
 
-    def _get_counter(self, device: torch.device) -> Tensor:
+    def _get_skip_counter(self, device: torch.device) -> Tensor:
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int64, device=device)
         return self._skipped[device]
 
-    def _list_counters(self) -> list[tuple[torch.device, Tensor]]:
+    def _list_skip_counters(self) -> list[tuple[torch.device, Tensor]]:
         """List the counters of skipped parts with their devices, without those that have no values."""
         return [] if is_fake_mode_on() else [pair for pair in self._skipped.items() if not pair[1].is_meta]
 
     @property
     def _skipped_total(self) -> int:
-        return sum(int(counter) for _, counter in self._list_counters())
+        return sum(int(counter) for _, counter in self._list_skip_counters())
 
     def _warn_without_sync(self) -> None:
         """Warn of the parts that are known to be skipped. A GPU makes its copy later; the next step reads that."""
-        for device, counter in self._list_counters():
+        for device, counter in self._list_skip_counters():
             if device not in self._skipped_on_host:
                 pinned = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
                 self._skipped_on_host[device] = pinned
@@ -284,7 +284,7 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of this optimizer bit-exactly: check everything, then replace states and param groups."""
         groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
-        self._check_counts(groups)
+        self._check_group_sizes(groups)
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded_groups = []
         for own_group, group in zip(self.param_groups, groups, strict=True):
@@ -311,17 +311,18 @@ class Float8Optimizer(Optimizer):
             if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
                 raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
 
-    def _check_counts(self, groups: list[dict[str, Any]]) -> None:
-        own_counts, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
-        if own_counts != loaded_counts:
-            raise ValueError(f"expected a state dict with param groups of {own_counts} parameters, got {loaded_counts}")
+    def _check_group_sizes(self, groups: list[dict[str, Any]]) -> None:
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        loaded_sizes = [len(group["params"]) for group in groups]
+        if own_sizes != loaded_sizes:
+            raise ValueError(f"expected a state dict with param groups of {own_sizes} parameters, got {loaded_sizes}")
 
     def make_torch_state_dict(self) -> dict[str, Any]:
         """Return a state dict for torch's optimizer, with moments in float32."""
         packed = super().state_dict()
         state = {}
-        for group, numbers in zip(self.param_groups, packed["param_groups"], strict=True):
-            for parameter, number in zip(group["params"], numbers["params"], strict=True):
+        for group, packed_group in zip(self.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], packed_group["params"], strict=True):
                 if number in packed["state"]:
                     moments = read_moments(parameter, self.state[parameter], group)
                     state[number] = {"step": self.state[parameter]["step"].clone(), **moments}
@@ -345,7 +346,7 @@ class Float8Optimizer(Optimizer):
                 or not finite, or its shape differs from its parameter's. Nothing changes.
         """
         check_state_dict(state_dict, optimizer=self)
-        self._check_counts(state_dict["param_groups"])
+        self._check_group_sizes(state_dict["param_groups"])
         shared = self.defaults.keys() & self._get_torch_defaults().keys() - {"differentiable"}
         if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
             expected = f"a state dict of {type(self).__name__} or of torch.optim.{self.torch_optimizer.__name__}"

@@ -47,7 +47,7 @@ class BlockGrid(NamedTuple):
         return count_blocks(self.lane + self.columns) if self.columns else 0
 
     @property
-    def first_of_row(self) -> int:
+    def first_row_block(self) -> int:
         """The index of the shard's first block in a row of the whole parameter."""
         return self.first % self.row_blocks
 
@@ -129,9 +129,9 @@ def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
     """Convert rows [R, columns] to blocks [R * grid.blocks, 256], padded with zeros."""
     if not grid.columns:
         return matrix.new_empty(0, MOMENT_BLOCK_ELEMENTS)
-    right = grid.blocks * MOMENT_BLOCK_ELEMENTS - grid.lane - grid.columns
-    if grid.lane or right:
-        matrix = F.pad(matrix, (grid.lane, right))
+    trailing = grid.blocks * MOMENT_BLOCK_ELEMENTS - grid.lane - grid.columns
+    if grid.lane or trailing:
+        matrix = F.pad(matrix, (grid.lane, trailing))
     return matrix.reshape(-1, MOMENT_BLOCK_ELEMENTS)
 
 

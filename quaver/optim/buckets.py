@@ -52,30 +52,30 @@ class ShardUpdate(NamedTuple):
 def run_updates(
     updates: Sequence[ShardUpdate],
     scalars: AdamWScalars,
-    get_counter: Callable[[torch.device], Tensor],
+    get_skip_counter: Callable[[torch.device], Tensor],
     *,
     compile: bool,
 ) -> None:
     """Make a step of parameters with the same `scalars`.
 
     Args:
-        get_counter: returns the int64 () counter of a device, to which the number of skipped blocks is added.
+        get_skip_counter: returns the int64 () counter of a device, to which the number of skipped blocks is added.
         compile: compile the arithmetic of parameters that the C extension does not support.
     """
-    values = torch.tensor(scalars, dtype=torch.float32, device="cpu")
-    in_buckets = []
+    scalar_tensor = torch.tensor(scalars, dtype=torch.float32, device="cpu")
+    bucketed = []
     for update in updates:
         if not cpu_adamw.supports(update.tensors.param, update.grad):
-            in_buckets.append(update)
+            bucketed.append(update)
             continue
         cpu_adamw.adamw_(
-            update.tensors.param, update.grad, *update.tensors[1:], values, get_counter(update.grad.device),
+            update.tensors.param, update.grad, *update.tensors[1:], scalar_tensor, get_skip_counter(update.grad.device),
             update.grid, update.key,
         )  # fmt: skip
-    update_function = compile_update() if compile and in_buckets else update_blocks
-    for bucket in _fill_buckets(in_buckets):
+    update_function = compile_update() if compile and bucketed else update_blocks
+    for bucket in _fill_buckets(bucketed):
         device = bucket[0][0].grad.device
-        get_counter(device).add_(_update_bucket(bucket, values.to(device), update_function))
+        get_skip_counter(device).add_(_update_bucket(bucket, scalar_tensor.to(device), update_function))
 
 
 @functools.cache
@@ -102,11 +102,11 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
     """Yield buckets of spans with the same device and dtypes, of at most `MAX_BUCKET_ELEMENTS` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * MOMENT_BLOCK_ELEMENTS for update in updates)
     capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, MOMENT_BLOCK_ELEMENTS))
-    by_kind: dict[Any, list[tuple[ShardUpdate, RowSpan]]] = defaultdict(list)
+    spans_by_key: dict[Any, list[tuple[ShardUpdate, RowSpan]]] = defaultdict(list)
     for update in updates:
-        kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
-        by_kind[kind] += [(update, span) for span in split_rows(update.grid, update.key, capacity)]
-    for spans in by_kind.values():
+        bucket_key = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
+        spans_by_key[bucket_key] += [(update, span) for span in split_rows(update.grid, update.key, capacity)]
+    for spans in spans_by_key.values():
         bucket: list[tuple[ShardUpdate, RowSpan]] = []
         blocks = 0
         for update, span in spans:
@@ -118,7 +118,9 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
         yield bucket
 
 
-def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+def _gather_blocks(
+    bucket: list[tuple[ShardUpdate, RowSpan]],
+) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
     spans = [span for _, span in bucket]
     grad = torch.cat([to_blocks(select_rows(update.grad, span), span.grid) for update, span in bucket])
@@ -138,7 +140,7 @@ def _gather(bucket: list[tuple[ShardUpdate, RowSpan]]) -> tuple[ParameterBlocks,
 
 
 def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, update: Callable[..., Any]) -> Tensor:
-    old, grad, rows_by_name = _gather(bucket)
+    old, grad, rows_by_name = _gather_blocks(bucket)
     spans = [span for _, span in bucket]
     updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
@@ -151,7 +153,7 @@ def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, u
 def run_cut_updates(
     updates: Sequence[tuple[Tensor, ShardUpdate, Sequence[Tensor | None]]],
     scalars: AdamWScalars,
-    get_counter: Callable[[torch.device], Tensor],
+    get_skip_counter: Callable[[torch.device], Tensor],
 ) -> None:
     """Make a step of parameters whose blocks several ranks share. A collective; see cut_blocks.py.
 
@@ -159,19 +161,21 @@ def run_cut_updates(
         updates: (parameter, update, scales of whole rows of both moments or None), in the same order on all ranks,
             including parameters whose shard on this rank is empty.
     """
-    values, unreduced = torch.tensor(scalars, dtype=torch.float32, device="cpu"), []
+    scalar_tensor, unreduced = torch.tensor(scalars, dtype=torch.float32, device="cpu"), []
     for parameter, update, _ in updates:
         unreduced.append(block_amaxes := BlockAmaxes.zeros(parameter, 2))
         for span in _split_shard(update):
-            old, grad, _ = _gather([(update, span)])
-            for local, amax in zip(block_amaxes.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
+            old, grad, _ = _gather_blocks([(update, span)])
+            for local, amax in zip(
+                block_amaxes.local, compute_amaxes(old, grad, scalar_tensor.to(grad.device)), strict=True
+            ):
                 local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks))
     for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):
         device = update.grad.device
         for span in _split_shard(update):
             mean, root = (local[span.start : span.end].reshape(-1) for local in block_amaxes.local)
             update_function = functools.partial(update_blocks, amaxes=(mean, root))
-            get_counter(device).add_(_update_bucket([(update, span)], values.to(device), update_function))
+            get_skip_counter(device).add_(_update_bucket([(update, span)], scalar_tensor.to(device), update_function))
         store_scales(block_amaxes, scales, block_amaxes.amaxes.isfinite().all(0))
 
 

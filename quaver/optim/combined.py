@@ -99,7 +99,7 @@ class CombinedOptimizer(Optimizer):
         _check_steps(self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state dict for all the optimizers, with parameters numbered in their order."""
+        """Return one state dict for all the optimizers, with parameters parameter_by_number in their order."""
         return save_with_hooks(self, self._make_state_dict)
 
     def _make_state_dict(self) -> dict[str, Any]:
@@ -108,13 +108,13 @@ class CombinedOptimizer(Optimizer):
         groups: list[dict[str, Any]] = []
         first = 0
         for optimizer in self.optimizers:
-            part = optimizer.state_dict()
-            state |= {first + number: value for number, value in part["state"].items()}
+            own = optimizer.state_dict()
+            state |= {first + number: value for number, value in own["state"].items()}
             groups += [
-                {**group, "params": [first + number for number in group["params"]]} for group in part["param_groups"]
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
             ]
             first += sum(len(group["params"]) for group in optimizer.param_groups)
-            packed |= part
+            packed |= own
         return {**packed, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,12 +131,12 @@ class CombinedOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for optimizer in self.optimizers:
-            part = fill_options(groups[first : first + len(optimizer.param_groups)], optimizer.param_groups)
-            first += len(part)
-            numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in part)))}
-            state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
-            part = [{**group, "params": [numbers[number] for number in group["params"]]} for group in part]
-            optimizer.load_state_dict({**state_dict, "state": state, "param_groups": part})
+            own = fill_options(groups[first : first + len(optimizer.param_groups)], optimizer.param_groups)
+            first += len(own)
+            indices = {number: index for index, number in enumerate(chain(*(group["params"] for group in own)))}
+            state = {indices[number]: value for number, value in state_dict["state"].items() if number in indices}
+            own = [{**group, "params": [indices[number] for number in group["params"]]} for group in own]
+            optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own})
 
     def __getstate__(self) -> dict[str, Any]:
         fields = super().__getstate__()
@@ -153,7 +153,10 @@ def _check_steps(optimizers: Sequence[Optimizer]) -> None:
 @contextmanager
 def _restore_on_error(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Restore the states and options of all optimizers if a load in the block raises or is interrupted."""
-    before = [(dict(o.state), o.param_groups, [dict(group) for group in o.param_groups]) for o in optimizers]
+    before = [
+        (dict(optimizer.state), groups := optimizer.param_groups, [dict(group) for group in groups])
+        for optimizer in optimizers
+    ]
     try:
         yield
     except BaseException:  # also KeyboardInterrupt
@@ -184,17 +187,17 @@ def copy_states(target: Optimizer, source: Optimizer) -> None:
             `target` does not change.
     """
     states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
-    for part in list_optimizers(source):
-        packed = part.make_torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
-        for group, packed_group in zip(part.param_groups, packed["param_groups"], strict=True):
+    for optimizer in list_optimizers(source):
+        packed = optimizer.make_torch_state_dict() if isinstance(optimizer, Float8Optimizer) else optimizer.state_dict()
+        for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], packed_group["params"], strict=True):
-                states[parameter] = part, packed_group, packed["state"].get(number)
+                states[parameter] = optimizer, packed_group, packed["state"].get(number)
     with _restore_on_error(list_optimizers(target)):
-        for part in list_optimizers(target):
-            if isinstance(part, Float8Optimizer):
-                part.load_torch_state_dict(_pack_torch_state_dict(part, states))
-            else:
-                part.load_state_dict(_pack_torch_state_dict(part, states))
+        for optimizer in list_optimizers(target):
+            load = (
+                optimizer.load_torch_state_dict if isinstance(optimizer, Float8Optimizer) else optimizer.load_state_dict
+            )
+            load(_pack_torch_state_dict(optimizer, states))
 
 
 def _pack_torch_state_dict(
@@ -203,14 +206,14 @@ def _pack_torch_state_dict(
     """Pack the states of the parameters of `target` into a state dict of torch's optimizer."""
     state, groups = {}, []
     parameters: Iterable[Tensor] = chain.from_iterable(group["params"] for group in target.param_groups)
-    numbered = dict(enumerate(parameters))
+    parameter_by_number = dict(enumerate(parameters))
     packed = target.state_dict()["param_groups"]
     for group in packed:
         options: dict[str, Any] = {}
         for number in group["params"]:
-            if numbered[number] not in states:
-                raise ValueError(f"no state of a parameter {list(numbered[number].shape)}")
-            source, packed_group, values = states[numbered[number]]
+            if parameter_by_number[number] not in states:
+                raise ValueError(f"no state of a parameter {list(parameter_by_number[number].shape)}")
+            source, packed_group, values = states[parameter_by_number[number]]
             source_algorithm, algorithm = _get_algorithm(source), _get_algorithm(target)
             if source_algorithm is not algorithm:
                 raise ValueError(f"states of {source_algorithm.__name__} cannot become those of {algorithm.__name__}")

@@ -43,7 +43,7 @@ class BlockAmaxes(NamedTuple):
     @property
     def local(self) -> Tensor:
         """A view of the amaxes of the blocks that this rank has elements of, [moments, rows, blocks]."""
-        return self.amaxes.narrow(2, self.grid.first_of_row if self.grid.blocks else 0, self.grid.blocks)
+        return self.amaxes.narrow(2, self.grid.first_row_block if self.grid.blocks else 0, self.grid.blocks)
 
 
 def reduce_amaxes(unreduced: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:

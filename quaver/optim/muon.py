@@ -132,7 +132,7 @@ class Float8Muon(Float8Optimizer):
 
         whole_update = _gather_whole(wrap_local(parameter, update, tuple(parameter.shape)))
         is_finite = whole_update.isfinite().all()
-        self._get_counter(grad.device).add_(~is_finite)
+        self._get_skip_counter(grad.device).add_(~is_finite)
         for target, updated in zip(old, new, strict=True):
             if target is not None and updated is not None:
                 target.copy_(torch.where(is_finite, updated, target))

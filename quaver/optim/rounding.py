@@ -113,8 +113,8 @@ def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, *, is_root: boo
     quant_scale, dequant_scale = compute_moment_scales(amax)
     magnitude = blocks.abs() * quant_scale[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
-    lifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
-    code = ((lifted.view(torch.int32) + (noise << (_DROPPED_BITS - 16))) >> _DROPPED_BITS) - _BIAS_DIFFERENCE
+    shifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
+    code = ((shifted.view(torch.int32) + (noise << (_DROPPED_BITS - 16))) >> _DROPPED_BITS) - _BIAS_DIFFERENCE
     code = torch.where(is_subnormal, code - _SMALLEST_NORMAL_CODE, code).clamp(max=_LARGEST_CODE)
     if is_root:
         code = torch.maximum(code, (magnitude > 0).to(torch.int32))

@@ -104,11 +104,11 @@ def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
 def _make_layout(shape: tuple[int, ...], storages: tuple[tuple[str, str], ...], *, has_master: bool) -> StateLayout:
     tensors, moments = {}, {}
     for moment, storage in storages:
-        name = _FLOAT8_KEYS[moment] if storage == "float8" else MomentKeys(moment, None)
-        tensors[name.values] = shape, _STORAGE_DTYPES.get(storage, torch.uint8)
-        if name.scale:
-            tensors[name.scale] = get_scale_shape(shape), torch.float32
-        moments[moment] = name
+        keys = _FLOAT8_KEYS[moment] if storage == "float8" else MomentKeys(moment, None)
+        tensors[keys.values] = shape, _STORAGE_DTYPES.get(storage, torch.uint8)
+        if keys.scale:
+            tensors[keys.scale] = get_scale_shape(shape), torch.float32
+        moments[moment] = keys
     if has_master:
         tensors["master"] = shape, torch.float32
     return StateLayout(tensors, moments)
@@ -152,7 +152,9 @@ def wrap_local(parameter: Tensor, local: Tensor, shape: tuple[int, ...], *, is_s
 def get_local_scales(parameter: Tensor, scale: Tensor) -> Tensor:
     """Return a view of the scales of the blocks that this rank has elements of."""
     local, grid = get_local_tensor(scale), make_grid(parameter)
-    return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
+    return (
+        local.narrow(-1, grid.first_row_block if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
+    )
 
 
 def make_parameter_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
@@ -285,9 +287,9 @@ def _has_invalid(name: str, tensor: Tensor) -> Tensor:
 
 def move_state(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
+    loaded = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
     # The saved optimizer may keep counting in the tensor of its state dict.
-    return {**moved, "step": state["step"].to("cpu", copy=True)}
+    return {**loaded, "step": state["step"].to("cpu", copy=True)}
 
 
 def convert_torch_state(
