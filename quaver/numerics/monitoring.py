@@ -126,7 +126,7 @@ class Monitor:
                     f"{hardware=}, {steps_by_hand=}"
                 )
                 tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._probes.tensors]
-                check_ranks_agree([options, *tensors], group, subject="subject they monitor")
+                check_ranks_agree([options, *tensors], group, subject="what they monitor")
             self._plan_next_step()
             self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:

@@ -10,9 +10,9 @@
                                    deterministic algorithms use FlashAttention-2
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 gives FlashAttention-2, and so do wheels for CUDA 12, whose cuDNN is older.
 
-A kernel's rate is `best * seq_len / (seq_len + half)`, because short sequences leave multiprocessors idle. FLOPs are
-counted as in quaver/roofline/block.py. The rates fit these sources within 5%, for heads of 128 and sequences of 2k to
-32k tokens (FlashAttention: 1k to 16k):
+A kernel's rate is `best_tflops * seq_len / (seq_len + half_rate_seq_len)`, because short sequences leave
+multiprocessors idle. FLOPs are counted as in quaver/roofline/block.py. The rates fit these sources within 5%, for heads
+of 128 and sequences of 2k to 32k tokens (FlashAttention: 1k to 16k):
 
 flash, H100    FlashAttention-2: forward 260 to 335, both directions 221 to 328 TFLOP/s (Dao-AILab/flash-attention,
                assets/flash3_fp16_fwd.png and flash2_h100_fwd_bwd_benchmark.png)
@@ -42,12 +42,12 @@ utilization", arXiv 2407.08608, abstract)."""
 class AttentionRate(NamedTuple):
     """The TFLOP/s for long sequences, and the sequence length with half of this rate."""
 
-    best: float
-    half: float
+    best_tflops: float
+    half_rate_seq_len: float
 
     def compute_tflops(self, seq_len: int) -> float:
         """Return the TFLOP/s for sequences of this length."""
-        return self.best * seq_len / (seq_len + self.half)
+        return self.best_tflops * seq_len / (seq_len + self.half_rate_seq_len)
 
 
 _FLASH_H100 = AttentionRate(340, 290), AttentionRate(320, 480)
@@ -66,7 +66,7 @@ ATTENTION_RATES = {
 """The rates of forward and backward, by kernel and device."""
 
 
-def choose_kernel(compute_capability: int | None) -> str:
+def choose_attention_kernel(compute_capability: int | None) -> str:
     """Return the kernel of torch's attention for heads of at most 128 features: FLASH or CUDNN.
 
     Args:
@@ -75,7 +75,7 @@ def choose_kernel(compute_capability: int | None) -> str:
     return CUDNN if (compute_capability or 0) // 10 in (9, 10) else FLASH
 
 
-def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[AttentionRate, AttentionRate]:
+def get_attention_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[AttentionRate, AttentionRate]:
     """Return the rates of the forward and of the backward.
 
     Args:
@@ -83,7 +83,8 @@ def get_rates(spec: DeviceSpec, kernel: str | None = None) -> tuple[AttentionRat
         kernel: FLASH or CUDNN; None for torch's choice.
     """
     default = AttentionRate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
-    return ATTENTION_RATES.get((kernel or choose_kernel(spec.compute_capability), spec.name), (default, default))
+    kernel = kernel or choose_attention_kernel(spec.compute_capability)
+    return ATTENTION_RATES.get((kernel, spec.name), (default, default))
 
 
 def predict_attention_seconds(
@@ -95,9 +96,9 @@ def predict_attention_seconds(
         queries: the features of all query heads.
         tokens: the tokens of all sequences.
         seq_len: the tokens of a sequence.
-        spec, kernel: as for `get_rates`.
+        spec, kernel: as for `get_attention_rates`.
     """
     matmul = queries * seq_len * tokens  # 2 FLOPs for half of the scores
-    rates = [1e12 * rate.compute_tflops(seq_len) for rate in get_rates(spec, kernel)]
+    rates = [1e12 * rate.compute_tflops(seq_len) for rate in get_attention_rates(spec, kernel)]
     pairs = zip(ATTENTION_MATMULS.values(), rates, strict=True)
     return PerPass(*(matmuls * matmul / rate + KERNEL_LAUNCH_S for matmuls, rate in pairs))

@@ -12,7 +12,7 @@ from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_mm import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
-from quaver.roofline.cost import find_unmultiplied_kinds, predict_linear_cost
+from quaver.roofline.cost import find_unsupported_scales, predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec, get_device_spec, get_machine_spec, require_device_spec
 
 
@@ -51,7 +51,7 @@ def auto_filter_for_recipe(
     spec = _choose_spec(device)
     if spec.float8_tflops is None:
         raise ValueError(f"device: expected one that multiplies float8, got {spec.name}, where no layer gains")
-    if find_unmultiplied_kinds(spec, recipe):
+    if find_unsupported_scales(spec, recipe):
         raise ValueError(
             f"recipe: expected one whose scales {spec.name} multiplies, got {recipe}, with which no layer gains"
         )

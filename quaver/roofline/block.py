@@ -70,5 +70,5 @@ def predict_seconds_between_matmuls(
     """Predict the seconds between the matmuls of a block for `tokens`, including kernel launches."""
     passes = zip(count_bytes_between_matmuls(shape, residual_bytes), _KERNELS_PER_PASS, strict=True)
     return PerPass(
-        *(predict_move_seconds(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes)
+        *(predict_move_seconds(tokens * count, spec) + kernels * KERNEL_LAUNCH_S for count, kernels in passes)
     )

@@ -133,11 +133,11 @@ def predict_linear_cost(
     for name, number in numbers.items():
         if not isinstance(number, Real) or number < 1:
             raise ValueError(f"{name}: expected 1 or more, got {number!r}")
-    casts = count_recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
+    casts = compute_cast_costs(recipe, microbatches=microbatches, input_readers=input_readers)
     kinds = find_scale_kinds(recipe)
     shares = {name: get_scales_share(kind, spec) for name, kind in kinds.items()} if shares is None else shares
     shape, in_float8 = (tokens, in_features, out_features), tuple(name in kinds for name in MATMULS)
-    native = not find_unmultiplied_kinds(spec, recipe)
+    native = not find_unsupported_scales(spec, recipe)
     return LinearCost(
         _predict_linear_time(shape, (NO_CASTS,) * 3, (False,) * 3, {}, spec, native=False, by_shape=by_shape),
         _predict_linear_time(shape, casts, in_float8, shares, spec, native=native, by_shape=by_shape),
@@ -145,26 +145,26 @@ def predict_linear_cost(
 
 
 @functools.cache
-def count_recipe_casts(
+def compute_cast_costs(
     recipe: Float8LinearRecipeName | str, *, microbatches: int | None = None, input_readers: int = 1
 ) -> tuple[CastCosts, CastCosts, CastCosts]:
-    """Return the casts of (input, weight, grad_output) in one forward and backward.
+    """Compute the cost of the casts of (input, weight, grad_output) in one forward and backward.
 
     Arguments as in `predict_linear_cost`.
     """
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _divide(count_operand_casts(casts.input), input_readers)
-    weight = _divide(count_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
+    input = _divide(compute_operand_cast_costs(casts.input), input_readers)
+    weight = _divide(compute_operand_cast_costs(casts.weight, is_repeated=microbatches is None), microbatches or 1)
     if casts.weight.is_dequantized:
         input, weight = (
             CastCosts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
             for operand in (input, weight)
         )
-    return input, weight, count_operand_casts(casts.grad_output)
+    return input, weight, compute_operand_cast_costs(casts.grad_output)
 
 
-def count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCosts:
-    """Return the casts of an operand for its two matmuls: both at once, or `apart` if the first codes are not saved."""
+def compute_operand_cast_costs(casts: OperandCasts, *, is_repeated: bool = False) -> CastCosts:
+    """Compute the cost of an operand's casts for its two matmuls: made at once, or `is_repeated` for the second one."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
     if not in_float8:
@@ -172,19 +172,19 @@ def count_operand_casts(casts: OperandCasts, *, apart: bool = False) -> CastCost
     for cast in in_float8:
         cast.require_layout("roofline")
     if len(in_float8) == 1:
-        once, times = _count_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
+        once, times = _compute_layout_costs(in_float8[0]), 2 if is_repeated and casts.is_dequantized else 1
         return CastCosts(times * once.bytes_per_element, times * once.kernels)
     if row.is_blockwise:
         return CastCosts(4, 1) if row.depends_on_direction else CastCosts(3, 1)
-    is_mixed, first = row.is_rowwise is not column.is_rowwise, _count_layout(row)
-    if is_mixed or apart:
+    is_mixed, first = row.is_rowwise is not column.is_rowwise, _compute_layout_costs(row)
+    if is_mixed or is_repeated:
         # The scale of a tensor after its rows is the smallest of theirs: one kernel.
         smallest_scale = 1 if is_mixed and row.is_rowwise else 0
         return CastCosts(first.bytes_per_element + 3, first.kernels + smallest_scale + 1)
     return CastCosts(4, 2) if row.is_persistent else CastCosts(6, 2)
 
 
-def _count_layout(cast: CastConfig) -> CastCosts:
+def _compute_layout_costs(cast: CastConfig) -> CastCosts:
     if cast.is_rowwise or cast.is_blockwise:
         return CastCosts(3, 1)
     # With a known scale the first kernel returns immediately.
@@ -195,7 +195,7 @@ def _divide(casts: CastCosts, sharers: int) -> CastCosts:
     return CastCosts(casts.bytes_per_element / sharers, casts.kernels / sharers)
 
 
-def find_unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
+def find_unsupported_scales(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """Find the scales of a recipe's float8 matmuls that `spec` does not multiply; None for scales of no hardware."""
     kinds = set(find_scale_kinds(canonicalize_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or explain_native_obstacle(spec, kind)}
@@ -231,7 +231,7 @@ def _predict_linear_time(
     shapes = zip(((m, k, n), (m, n, k), (n, m, k)), MATMULS, in_float8, strict=True)
     matmuls = [
         predict_matmul_seconds(
-            *sizes, spec, in_float8=float8 and native, by_shape=by_shape, share_of_scales=shares.get(name, 1.0)
+            *sizes, spec, in_float8=float8 and native, by_shape=by_shape, scales_share=shares.get(name, 1.0)
         )
         for sizes, name, float8 in shapes
     ]

@@ -41,7 +41,7 @@ class DeviceSpec:
     """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention uses."""
 
 
-_BY_REPORTED_NAME = {
+_SPEC_BY_REPORTED_NAME = {
     "NVIDIA GB200": DeviceSpec("GB200", 2500.0, 5000.0, 8000.0, 198.7, 152, 900.0, 32, 100),
     "NVIDIA B200": DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 192.0, 148, 900.0, 32, 100),
     "NVIDIA H200": DeviceSpec("H200", 989.4, 1978.9, 4800.0, 150.8, 132, 450.0, 128, 90),
@@ -57,9 +57,11 @@ _BY_REPORTED_NAME = {
 """The specs by the name that the driver reports. Bridges join only two or four PCI Express cards, H100 NVL included, so
 the links of their machines are PCI Express."""
 
-DEVICE_SPECS = tuple(_BY_REPORTED_NAME.values())
+DEVICE_SPECS = tuple(_SPEC_BY_REPORTED_NAME.values())
 
-_BY_NAME = {name.lower(): spec for reported, spec in _BY_REPORTED_NAME.items() for name in (spec.name, reported)}
+_SPEC_BY_NAME = {
+    name.lower(): spec for reported, spec in _SPEC_BY_REPORTED_NAME.items() for name in (spec.name, reported)
+}
 DEVICE_NAMES = ", ".join(spec.name for spec in DEVICE_SPECS)
 
 
@@ -68,7 +70,7 @@ def find_device_spec(name: str) -> DeviceSpec | None:
 
     None for all other names. A longer name is a different card, such as an H100 with HBM2e or a slice of a GPU.
     """
-    return _BY_NAME.get(name.strip().lower())
+    return _SPEC_BY_NAME.get(name.strip().lower())
 
 
 def require_device_spec(name: str, *, option: str) -> DeviceSpec:

@@ -96,7 +96,7 @@ def predict_matmul_seconds(
     *,
     in_float8: bool,
     by_shape: bool = True,
-    share_of_scales: float = 1.0,
+    scales_share: float = 1.0,
 ) -> float:
     """Predict the seconds of one matmul to bfloat16, without its launch.
 
@@ -105,11 +105,11 @@ def predict_matmul_seconds(
         spec: the device.
         in_float8: whether the operands are in float8; if not, or if the device does not multiply float8, in bfloat16.
         by_shape: use the rate of its shape; else the best rate.
-        share_of_scales: the share of this rate with the scales of float8 operands (scaled_matmul.py).
+        scales_share: the share of this rate with the scales of float8 operands (scaled_matmul.py).
     """
     in_float8 = in_float8 and spec.float8_tflops is not None
-    tflops = get_best_tflops(spec, in_float8=in_float8) * (share_of_scales if in_float8 else 1.0)
+    tflops = get_best_tflops(spec, in_float8=in_float8) * (scales_share if in_float8 else 1.0)
     if by_shape:
         tflops *= compute_shape_share(rows, contracted, columns, spec.multiprocessors, in_float8=in_float8)
-    read = (rows + columns) * contracted * (1 if in_float8 else 2)
-    return max(2 * rows * contracted * columns / (tflops * 1e12), predict_move_seconds(read + 2 * rows * columns, spec))
+    moved_bytes = (rows + columns) * contracted * (1 if in_float8 else 2) + 2 * rows * columns
+    return max(2 * rows * contracted * columns / (tflops * 1e12), predict_move_seconds(moved_bytes, spec))

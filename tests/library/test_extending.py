@@ -30,7 +30,7 @@ from quaver.linear.backends import predict_scale_kind
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.linear.quantize import Quantizer
-from quaver.roofline.cost import count_operand_casts
+from quaver.roofline.cost import compute_operand_cast_costs
 from quaver.recipes.scaling import dequantize
 from tests.reference import sqnr_db
 
@@ -106,7 +106,7 @@ assert_refused(freeze_to_float8, nn.Sequential(nn.Linear(64, 64)), config=config
 assert_refused(use_float8_primary_weights, primary, torch.optim.SGD(primary.parameters(), lr=0.1))
 ends = torch.tensor([2, 4], dtype=torch.int32)
 assert_refused(float8_grouped_mm, input[:, :64], torch.randn(2, 64, 64).bfloat16(), ends, config=config)
-assert_refused(count_operand_casts, config.casts.input)
+assert_refused(compute_operand_cast_costs, config.casts.input)
 assert predict_scale_kind(segments, segments) is None
 assert segments.short_str() == "dyn_seg_e4m3"
 """

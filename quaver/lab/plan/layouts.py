@@ -26,7 +26,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
 from quaver.lab.settings.training import Training
 from quaver.lab.terminal.counts import format_count
 from quaver.recipes.recipe_name import canonicalize_recipe
-from quaver.roofline.cost import find_unmultiplied_kinds
+from quaver.roofline.cost import find_unsupported_scales
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.runtime.errors import InputError
 
@@ -114,7 +114,7 @@ class Layouts:
         """Drop the configured run if the GPU does not multiply float8 with the scales of its recipe."""
         for candidate in self.candidates[:1]:
             recipe = candidate.config.float8.recipe
-            if candidate.is_configured and candidate.precision != BFLOAT16 and find_unmultiplied_kinds(spec, recipe):
+            if candidate.is_configured and candidate.precision != BFLOAT16 and find_unsupported_scales(spec, recipe):
                 message = f"float8.recipe_name {recipe}: {spec.name} does not multiply float8 with such scales"
                 self.refuse(InputError(message), is_configured=True)
                 self.candidates.remove(candidate)
@@ -185,7 +185,7 @@ def list_precisions(spec: DeviceSpec, recipes: Sequence[str] = ()) -> list[str]:
         return [BFLOAT16] if spec.float8_tflops is None else [BFLOAT16, "tensorwise", "rowwise", *blocks]
     names = [name if name == BFLOAT16 else canonicalize_recipe(name) for name in recipes]
     for name in names:
-        if name != BFLOAT16 and find_unmultiplied_kinds(spec, name):
+        if name != BFLOAT16 and find_unsupported_scales(spec, name):
             raise InputError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
     return list(dict.fromkeys((BFLOAT16, *names)))
 

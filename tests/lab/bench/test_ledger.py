@@ -278,7 +278,7 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
     milliseconds = sum_milliseconds(count_operator(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
     share = get_scales_share(kind, spec)
-    expected = predict_matmul_seconds(M, N, M, spec, in_float8=True, by_shape=False, share_of_scales=share)
+    expected = predict_matmul_seconds(M, N, M, spec, in_float8=True, by_shape=False, scales_share=share)
     assert milliseconds == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
 

@@ -15,7 +15,7 @@ from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline import matmul
-from quaver.roofline.attention import choose_kernel, predict_attention_seconds
+from quaver.roofline.attention import choose_attention_kernel, predict_attention_seconds
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import with_settings
 
@@ -120,7 +120,7 @@ def test_slower_settings_take_longer():
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():
-    kernels = {capability: choose_kernel(capability) for capability in (None, 80, 86, 89, 90, 100, 103, 120)}
+    kernels = {capability: choose_attention_kernel(capability) for capability in (None, 80, 86, 89, 90, 100, 103, 120)}
     assert [capability for capability, kernel in kernels.items() if kernel == "cudnn"] == [90, 100, 103]
     assert set(kernels.values()) == {"flash", "cudnn"}
 

@@ -7,7 +7,7 @@ import pytest
 
 from quaver.roofline.attention import predict_attention_seconds
 from quaver.roofline.block import BlockShape, count_bytes_between_matmuls, predict_seconds_between_matmuls
-from quaver.roofline.cost import count_recipe_casts, predict_linear_cost
+from quaver.roofline.cost import compute_cast_costs, predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from tests.recipes import TORCHAO_RECIPES
 
@@ -25,7 +25,7 @@ def count_cast_bytes(recipe):
         cast.bytes_per_element * elements
         for k, n, readers in LINEARS
         for cast, elements in zip(
-            count_recipe_casts(recipe, input_readers=readers), (TOKENS * k, k * n, TOKENS * n), strict=True
+            compute_cast_costs(recipe, input_readers=readers), (TOKENS * k, k * n, TOKENS * n), strict=True
         )
     )
 

@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from quaver.kernels.native_mm import ScaleKind
-from quaver.roofline.cost import KERNEL_LAUNCH_S, count_recipe_casts, predict_linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, compute_cast_costs, predict_linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.scaled_matmul import get_scales_share
@@ -46,12 +46,12 @@ def test_recipes_rank_by_what_they_read_and_multiply():
 def test_bytes_and_kernels_of_the_casts(recipe, apart, at_once):
     """The casts of a weight are made apart for each of its matmuls, or at once for both."""
     for microbatches, expected in ((None, apart), (1, at_once)):
-        casts = count_recipe_casts(recipe, microbatches=microbatches)
+        casts = compute_cast_costs(recipe, microbatches=microbatches)
         assert tuple(zip(*((cast.bytes_per_element, cast.kernels) for cast in casts), strict=True)) == expected
 
 
 def test_casts_are_divided_between_their_readers():
-    input, weight, grad_output = count_recipe_casts("tensorwise", microbatches=4, input_readers=3)
+    input, weight, grad_output = compute_cast_costs("tensorwise", microbatches=4, input_readers=3)
     assert (input.bytes_per_element, weight.bytes_per_element, grad_output.bytes_per_element) == (2, 1.5, 6)
     assert speedup("tensorwise") < speedup("tensorwise", microbatches=1) < speedup("tensorwise", microbatches=8)
     assert speedup("tensorwise") < speedup("tensorwise", input_readers=3)

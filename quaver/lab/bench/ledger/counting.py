@@ -20,7 +20,7 @@ from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings import Model
 from quaver.recipes.config import Float8LinearConfig
-from quaver.roofline.cost import find_unmultiplied_kinds
+from quaver.roofline.cost import find_unsupported_scales
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.errors import InputError
 
@@ -69,7 +69,7 @@ def is_multiplied(recipe: str, gpu: str) -> bool:
 
 
 def _find_unmultiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
-    return find_unmultiplied_kinds(require_device_spec(gpu, option="gpu"), recipe)
+    return find_unsupported_scales(require_device_spec(gpu, option="gpu"), recipe)
 
 
 def check_triton() -> None:

@@ -36,7 +36,7 @@ from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 
 from quaver.lab.bench.ledger.launches import CompiledGraph, TritonKernel, read_graph
-from quaver.roofline.attention import CUDNN, choose_kernel
+from quaver.roofline.attention import CUDNN, choose_attention_kernel
 from quaver.torch_private.inductor import disable_caches
 from quaver.torch_private.replacing import replace_attribute
 
@@ -165,7 +165,7 @@ def compile_for_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "is_available", lambda: False)  # otherwise Inductor times matmuls and enters the device
         replace(Tensor, "copy_", _copy_)
-        replace(F, "scaled_dot_product_attention", _make_attention(choose_kernel(gpu.capability)))
+        replace(F, "scaled_dot_product_attention", _make_attention(choose_attention_kernel(gpu.capability)))
         _forget_devices()
         try:
             yield

@@ -21,7 +21,7 @@ from quaver.lab.bench.ledger.entries import (
 )
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.roofline.attention import CUDNN, FLASH, choose_kernel, get_rates
+from quaver.roofline.attention import CUDNN, FLASH, choose_attention_kernel, get_attention_rates
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import (
@@ -75,7 +75,7 @@ def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> floa
     """Return the time of an entry's FLOPs: attention at the rate of its kernel and length, or a matmul."""
     if entry.category == "attention":
         query, _ = find_query_and_key(entry)
-        rate = get_rates(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
+        rate = get_attention_rates(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
         return entry.flops / (rate.compute_tflops(query.size[2]) * 1e12)
     in_float8 = entry.category == "float8 matmul"
     share = get_scales_share(find_scale_kind(entry), spec) if in_float8 else 1.0
@@ -83,19 +83,19 @@ def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> floa
         return entry.flops / (get_best_tflops(spec, in_float8=in_float8) * share * 1e12)
     columns, contracted = entry.launch.writes[0].size[-1], find_matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
-    return predict_matmul_seconds(rows, contracted, columns, spec, in_float8=in_float8, share_of_scales=share)
+    return predict_matmul_seconds(rows, contracted, columns, spec, in_float8=in_float8, scales_share=share)
 
 
 def list_constants(spec: DeviceSpec) -> dict[str, str]:
     """Return the constants of the model with their sources, as text that is printed and saved with a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
-    kernel = choose_kernel(spec.compute_capability)
+    kernel = choose_attention_kernel(spec.compute_capability)
     kinds = (ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128 if spec.block_length == 128 else ScaleKind.BLOCKS_OF_32)
     scaled = ", ".join(f"{kind.value} {get_scales_share(kind, spec):.2f}" for kind in kinds)
     gpu = GPU_PROPERTIES[spec.name]
     times = f"{gpu.multi_processor_count} at {gpu.clock_hz / 1e9:g} GHz"
-    rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in get_rates(spec)]
+    rates = [f"{rate.best_tflops:g} x T / (T + {rate.half_rate_seq_len:g})" for rate in get_attention_rates(spec)]
     return {
         "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/matmul.py)",
         "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",
