@@ -40,8 +40,8 @@ class MemoryLayout:
         self.shape = [tensor.shape[dim] for dim in self.order]
         self.dtype = tensor.dtype
         self.is_dense = tensor.numel() == 1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-        fills = tensor.numel() % block_size == 0
-        self.columns = block_size if fills else self.shape[-1]
+        has_whole_blocks = tensor.numel() % block_size == 0
+        self.columns = block_size if has_whole_blocks else self.shape[-1]
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return the elements in memory order, [rows, columns]; a view if the tensor is dense."""

@@ -153,8 +153,8 @@ class StoringPackHook(PackHook):
     def __init__(self, storage: ActivationStorage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
         self.storage, self.outer = storage, outer
         sizes = [get_local_tensor(argument).numel() for argument in arguments if argument.is_floating_point()]
-        self.largest = max(sizes, default=0)
-        self.unconverted: set[int] = set()
+        self.largest_argument = max(sizes, default=0)
+        self.excluded_storages: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Any:
         stored = None
@@ -170,7 +170,7 @@ class StoringPackHook(PackHook):
 
     def skip(self, tensors: Sequence[Tensor | None]) -> None:
         """Do not convert these tensors, which an autograd function is about to save."""
-        self.unconverted.update(
+        self.excluded_storages.update(
             storage_key(wait_for_local_tensor(tensor).untyped_storage()) for tensor in tensors if tensor is not None
         )
 
@@ -182,10 +182,10 @@ class StoringPackHook(PackHook):
         return (
             local.dtype not in STORABLE_DTYPES
             or local.numel() < self.storage.block_size
-            or local.numel() * SMALL_TENSOR_RATIO <= self.largest
+            or local.numel() * SMALL_TENSOR_RATIO <= self.largest_argument
             or 0 in local.stride()
             or is_traceable_wrapper_subclass(local)
-            or storage_key(local.untyped_storage()) in self.unconverted
+            or storage_key(local.untyped_storage()) in self.excluded_storages
         )
 
     def _quantize_once(self, tensor: Tensor, layout: MemoryLayout) -> ActivationCodes:

@@ -47,7 +47,7 @@ _VIEW_OPS = frozenset(
         torch.ops.prims.convert_element_type.default,
     }
 )
-_PRODUCT_OPS = MATMUL_OPS | {_aten.convolution_backward.default}
+_MATMUL_AND_CONV_OPS = MATMUL_OPS | {_aten.convolution_backward.default}
 
 
 class StoringPartitioner(CustomPartitionerFn):
@@ -58,11 +58,12 @@ class StoringPartitioner(CustomPartitionerFn):
         static = {inputs[index] for index in options.get("static_lifetime_input_indices") or ()}
         forward, backward = partition(gm, joint_inputs, **options)
         gradients = _get_results(backward.graph)
-        with_gradient = {name for name, grad in zip(inputs, gradients, strict=False) if grad is not None}
+        differentiable_inputs = {name for name, grad in zip(inputs, gradients, strict=False) if grad is not None}
         saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        to_store = list(_find_nodes_to_store(forward.graph, saved, options["num_fwd_outputs"], static, with_gradient))
+        num_outputs = options["num_fwd_outputs"]
+        to_store = list(_find_nodes_to_store(forward.graph, saved, num_outputs, static, differentiable_inputs))
         for node, block_size in to_store:
-            _store(forward.graph, backward.graph, node, saved[node.name], block_size)
+            _replace_saved_node(forward.graph, backward.graph, node, saved[node.name], block_size)
         if to_store:
             forward.recompile()
             backward.recompile()
@@ -75,12 +76,12 @@ class StoringPartitioner(CustomPartitionerFn):
 
 
 def _find_nodes_to_store(
-    forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], with_gradient: set[str]
+    forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], differentiable_inputs: set[str]
 ) -> Iterable[tuple[Node, int]]:
     """Yield the saved nodes of the forward graph to store, with block sizes. `saved`: the inputs of the backward."""
     outputs = _get_results(forward)
     largest = _measure_largest_arguments(forward, static)
-    differentiable = _find_differentiable(forward, with_gradient)
+    differentiable = _find_differentiable_nodes(forward, differentiable_inputs)
     for node in dict.fromkeys(outputs[num_outputs:]):
         module = _find_storing_module(node)
         if node.name in static or node in outputs[:num_outputs] or module not in largest or node not in differentiable:
@@ -89,11 +90,11 @@ def _find_nodes_to_store(
             yield node, module[1]
 
 
-def _find_differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
+def _find_differentiable_nodes(graph: Graph, differentiable_inputs: set[str]) -> set[Node]:
     """Return the nodes that depend on an input with a gradient; masks and tables do not."""
     differentiable: set[Node] = set()
     for node in graph.nodes:
-        if node.name in with_gradient or not differentiable.isdisjoint(node.all_input_nodes):
+        if node.name in differentiable_inputs or not differentiable.isdisjoint(node.all_input_nodes):
             differentiable.add(node)
     return differentiable
 
@@ -131,33 +132,35 @@ def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringMo
 def _count_elements(node: Node) -> int:
     """Return the number of elements of a floating-point tensor of known shape; 0 for anything else."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not _is_static(value):
+    if not isinstance(value, Tensor) or not value.is_floating_point() or _reports_dynamic_shape(value):
         return 0
     return value.numel()
 
 
-def _is_static(value: Tensor) -> bool:
+def _reports_dynamic_shape(value: Tensor) -> bool:
     if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
-        return True
+        return False
     report_slow_path(
         "stored activations of dynamic shapes",
         "compiled code with dynamic shapes does not store activations in float8: mark the shapes as static",
     )
-    return False
+    return True
 
 
 def _is_storable(node: Node, largest: int) -> bool:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in STORABLE_DTYPES or not _is_static(value):
+    if not isinstance(value, Tensor) or value.dtype not in STORABLE_DTYPES or _reports_dynamic_shape(value):
         return False
     return value.numel() * SMALL_TENSOR_RATIO > largest and 0 not in value.stride()
 
 
 def _feeds_matmul(node: Node) -> bool:
-    return any(user.target in _PRODUCT_OPS or (user.target in _VIEW_OPS and _feeds_matmul(user)) for user in node.users)
+    return any(
+        user.target in _MATMUL_AND_CONV_OPS or (user.target in _VIEW_OPS and _feeds_matmul(user)) for user in node.users
+    )
 
 
-def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:
+def _replace_saved_node(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:
     value = node.meta["val"]
     layout, scale_layout = MemoryLayout(value, block_size), ScaleLayout(1, block_size)
 
@@ -167,7 +170,7 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
     def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
         return layout.from_matrix(dequantize_in_graph(codes, scale, scale_layout, value.dtype))
 
-    stored = _insert(forward, quantize, [node], _get_next_node(forward, node))
+    stored = _insert_traced(forward, quantize, [node], _get_next_node(forward, node))
     if node.meta.get("saved_tensor_with_no_vc_check", False):
         for result in stored:
             result.meta["saved_tensor_with_no_vc_check"] = True
@@ -181,9 +184,9 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
             inputs.append(backward.placeholder(f"{saved.name}_{name}"))
         inputs[-1].meta.update(result.meta)
     first_user = next(node for node in backward.nodes if node in saved.users)
-    restored = _insert(backward, dequantize, inputs, first_user)[0]
+    dequantized = _insert_traced(backward, dequantize, inputs, first_user)[0]
     for user in users:
-        user.replace_input_with(saved, restored)
+        user.replace_input_with(saved, dequantized)
     backward.erase_node(saved)
 
 
@@ -195,7 +198,7 @@ def _get_next_node(graph: Graph, node: Node) -> Node:
     return following
 
 
-def _insert(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
+def _insert_traced(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
     traced = make_fx(function, decomposition_table=decompositions())(*(argument.meta["val"] for argument in arguments))
     copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(before):

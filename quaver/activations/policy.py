@@ -90,7 +90,7 @@ class PolicyChanges(NamedTuple):
     @classmethod
     def parse(cls, also_save: Iterable[str], never_save: Iterable[str]) -> PolicyChanges:
         """Make an instance from names of operators. Raises ValueError."""
-        return cls(find_savable_operations(also_save), find_operations(never_save))
+        return cls(find_savable_operators(also_save), find_operators(never_save))
 
 
 NO_CHANGES = PolicyChanges()
@@ -190,7 +190,7 @@ def parse_selective_option(selective_ac_option: str | None) -> int | None:
     return int(selective_ac_option)
 
 
-def find_operations(names: Iterable[str]) -> frozenset[Any]:
+def find_operators(names: Iterable[str]) -> frozenset[Any]:
     """Return the operators with these names. "aten.abs" names all overloads, "aten.abs.default" one.
 
     Raises:
@@ -199,7 +199,7 @@ def find_operations(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(overload for name in names for overload in _find_overloads(name))
 
 
-def find_savable_operations(names: Iterable[str]) -> frozenset[Any]:
+def find_savable_operators(names: Iterable[str]) -> frozenset[Any]:
     """Return the operators with these names whose results a policy can save.
 
     Raises:
@@ -209,7 +209,7 @@ def find_savable_operations(names: Iterable[str]) -> frozenset[Any]:
     """
     savable: set[Any] = set()
     for name in names:
-        reasons = {overload: _explain_refusal(overload) for overload in _find_overloads(name) if has_kernel(overload)}
+        reasons = {overload: _explain_unsavable(overload) for overload in _find_overloads(name) if has_kernel(overload)}
         savable.update(overload for overload, reason in reasons.items() if not reason)
         if all(reasons.values()):
             raise ValueError(
@@ -219,10 +219,10 @@ def find_savable_operations(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(savable)
 
 
-def _explain_refusal(operation: Any) -> str:
+def _explain_unsavable(operator: Any) -> str:
     """Return the reason why a policy cannot save the result of an operator, or ""."""
-    schema = operation._schema
-    if has_kernel(operation, "CompositeImplicitAutograd"):
+    schema = operator._schema
+    if has_kernel(operator, "CompositeImplicitAutograd"):
         return "is a composite operator; name the operators that it decomposes into, such as aten.mm for aten.linear"
     if schema.is_mutable:
         return "writes to its arguments, as its recomputation must"
@@ -230,7 +230,7 @@ def _explain_refusal(operation: Any) -> str:
         return "returns a view of its argument; name the operator that computes the argument"
     if not any("Tensor" in str(returned.type) for returned in schema.returns):
         return "returns no tensor"
-    if torch.Tag.nondeterministic_seeded in operation.tags:
+    if torch.Tag.nondeterministic_seeded in operator.tags:
         return (
             "draws random numbers, and its recomputation must draw them again, so that later operators draw the same "
             "numbers as in the forward"
@@ -281,34 +281,34 @@ def _make_policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Ch
     calls = {False: 0, True: 0}  # by is_recompute: torch 2.11 also calls the policy in the recomputation
     matmuls_before = count.matmuls
 
-    def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saves = operation in SAVED_OPS or operation in changes.also_save
-        if operation in MATMUL_OPS:
+    def decide(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saves = operator in SAVED_OPS or operator in changes.also_save
+        if operator in MATMUL_OPS:
             calls[ctx.is_recompute] += 1
             count.matmuls = calls[False]
             saves = saves or (matmuls_before - calls[ctx.is_recompute]) % 2 == 1
-        saves = saves and operation not in changes.never_save and not _has_dropout(operation, args, kwargs)
+        saves = saves and operator not in changes.never_save and not _has_dropout(operator, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 
 
-def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call is attention with dropout.
 
     It must be recomputed, so that it draws random numbers again and later dropouts get the masks of the forward.
     """
-    index = _find_dropout_index(operation)
+    index = _find_dropout_index(operator)
     return index is not None and bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @functools.cache
-def _find_dropout_index(operation: Any) -> int | None:
-    names = [argument.name for argument in operation._schema.arguments] if isinstance(operation, OpOverload) else []
+def _find_dropout_index(operator: Any) -> int | None:
+    names = [argument.name for argument in operator._schema.arguments] if isinstance(operator, OpOverload) else []
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_in_shared_input_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Run the module's `SHARED_INPUT_HOOK_KEY` around `forward` in its recomputation too."""
     before, after = (
         module._forward_pre_hooks.get(SHARED_INPUT_HOOK_KEY),
@@ -353,7 +353,7 @@ class Checkpointing(ForwardWrapper):
 
             if torch.compiler.is_compiling():
                 return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
-            recomputed = _wrap_in_hooks(module, block)
+            recomputed = _wrap_in_shared_input_hooks(module, block)
             if by_policy:
                 count = module.__dict__.setdefault("_matmul_count", MatmulCount())
                 contexts = functools.partial(make_selective_contexts, changes, count)

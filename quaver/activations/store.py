@@ -78,13 +78,13 @@ def store_activations_in_float8(
         if has_wrapper(module, _Storing):
             raise ValueError(f"{quote_module_name(name)} stores its activations in float8 already")
     for name, module in model.named_modules():
-        bypassed = name in chosen or (module in matmuls and not isinstance(module, Float8Linear))
-        if bypassed and "forward" in vars(module):
+        is_wrapped = name in chosen or (module in matmuls and not isinstance(module, Float8Linear))
+        if is_wrapped and "forward" in vars(module):
             raise ValueError(
                 f"{quote_module_name(name)} overrides `forward` on the instance, which bypasses storing; patch the "
                 "class instead, or name other modules"
             )
-    _prepare_compiler()
+    _install_storing_partitioner()
     for name, module in chosen.items():
         wrap_forward(module, _Storing())
         module._activation_storage = ActivationStorage(name, block_size)  # type: ignore[assignment]
@@ -93,7 +93,7 @@ def store_activations_in_float8(
     return list(chosen)
 
 
-def _prepare_compiler() -> None:
+def _install_storing_partitioner() -> None:
     """Install the partitioner for the graphs that are compiled from now on. Raises RuntimeError."""
     from quaver.activations.partition import StoringPartitioner  # imports the compiler
     from quaver.torch_private.compiler import install_partitioner
@@ -129,10 +129,10 @@ def find_default_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _match_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
-    listed = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
-    if not listed or not all(isinstance(pattern, str) for pattern in listed):
+    given = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else [patterns]
+    if not given or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"modules: expected patterns of names, got {patterns!r}; None chooses the default modules")
-    for pattern in listed:
+    for pattern in given:
         matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])
@@ -192,7 +192,7 @@ def _fake_begin(module: str, block_size: int) -> Tensor:
         )
     elif module:
         try:
-            _prepare_compiler()  # for an unpickled module, or if the setting was cleared since
+            _install_storing_partitioner()  # for an unpickled module, or if the setting was cleared since
         except RuntimeError as error:
             report_slow_path(
                 "stored activations of another partitioner", f"compiled code does not store activations: {error}"

@@ -125,11 +125,11 @@ def _record_saved(saved: list[SavedActivation], parameters: Iterable[nn.Paramete
             index, first_bytes = first_views[key]
             first = saved[index]
             bytes_before = min(local.nbytes, first.bytes_before - first_bytes)
-            is_left = stored is None and first.sqnr_db is None
+            is_unconverted = stored is None and first.sqnr_db is None
             saved[index] = replace(
                 first,
                 bytes_before=first.bytes_before - bytes_before,
-                bytes_after=first.bytes_after - (bytes_before if is_left else 0),
+                bytes_after=first.bytes_after - (bytes_before if is_unconverted else 0),
             )
         counted_views.add(view)
         counted.setdefault(key, StorageWeakRef(storage))

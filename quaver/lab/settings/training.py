@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.activations import CHECKPOINT_MODES
-from quaver.activations.policy import find_operations, find_savable_operations, parse_selective_option
+from quaver.activations.policy import find_operators, find_savable_operators, parse_selective_option
 from quaver.lab.settings.fields import (
     AtLeast1,
     FiniteNotNegative,
@@ -129,7 +129,7 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
         with reraise_as_input_error("activation_checkpoint."):
             every = parse_selective_option(self.selective_ac_option)
-        readers = {"selective_ac_also_save": find_savable_operations, "selective_ac_never_save": find_operations}
+        readers = {"selective_ac_also_save": find_savable_operators, "selective_ac_never_save": find_operators}
         for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"

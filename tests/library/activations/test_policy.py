@@ -28,8 +28,8 @@ from quaver import (
 from quaver.activations.policy import (
     MATMUL_OPS,
     apply_activation_checkpointing,
-    find_operations,
-    find_savable_operations,
+    find_operators,
+    find_savable_operators,
 )
 from quaver.kernels import cpu
 from quaver.linear.class_change import get_class_parts
@@ -530,11 +530,11 @@ def test_operators_without_a_result_to_save_are_refused(name, reason):
 
 
 def test_operators_are_found_by_name():
-    assert find_savable_operations(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
-    named = find_operations(["aten.add", "aten.mul.Tensor"])
+    assert find_savable_operators(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
+    named = find_operators(["aten.add", "aten.mul.Tensor"])
     assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
     assert torch.ops.aten.mul.out not in named
     for name in ("abs", "aten.nothing", "nowhere.abs", "aten.abs.nothing", "", "aten.__class__", "aten.abs.default.x"):
         with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
-            find_operations([name])
+            find_operators([name])
         assert repr(name) in str(raised.value)
