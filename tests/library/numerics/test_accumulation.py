@@ -13,7 +13,7 @@ from tests.recipes import E4M3, E5M2
 from tests.reference import assert_same_bits
 
 
-def codes(rows, columns, step, dtype):
+def make_codes(rows, columns, step, dtype):
     """Return finite codes of all exponents, a third of them negative."""
     n = torch.arange(rows * columns).view(rows, columns)
     return ((n * n * step + n * 7) % 251 % 124 + 128 * ((n * step) % 3 == 0)).to(torch.uint8).view(dtype)
@@ -30,12 +30,12 @@ RECORDED = {
 
 @pytest.mark.parametrize(("dtype", "is_fast"), RECORDED)
 def test_sums_have_the_bits_of_mmaemu(dtype, is_fast):
-    a, b = codes(2, 1200, 5, dtype), codes(3, 1200, 11, E4M3)
+    a, b = make_codes(2, 1200, 5, dtype), make_codes(3, 1200, 11, E4M3)
     expected = torch.tensor(RECORDED[dtype, is_fast]).view(2, 3)
     assert_same_bits(accumulate(a, b, HOPPER, use_fast_accum=is_fast), expected)
 
 
-def exponent(value):
+def get_exponent(value):
     return math.frexp(value)[1] - 1
 
 
@@ -49,11 +49,11 @@ def sum_by_rule(a, b, rule, smallest):
     for start in range(0, len(a), rule.products_per_step):
         step = slice(start, start + rule.products_per_step)
         pairs = [(x, y) for x, y in zip(a[step], b[step], strict=True) if x * y]
-        tops = [max(exponent(x), smallest) + max(exponent(y), smallest) for x, y in pairs]
-        tops += [exponent(total)] if total else []
-        unit = Fraction(2) ** (max(tops, default=0) - rule.fraction_bits)
+        exponents = [max(get_exponent(x), smallest) + max(get_exponent(y), smallest) for x, y in pairs]
+        exponents += [get_exponent(total)] if total else []
+        unit = Fraction(2) ** (max(exponents, default=0) - rule.fraction_bits)
         total = truncate(total, unit) + sum(truncate(Fraction(x) * Fraction(y), unit) for x, y in pairs)
-        total = truncate(total, Fraction(2) ** (exponent(total) - rule.fraction_bits)) if total else total
+        total = truncate(total, Fraction(2) ** (get_exponent(total) - rule.fraction_bits)) if total else total
     return float(total)
 
 
@@ -80,7 +80,7 @@ def test_a_subnormal_code_has_the_exponent_of_the_smallest_normal_one():
     assert accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=True).item() == 0.5 + 31 * 2.0**-12
 
 
-def test_values_that_are_not_finite_and_empty_operands():
+def test_sums_keep_nonfinite_values_and_take_empty_operands():
     a, b = torch.ones(2, 64), torch.ones(3, 64)
     a[0, 3] = math.nan
     sums = accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=False)
@@ -95,7 +95,7 @@ def test_values_that_are_not_finite_and_empty_operands():
 @pytest.mark.parametrize(
     ("operands", "fast", "exact", "casts"), [("normal", 57.2, 77.8, 28.5), ("positive", 23.0, 63.7, 55.3)]
 )
-def test_what_sums_and_casts_cost(operands, fast, exact, casts):
+def test_sums_and_casts_lose_the_documented_decibels(operands, fast, exact, casts):
     """The rows of docs/numerics.md for K = 4096."""
     left, right = torch.randn(2, 16, 4096)
     if operands == "positive":
@@ -103,7 +103,7 @@ def test_what_sums_and_casts_cost(operands, fast, exact, casts):
     assert compare_sums("tensorwise", left, right) == pytest.approx((casts, fast, exact), abs=1.5)
 
 
-def test_scales_of_rows_and_blocks():
+def test_sums_take_scales_of_rows_and_blocks():
     """Rows of all sizes weigh as their scales say; scales of 128 multiply each chain, and those of 32 nothing runs."""
     left, right = torch.randn(64, 512).abs() * 2.0 ** torch.arange(64)[:, None], torch.randn(40, 512).abs()
     rows, blocks = compare_sums("rowwise", left, right), compare_sums("blockwise", left, right)

@@ -27,13 +27,13 @@ def update(samples: Iterable[dict[str, Any]], header: dict[str, Any] | None = No
     return [event for sample in samples for event in alarms.update(header, sample)]
 
 
-def events(changes: dict[tuple[str, str], dict[str, Any]], steps: Container[int], last=30, recipe="tensorwise"):
+def collect_events(changes: dict[tuple[str, str], dict[str, Any]], steps: Container[int], last=30, recipe="tensorwise"):
     """Return the events of the steps 1 to `last`, with `changes` in the samples of `steps`."""
     samples = (make_sample(step, changes if step in steps else None) for step in range(1, last + 1))
     return update(samples, make_header(recipe))
 
 
-def scaled(operand: str, by: float) -> dict[str, Any]:
+def scale_statistics(operand: str, by: float) -> dict[str, Any]:
     return {"rms": RMS[operand] * by, "amax": 5 * RMS[operand] * by}
 
 
@@ -45,14 +45,14 @@ FAULTS = {
     "wrong product": ({(UP, "grad_input"): {"sqnr_db": 3.0}}, "result", "grad_input", 1),
     "no gradient": ({(UP, "grad_output"): {"amax": 0.0, "rms": 0.0, "sqnr_db": None}}, "zero", "grad_output", 1),
     "outliers": ({(DOWN, "input"): {"underflow": 0.3}}, "underflow", "input", 1),
-    "larger weight": ({(DOWN, "weight"): scaled("weight", 100)}, "jump", "weight", 0),
-    "small gradient": ({(DOWN, "grad_weight"): scaled("grad_weight", 1e-6)}, "jump", "grad_weight", 1),
+    "larger weight": ({(DOWN, "weight"): scale_statistics("weight", 100)}, "jump", "weight", 0),
+    "small gradient": ({(DOWN, "grad_weight"): scale_statistics("grad_weight", 1e-6)}, "jump", "grad_weight", 1),
 }
 
 
 @pytest.mark.parametrize(("changes", "rule", "operand", "late"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_raises_one_alarm_with_its_name(changes, rule, operand, late):
-    (alarm,) = [event for event in events(changes, range(12, 99)) if isinstance(event, Alarm)]
+    (alarm,) = [event for event in collect_events(changes, range(12, 99)) if isinstance(event, Alarm)]
     (layer, _), *_ = changes
     assert (alarm.rule, alarm.layer, alarm.operand, alarm.since, alarm.step) == (rule, layer, operand, 12, 12 + late)
     assert f"{layer} {operand}" in alarm.message
@@ -68,21 +68,21 @@ def test_a_user_may_add_a_rule():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_a_healthy_run_raises_none(recipe):
-    assert events({}, range(0), last=60, recipe=recipe) == []
+    assert collect_events({}, range(0), last=60, recipe=recipe) == []
 
 
 @pytest.mark.parametrize("name", ["lower scale", "no gradient", "outliers"])
 def test_an_alarm_is_cleared_once_when_its_cause_ends_and_can_come_again(name):
     changes, rule, operand, late = FAULTS[name]
     (layer, _), *_ = changes
-    history = events(changes, [*range(10, 15), *range(25, 28)], last=40)
+    history = collect_events(changes, [*range(10, 15), *range(25, 28)], last=40)
     assert [type(event) for event in history] == [Alarm, AlarmCleared, Alarm, AlarmCleared]
     assert history[1] == AlarmCleared(16 if rule == "codes" else 15 + late, rule, layer, operand)
     assert history[2].since == 25
 
 
 def test_an_alarm_needs_as_many_samples_in_a_row_as_its_rule_says():
-    assert events(FAULTS["outliers"][0], [10, 12, 14]) == []
+    assert collect_events(FAULTS["outliers"][0], [10, 12, 14]) == []
 
 
 def test_a_value_between_raising_and_clearing_keeps_an_alarm():
@@ -92,21 +92,24 @@ def test_a_value_between_raising_and_clearing_keeps_an_alarm():
 
 
 def test_weights_that_a_learning_rate_ruins_in_the_first_step_alarm_in_the_second():
-    (alarm, *_) = events({(DOWN, "weight"): scaled("weight", 1e4), (UP, "output"): scaled("output", 1e4)}, range(2, 99))
+    (alarm, *_) = collect_events(
+        {(DOWN, "weight"): scale_statistics("weight", 1e4), (UP, "output"): scale_statistics("output", 1e4)},
+        range(2, 99),
+    )
     assert (alarm.rule, alarm.layer, alarm.operand, alarm.step) == ("jump", DOWN, "weight", 2)
-    warmed_up = {(layer, "weight"): scaled("weight", 100) for layer in LAYERS}
-    assert events(warmed_up, range(2, 99), last=3) == []
+    warmed_up = {(layer, "weight"): scale_statistics("weight", 100) for layer in LAYERS}
+    assert collect_events(warmed_up, range(2, 99), last=3) == []
 
 
 def test_consequences_of_a_cause_raise_no_alarm():
-    changes = {(layer, "grad_output"): scaled("grad_output", 1e6) for layer in LAYERS}
-    changes |= {(layer, "grad_weight"): scaled("grad_weight", 1e6) for layer in LAYERS}
-    (alarm, *rest) = events(changes, range(12, 99))
+    changes = {(layer, "grad_output"): scale_statistics("grad_output", 1e6) for layer in LAYERS}
+    changes |= {(layer, "grad_weight"): scale_statistics("grad_weight", 1e6) for layer in LAYERS}
+    (alarm, *rest) = collect_events(changes, range(12, 99))
     assert (alarm.rule, alarm.layer, alarm.operand) == ("jump", LAYERS[-1], "grad_output")
     assert alarm.followers == 2 * len(LAYERS) - 1
     assert [(type(event), event.stays) for event in rest] == [(AlarmCleared, True)]  # the new level is the usual one
     assert rest[0].message == f"{LAYERS[-1]} grad_output: jump has not come back; this is its new level"
-    came_back = events(changes, range(12, 14))
+    came_back = collect_events(changes, range(12, 14))
     stays = [(type(event), getattr(event, "stays", None)) for event in came_back]
     assert stays == [(Alarm, None), (AlarmCleared, False)]
 
@@ -141,15 +144,17 @@ def test_a_follower_that_stays_bad_after_a_fallback_of_its_cause_raises_the_next
 
 def test_delayed_scales_may_clip_what_rounding_hides():
     changes = {(UP, "input"): {"saturated": 1e-4, "sqnr_db": 29.0}}
-    assert events(changes, range(12, 99), recipe="delayed") == []
-    assert [event.rule for event in events(changes, range(12, 99))] == ["saturation"]
+    assert collect_events(changes, range(12, 99), recipe="delayed") == []
+    assert [event.rule for event in collect_events(changes, range(12, 99))] == ["saturation"]
     changes[UP, "input"]["sqnr_db"] = 20.0
-    assert [event.rule for event in events(changes, range(12, 99), recipe="delayed")] == ["saturation"]
+    assert [event.rule for event in collect_events(changes, range(12, 99), recipe="delayed")] == ["saturation"]
 
 
 def test_exponential_growth_alarms_and_growth_that_slows_down_does_not():
     def rules(exponent: Any):
-        samples = (make_sample(step, {(UP, "input"): scaled("input", 2 ** exponent(step))}) for step in range(1, 25))
+        samples = (
+            make_sample(step, {(UP, "input"): scale_statistics("input", 2 ** exponent(step))}) for step in range(1, 25)
+        )
         return [event.rule for event in update(samples)]
 
     assert rules(lambda step: 1.2 * step)[0] == "growth"

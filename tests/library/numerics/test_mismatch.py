@@ -41,12 +41,12 @@ def test_figures_are_those_of_the_formulas():
         ((TRAIN[:, :2], ROLLOUT[:, 1:]), "logprobs_rollout: expected finite values, got 1 of 4"),
     ],
 )
-def test_useless_arguments_give_one_line_errors(arguments, message):
+def test_bad_arguments_of_a_mismatch_are_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message):
         compute_mismatch(*arguments)
 
 
-def test_the_monitor_alarms_once_and_clears(tmp_path):
+def test_a_mismatch_alarms_once_and_clears(tmp_path):
     """The worst figures since the last sample count, in a sample that is taken; the record gives the same alarms."""
     model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config="rowwise")
     optimizer, events = torch.optim.SGD(model.parameters(), lr=0.01), []

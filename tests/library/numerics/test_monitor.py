@@ -151,7 +151,7 @@ def test_equal_layers_share_one_compiled_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first input, too, is one with a gradient
 
 
-def test_micro_batches_are_one_sample():
+def test_microbatches_merge_into_one_sample():
     (_, (header, sample)) = train_and_monitor(make("rowwise"), count=1, micro_batches=3)
     casts = ((tensor["operand"], tensor["cast"]) for tensor in header["tensors"])
     numel = dict(zip(casts, sample["numel"], strict=True))
@@ -159,7 +159,7 @@ def test_micro_batches_are_one_sample():
     assert numel["weight", "row"] == 32 * 64
 
 
-def test_which_steps_are_sampled_and_which_linears_have_extras():
+def test_every_kth_step_is_sampled_and_linears_take_turns_with_extras():
     _, lines = train_and_monitor(make(), every=2, count=8, extras_every=2)
     assert [line["step"] for line in lines[1:]] == [1, 2, 4, 6, 8]
     layers = [tensor["layer"] for tensor in lines[0]["tensors"]]
@@ -172,7 +172,7 @@ def test_which_steps_are_sampled_and_which_linears_have_extras():
     assert lines[0]["step"] == 11
 
 
-def test_the_sums_of_a_gpu_are_those_of_its_rule():
+def test_sums_of_a_gpu_follow_its_accumulation():
     """Only the samples with extras have sums, and a matmul in high precision has none."""
     model = make("rowwise_with_gw_hp")
     weight = model.up.weight.detach().clone()
@@ -279,7 +279,7 @@ def step_both(model, optimizers, other):
 
 
 @pytest.mark.parametrize("run_step", [step_in_turn, step_halves, step_both])
-def test_a_step_ends_once_whatever_steps_beside(run_step):
+def test_a_step_ends_once_beside_other_optimizers(run_step):
     model, other = make(), make()
     parts = [model] if run_step is step_in_turn else [model.up, model.down]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]

@@ -38,10 +38,10 @@ def begin_weight_cast(weight, casts=1):
         ([SAME, SAME, NOT_FINITE], {0: 2}),
     ],
 )
-def test_the_rank_that_most_others_differ_from(weights, expected):
+def test_the_rank_that_differs_from_the_majority_is_found(weights, expected):
     assert find_disagreements([begin_weight_cast(weight) for weight in weights], [0]) == expected
 
 
-def test_the_number_of_micro_batches_may_differ():
+def test_ranks_may_run_different_numbers_of_microbatches():
     assert find_disagreements([begin_weight_cast(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
     assert find_disagreements([begin_weight_cast(SAME, casts=3), begin_weight_cast(OTHER, casts=7)], [0]) == {0: 1}

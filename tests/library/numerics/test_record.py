@@ -31,7 +31,7 @@ def write_record(path: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_record_reads_what_was_written(tmp_path):
     counts = encode_counts([0, 1, 1000])
     histogram = {"low": -3, "bins": 3, "before": [counts, None], "after": [counts, None]}
     alarm = {"kind": "alarm", "step": 20, "rule": "saturation", "value": math.inf}
@@ -145,6 +145,6 @@ def test_what_is_not_a_record_is_refused_in_one_line(tmp_path, lines, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_without_statistics(tmp_path):
+def test_a_run_without_statistics_is_refused(tmp_path):
     with pytest.raises(ValueError, match="record them with quaver.monitor"):
         Record.read(tmp_path)

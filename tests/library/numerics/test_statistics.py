@@ -57,7 +57,7 @@ def summarize(hp: torch.Tensor, operand: Operand) -> dict[str, list[float]]:
     return summarize_slots(observe_matrix(hp, operand)[None], [None])
 
 
-def reference(hp: torch.Tensor, operand: Operand) -> dict[str, float]:
+def compute_reference(hp: torch.Tensor, operand: Operand) -> dict[str, float]:
     """Return every statistic by its definition, in float64."""
     codes, dequant, layout, quant, _ = operand
     values, fp8 = hp.double().numpy(), codes.double().numpy()
@@ -106,7 +106,7 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
     for name, column in itertools.product(("input", "weight", "grad_output"), (False, True)):
         operand = cast(hp, recipe, name, column)
         summary = summarize(hp, operand)
-        for statistic, value in reference(hp, operand).items():
+        for statistic, value in compute_reference(hp, operand).items():
             tolerance = 0 if statistic in EXACT else 6e-6
             expected = None if value is None else pytest.approx(value, rel=tolerance, abs=0, nan_ok=True)
             assert summary[statistic] == [expected], (statistic, name, column)

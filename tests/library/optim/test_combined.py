@@ -209,7 +209,7 @@ def test_param_groups_are_those_that_the_optimizers_have_now(kinds, copied):
     assert len(optimizer.state_dict()["state"]) == 4
 
 
-def test_schedulers_that_cycle_momentum_and_changes_of_the_state():
+def test_schedulers_cycle_momentum_and_the_state_can_be_changed():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     parts = [torch.optim.AdamW(part.parameters()) for part in model]
     optimizer = CombinedOptimizer(*parts)

@@ -110,7 +110,7 @@ def test_states_of_muon_are_converted_in_both_directions():
     muon.step()
 
 
-def test_a_byte_per_element_and_a_scale_per_256():
+def test_momentum_has_a_byte_per_element_and_a_scale_per_256():
     (parameter,), optimizer = train(shapes=[(64, 512)])
     assert count_state_bytes(optimizer, parameter) == 1 + 4 / 256
 

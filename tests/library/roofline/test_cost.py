@@ -43,7 +43,7 @@ def test_recipes_rank_by_what_they_read_and_multiply():
         ("delayed_with_dynamic_weight", ((4, 8, 4), (2, 3, 2)), ((4, 6, 4), (2, 2, 2))),
     ],
 )
-def test_bytes_and_kernels_of_the_casts(recipe, apart, at_once):
+def test_casts_cost_the_documented_bytes_and_kernels(recipe, apart, at_once):
     """The casts of a weight are made apart for each of its matmuls, or at once for both."""
     for microbatches, expected in ((None, apart), (1, at_once)):
         casts = compute_cast_costs(recipe, microbatches=microbatches)
