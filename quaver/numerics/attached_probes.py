@@ -89,10 +89,6 @@ class AttachedProbes:
         """Return whether a module with a probe is in training mode. In `eval()` mode it is not sampled."""
         return any(weight.module.training for weight in self._weights.values())
 
-    def list_names(self) -> list[str]:
-        """Return the names of the weights."""
-        return list(self._weights)
-
     def has_new_configs(self) -> bool:
         """Return whether a module has another config than `configs` has, as after `set_high_precision_matmuls`."""
         return self.configs != self._list_configs()

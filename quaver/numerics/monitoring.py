@@ -120,13 +120,7 @@ class Monitor:
         try:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
-            if self._rank_count > 1:
-                options = (
-                    f"every={self.every}, extras_every={self.extras_every}, completed_steps={self.completed_steps}, "
-                    f"{hardware=}, {steps_by_hand=}"
-                )
-                tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._probes.tensors]
-                check_ranks_agree([options, *tensors], group, subject="what they monitor")
+            self._check_ranks_agree(steps_by_hand)
             self._plan_next_step()
             self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:
@@ -163,6 +157,16 @@ class Monitor:
             self._sampling.hardware = get_accumulation(self._hardware)
             if not self.extras_every:
                 raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
+
+    def _check_ranks_agree(self, steps_by_hand: bool) -> None:
+        if self._rank_count == 1:
+            return
+        options = (
+            f"every={self.every}, extras_every={self.extras_every}, completed_steps={self.completed_steps}, "
+            f"hardware={self._hardware!r}, {steps_by_hand=}"
+        )
+        tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._probes.tensors]
+        check_ranks_agree([options, *tensors], self._group, subject="what they monitor")
 
     def _make_header(self, step: int) -> dict[str, Any]:
         names = {config.recipe_name for config in self._probes.configs.values()}
@@ -248,18 +252,17 @@ class Monitor:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
         is_sampled = self.is_sampled(step)
-        names = self._probes.list_names() if is_sampled and self.extras_every else []
+        names = self._probes.configs if is_sampled and self.extras_every else {}
         # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
         index = step // self.every
         with_extras = {name for i, name in enumerate(names) if step == 1 or (i + index) % self.extras_every == 0}
         if self._rank_count == 1:  # other ranks do not know the suspects
-            with_extras |= self._writer.suspects & set(names)
-        tensors, configs = self._probes.tensors, self._probes.configs
-        numbers = {tensor.name: tensor.probe.key for tensor in tensors if tensor.name in with_extras}
+            with_extras |= self._writer.suspects & names.keys()
+        keys = {tensor.name: tensor.probe.key for tensor in self._probes.tensors if tensor.name in with_extras}
         with_sums: frozenset[int] = frozenset()
         if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
-            with_sums = frozenset(number for name, number in numbers.items() if not configs[name].emulate)
-        self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
+            with_sums = frozenset(key for name, key in keys.items() if not self._probes.configs[name].emulate)
+        self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(keys.values()), with_sums=with_sums)
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         if not self._is_open or runs_in_backward():

@@ -208,8 +208,16 @@ class Record:
         """
         path = Path(path)
         path = path / RECORD_FILE_NAME if path.is_dir() else path
-        lines, is_torn = _read_lines(path)
-        return _build_record(path, lines, is_torn, keeps_lines)
+        if not path.is_file():
+            raise InputError(
+                f"expected statistics in {str(path)!r}, which is not a file; record them with quaver.monitor"
+            )
+        try:
+            lines = [line for _, line in _iter_lines(path)]
+        except OSError as error:
+            raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+        complete = [line for line in lines if line is not None]
+        return _build_record(path, complete, len(complete) < len(lines), keeps_lines)
 
 
 def read_last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -236,17 +244,6 @@ def _iter_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             yield text, _parse_line(text, path, number) if text.endswith(b"\n") else None
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    if not path.is_file():
-        raise InputError(f"expected statistics in {str(path)!r}, which is not a file; record them with quaver.monitor")
-    try:
-        lines = [line for _, line in _iter_lines(path)]
-    except OSError as error:
-        raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    complete = [line for line in lines if line is not None]
-    return complete, len(complete) < len(lines)
 
 
 def _parse_line(text: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -132,11 +133,8 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     slot[SlotIndex.NUMEL] = hp.numel()
     codes, layout, quant, dequant = None, TENSORWISE, _UNIT_SCALE, _UNIT_SCALE
     if cast is not None:
-        codes, layout, dequant = (
-            cast.data,
-            cast.layout,
-            require(cast.dequant_scale, "the dequant_scale").double().contiguous(),
-        )
+        codes, layout = cast.data, cast.layout
+        dequant = require(cast.dequant_scale, "the dequant_scale").double().contiguous()
         quant = dequant.reciprocal() if cast.quant_scale is None else cast.quant_scale.double().contiguous()
     sums = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
     if sums is None:
@@ -286,34 +284,34 @@ def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[s
     microbatch casts the weight again, but its elements count once.
     """
     table = slots.numpy().copy()
-    entries = {index.name: table[:, index] for index in SlotIndex}
+    slot = SimpleNamespace(**{index.name.lower(): table[:, index] for index in SlotIndex})
     for position, numel in enumerate(weight_numel):
-        if numel and entries["NUMEL"][position]:
-            share = numel / entries["NUMEL"][position]
+        if numel and slot.numel[position]:
+            share = numel / slot.numel[position]
             table[position, _SUMS] *= share
-            entries["FOURTH_POWERS"][position] *= share
+            slot.fourth_powers[position] *= share
     with np.errstate(all="ignore"):
-        has_elements, has_codes, has_scales = (entries[name] > 0 for name in ("NUMEL", "WITH_CODES", "SCALES"))
-        finite = entries["NUMEL"] - entries["NONFINITE"]
-        nonzero, has_worst = finite - entries["ZEROS"], has_scales & (entries["WORST_RATIO"] >= 0)
-        has_sqnr = (entries["REFERENCE"] > 0) | (entries["NOISE"] > 0)
-        medians = _find_medians(table[:, EXPONENTS], entries["SCALE_MIN"], entries["SCALE_MAX"])
+        has_elements, has_codes, has_scales = slot.numel > 0, slot.with_codes > 0, slot.scales > 0
+        finite = slot.numel - slot.nonfinite
+        nonzero, has_worst = finite - slot.zeros, has_scales & (slot.worst_ratio >= 0)
+        has_sqnr = (slot.reference > 0) | (slot.noise > 0)
+        medians = _find_medians(table[:, EXPONENTS], slot.scale_min, slot.scale_max)
         values = {
-            "numel": (entries["NUMEL"], has_elements),
-            "amax": (entries["AMAX"], finite > 0),
-            "rms": (np.sqrt(entries["SIGNAL"] / finite), finite > 0),
-            "smallest": (entries["SMALLEST"], nonzero > 0),
-            "underflow": (np.where(nonzero > 0, entries["UNDERFLOW"] / nonzero, 0), has_codes),
-            "saturated": (entries["SATURATED"] / entries["WITH_CODES"], has_codes),
-            "sqnr_db": (compute_ratio_db(entries["REFERENCE"], entries["NOISE"]), has_sqnr),
-            "scale_min": (entries["SCALE_MIN"], has_scales),
+            "numel": (slot.numel, has_elements),
+            "amax": (slot.amax, finite > 0),
+            "rms": (np.sqrt(slot.signal / finite), finite > 0),
+            "smallest": (slot.smallest, nonzero > 0),
+            "underflow": (np.where(nonzero > 0, slot.underflow / nonzero, 0), has_codes),
+            "saturated": (slot.saturated / slot.with_codes, has_codes),
+            "sqnr_db": (compute_ratio_db(slot.reference, slot.noise), has_sqnr),
+            "scale_min": (slot.scale_min, has_scales),
             "scale_median": (medians, has_scales),
-            "scale_max": (entries["SCALE_MAX"], has_scales),
-            "scale_worst": (entries["WORST_INDEX"], has_worst),
-            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), entries["WORST_RATIO"]), has_worst),
-            "nonfinite": (entries["NONFINITE"], has_elements),
-            "zeros": (entries["ZEROS"] / entries["NUMEL"], has_elements),
-            "kurtosis": (entries["FOURTH_POWERS"] * finite / entries["SIGNAL"] ** 2, nonzero > 0),
+            "scale_max": (slot.scale_max, has_scales),
+            "scale_worst": (slot.worst_index, has_worst),
+            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), slot.worst_ratio), has_worst),
+            "nonfinite": (slot.nonfinite, has_elements),
+            "zeros": (slot.zeros / slot.numel, has_elements),
+            "kurtosis": (slot.fourth_powers * finite / slot.signal**2, nonzero > 0),
         }
     return {name: _round_column(name, *values[name]) for name in STATISTICS}
 

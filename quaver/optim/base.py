@@ -194,17 +194,14 @@ class Float8Optimizer(Optimizer):
 
         A write to the parameter since the last step, such as `load_state_dict`, is copied into its master.
         """
-        if not self.state[parameter]:
+        state = self.state[parameter]
+        if not state:
             if "float8" in [group[moment] for moment in get_layout(parameter, group).moments]:
                 self._log_float32(parameter)
-            self.state[parameter].update(make_state(parameter, group))
-        elif "master" in self.state[parameter] and self._is_written(parameter):
-            update_master(parameter, self.state[parameter]["master"])
-        return int(self.state[parameter]["step"].item()) + 1
-
-    def _is_written(self, parameter: Tensor) -> bool:
-        """Return whether a parameter was written to since its last step, or that is unknown."""
-        return self._versions.get(parameter) != get_version(get_local_tensor(parameter))
+            state.update(make_state(parameter, group))
+        elif "master" in state and self._versions.get(parameter) != get_version(get_local_tensor(parameter)):
+            update_master(parameter, state["master"])
+        return int(state["step"].item()) + 1
 
     def _get_skip_counter(self, device: torch.device) -> Tensor:
         if device not in self._skipped:

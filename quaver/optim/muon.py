@@ -130,7 +130,9 @@ class Float8Muon(Float8Optimizer):
         for span in spans:
             _advance_momentum(span, grad, old, new, update, group, block_amaxes)
 
-        whole_update = _gather_whole(wrap_local(parameter, update, tuple(parameter.shape)))
+        whole_update = wrap_local(parameter, update, tuple(parameter.shape))
+        if isinstance(whole_update, DTensor):
+            whole_update = whole_update.full_tensor()
         is_finite = whole_update.isfinite().all()
         self._get_skip_counter(grad.device).add_(~is_finite)
         for target, updated in zip(old, new, strict=True):
@@ -194,10 +196,6 @@ def _slice_rows(tensor: Tensor | None, span: RowSpan) -> Any:
 
 def _draw_bits(span: RowSpan, device: torch.device) -> Tensor:
     return draw_random_bits(make_block_keys(*number_blocks([span], device)))
-
-
-def _gather_whole(update: Tensor) -> Tensor:
-    return update.full_tensor() if isinstance(update, DTensor) else update
 
 
 def _take_shard(matrix: Tensor, parameter: Tensor) -> Tensor:

@@ -81,9 +81,8 @@ def is_small(parameter: Tensor) -> bool:
 
 def choose_storage(parameter: Tensor, wanted: str) -> str:
     """Return how a moment is stored: as `wanted`, or in float32 if the parameter is small or its shards lack scales."""
-    if is_small(parameter):
-        return "float32"
-    return "float32" if wanted == "float8" and explain_block_obstacle(parameter) else wanted
+    is_float32 = is_small(parameter) or (wanted == "float8" and explain_block_obstacle(parameter))
+    return "float32" if is_float32 else wanted
 
 
 class StateLayout(NamedTuple):
