@@ -30,7 +30,7 @@ def make_all_gather_weights(named_weights: NamedWeights) -> None:
         for weight in iter_module_weights(module):
             _wrap(weight)
             if weight.scale_slots is not None:
-                weight.scale_slots.let_ranks_read_is_known()
+                weight.scale_slots.conversion_slots.ranks_read_is_known = True
         hooks = (
             module.register_state_dict_post_hook(_unwrap_in_state_dict),
             module.register_load_state_dict_post_hook(_wrap_after_load),

@@ -195,7 +195,7 @@ def _empty_scales(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _describe_granularity(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
-    """Return the arguments `dim` and `block_size` of `_call` for a scale."""
+    """Return the arguments `dim` and `block_size` of `_call_extension` for a scale."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
             return {"dim": _TENSORWISE}

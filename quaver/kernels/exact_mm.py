@@ -207,16 +207,11 @@ def _list_factors_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> lis
     return [scale for scale in (a_scale, b_scale) if scale is not None]
 
 
-def _multiply_scales(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first * second
-
-
 # The matmuls below write to `out`, because autocast would cast the operands of a plain torch.mm.
 def _bfloat16_mm(a: _WideOperand, b: _WideOperand, bias: Tensor | None, out: Tensor) -> Tensor:
     """Compute RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha: product of result_scales."""
-    alpha = _multiply_scales(a.result_scale, b.result_scale)
+    scales = [scale for scale in (a.result_scale, b.result_scale) if scale is not None]
+    alpha = functools.reduce(torch.mul, scales) if scales else None
     if is_cpu(out):  # out is bfloat16 (`_prefers_bfloat16`), and oneDNN applies alpha to its float32 sums
         torch.addmm(out, a.data, b.data, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
     else:

@@ -76,7 +76,6 @@ class Float8Module(nn.Module):
         return LastRun(self._name_kind(), any(weight.grad is not None for weight in self.parameters(recurse=False)))
 
     def _name_kind(self) -> str:
-        """Return `LastRun.kind` of this module."""
         return "experts"
 
     def get_cast_once_operands(self, name: str) -> Operands | None:

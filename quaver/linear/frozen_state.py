@@ -46,7 +46,11 @@ class FrozenState(FrozenFloat8Weight):
         return self.dequantize_codes() if self.values_hp is None else self.values_hp
 
     def find_exact_codes(self, values: Tensor) -> Tensor | None:
-        """Return codes of `values` with the scales of this tensor, or None if they are not exact."""
+        """Return codes of `values` with the scales of this tensor, or None if they are not exact.
+
+        Raises:
+            ValueError: they are not exact, and this is a shard, which must keep the scales of the whole weight.
+        """
         quantized = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FLOAT8_FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
@@ -57,7 +61,14 @@ class FrozenState(FrozenFloat8Weight):
                     layout=operand.layout,
                 )
                 operand.data.copy_((matrix.float() / units).clamp(-largest, largest).to(operand.data.dtype))
-            return quantized.data_fp8 if torch.equal(quantized.dequantize_codes(), values) else None
+            if torch.equal(quantized.dequantize_codes(), values):
+                return quantized.data_fp8
+        if self.is_part:
+            raise ValueError(
+                "these values do not fit the scales of the whole weight, which a shard must keep; load them before "
+                "fully_shard, or into a base that was frozen from the same weights"
+            )
+        return None
 
     def get_memory(self) -> Tensor:
         if self.values_hp is None:
@@ -118,21 +129,16 @@ class FrozenState(FrozenFloat8Weight):
             self._copy(values)
 
     def _copy(self, source: Tensor) -> None:
-        """Copy codes and scales, or quantize values. Raises ValueError for values that a shard cannot represent."""
+        """Copy codes and scales, or quantize values. Raises as `find_exact_codes`."""
         if self.copy_codes(source):
             return
         source = source.to_high_precision() if isinstance(source, FrozenFloat8Weight) else source
         source = source.to(self.device, self.dtype).expand(self.shape)
-        if not self.is_part:
-            self.write(source)
-            return
-        codes = self.find_exact_codes(source)
+        codes = self.find_exact_codes(source) if self.is_part else None
         if codes is None:
-            raise ValueError(
-                "these values do not fit the scales of the whole frozen weight, which a shard must keep; load them "
-                "before fully_shard, or into a base that was frozen from the same weights"
-            )
-        self.data_fp8.copy_(codes)
+            self.write(source)
+        else:
+            self.data_fp8.copy_(codes)
 
 
 def _find_first_row(

@@ -114,12 +114,9 @@ class Float8Linear(Float8Module, nn.Linear):
                     )
                 return F.linear(input, weight, self.bias)
             sharding = self.sharding or self._find_sharding(input)
-            return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
-        scales = NO_PERSISTENT_SCALES
-        if self.scale_slots is not None or self.float8_config.has_persistent_scales:
-            scales = self.begin_forward(input.device)
-        operands = self.get_cast_once_operands("weight")
-        return apply_linear(input, weight, self.bias, self.float8_config, scales, weight_operands=operands, linear=self)
+            if sharding is not None:
+                return sharding.forward(self, input)
+        return self.forward_local(input, None)
 
     def _find_sharding(self, input: Tensor) -> LinearSharding | None:
         """Return the sharding of a linear whose weight other code made a DTensor, or None for other weights."""
@@ -141,6 +138,8 @@ class Float8Linear(Float8Module, nn.Linear):
             operands = get_checked_operands(weight, self.float8_config)
         elif isinstance(weight, WrapperWeight):
             weight = weight.get_plain()
+        else:
+            operands = self.get_cast_once_operands("weight")
         output = apply_linear(
             input, weight, bias, self.float8_config, scales, weight_operands=operands, sharding=sharding, linear=self
         )

@@ -55,8 +55,6 @@ class MatmulProbe(Protocol):
 
 
 class _NoProbe:
-    """Observes nothing."""
-
     def observe_operands(self, *args: object, **options: object) -> None:
         pass
 

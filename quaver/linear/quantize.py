@@ -145,9 +145,9 @@ class MaterializedQuantizer(Quantizer):
         if cast_materialized is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         if cast.is_persistent and self.scale is not None:
-            power_of_2, is_materialized = self.casts.power_of_2, True
-            scale, dtype = self.scale, cast.float8_dtype
-            return cast_with_persistent_scale(hp, scale, dtype, row, column, power_of_2, is_materialized)
+            return cast_with_persistent_scale(
+                hp, self.scale, cast.float8_dtype, row, column, self.casts.power_of_2, True
+            )
         return cast_materialized(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.trailing_arguments)
 
 

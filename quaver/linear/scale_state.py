@@ -378,10 +378,6 @@ class LinearScaleSlots:
             "no persistent scale" if slot is None else f"loaded quant_scale {self.conversion_slots.loaded_scales[slot]}"
         )
 
-    def let_ranks_read_is_known(self) -> None:
-        """Set `ConversionScaleSlots.ranks_read_is_known`."""
-        self.conversion_slots.ranks_read_is_known = True
-
     def move_to(self, device: torch.device) -> None:
         device = add_device_index(device)
         if device.type != "meta" and device != self.conversion_slots.device:

@@ -322,7 +322,7 @@ def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
             "parallelism, use (Float8)ColwiseParallel or (Float8)RowwiseParallel on a mesh with one dim"
         )
     if linear.scale_slots is not None:
-        linear.scale_slots.let_ranks_read_is_known()
+        linear.scale_slots.conversion_slots.ranks_read_is_known = True
     if not isinstance(placement, Shard):
         layout = input.placements[0]
         by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1

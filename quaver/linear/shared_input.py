@@ -219,11 +219,13 @@ def choose_quantizer(
 
     `linear_id` is the id of the linear if it records gradients, else None.
     """
-    if torch.compiler.is_dynamo_compiling() or linear_id is None or activation.is_inference():
-        return Quantizer(casts, hp_dtype, scale)
-    if not _thread.forwards.parents and not isinstance(_get_dispatch_mode(), POLICY_MODES):
-        return Quantizer(casts, hp_dtype, scale)
-    if casts.row.is_disabled and casts.column.is_disabled:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or linear_id is None
+        or activation.is_inference()
+        or not (_thread.forwards.parents or isinstance(_get_dispatch_mode(), POLICY_MODES))
+        or (casts.row.is_disabled and casts.column.is_disabled)
+    ):
         return Quantizer(casts, hp_dtype, scale)
     return CachedQuantizer(casts, hp_dtype, scale, linear_id)
 

@@ -72,7 +72,7 @@ def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
     check_ranks_cast_alike(linear, sharding.group)
     linear.sharding = sharding
     if linear.scale_slots is not None:
-        linear.scale_slots.let_ranks_read_is_known()
+        linear.scale_slots.conversion_slots.ranks_read_is_known = True
 
 
 class _GatheringColwiseSharding(ColwiseSharding):

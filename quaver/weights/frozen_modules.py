@@ -97,11 +97,6 @@ def _convert_loaded(current: FrozenFloat8Weight, value: Tensor, weight: ModuleWe
     codes = _make_state(weight.parameter, current).find_exact_codes(values.to(current.data_fp8.device, current.dtype))
     if codes is not None:
         return _match_dtensor(current.with_codes(codes), value)
-    if current.is_part:
-        raise ValueError(
-            "these values do not fit the scales of the whole weight, which a shard must keep; load them before "
-            "fully_shard, or into a base that was frozen from the same weights"
-        )
     quantized = typing.cast(FrozenFloat8Weight, current.clone())
     quantized.write(values)
     return quantized

@@ -138,7 +138,7 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def _check_caller(self, *step: Any) -> None:
         if not self._is_stepping:
-            raise RuntimeError("step the optimizer that use_float8_primary_weights returned, not the one that it wraps")
+            raise RuntimeError("step the optimizer that use_float8_primary_weights returned, not the wrapped one")
 
     @contextmanager
     def _update_masters(self) -> Iterator[None]:
@@ -165,8 +165,8 @@ class Float8PrimaryOptimizer(Optimizer):
     def _check_weights(self) -> None:
         if hasattr(self.inner.step, "_wrapped_by_lr_sched"):
             raise RuntimeError(
-                "a scheduler was made for the wrapped optimizer; make it for the one that use_float8_primary_weights "
-                "returned"
+                "a scheduler was made for the wrapped optimizer; make it for the optimizer that "
+                "use_float8_primary_weights returned"
             )
         for name, module_weight, weight, master in self.primaries:
             if typing.cast(Tensor, module_weight.parameter) is not weight:
@@ -204,7 +204,6 @@ class Float8PrimaryOptimizer(Optimizer):
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copy the hyperparameters of param groups."""
     for group, options in zip(target, source, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
 

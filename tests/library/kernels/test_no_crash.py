@@ -151,7 +151,7 @@ for at, values in bad.items():
         assert_refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
 """,
 }
-"""Programs of which each ends, and in which the extension refuses what the name says."""
+"""Programs that end, each named by what the extension refuses in it."""
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
@@ -229,7 +229,7 @@ UNREAD = {("to_column_major_after", "gradient"), ("wait_for", "waiting"), ("wait
 
 
 def hand_to_every_operation(kind: str) -> None:
-    """Call each operation with each argument in turn of a kind: an error of one line, or the result of its copy."""
+    """Replace each argument of each operation by one of this kind: an error of one line, or the result of a copy."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
     assert len(names) >= 9
     for name in sorted(names):

@@ -1,6 +1,6 @@
 """Provides the tests of Triton kernels with inputs, the oracle, and an interpreter in another process.
 
-TRITON_INTERPRET must be set before triton is first imported, so the interpreter runs in a process of its own.
+TRITON_INTERPRET must be set before triton is first imported, so the interpreter runs in a separate process.
 """
 
 import contextlib

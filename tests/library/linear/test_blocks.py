@@ -62,7 +62,7 @@ def test_e8m0_scales_are_right_for_every_bfloat16_amax(dtype, largest, mode):
     ),
 )
 def test_each_block_is_cast_as_a_matrix(shape, size, mode, dtype):
-    """Each block is cast as a matrix of its own would be; the edge is cut. The layout of the matrix does not matter."""
+    """Each block is cast as a separate matrix would be, in any layout of the matrix; the last blocks are cut."""
     power_of_2, mode = mode != "float32", "rceil" if mode == "rceil" else ""
     hp = (torch.randn(shape) * torch.logspace(-2, 2, max(shape[1], 1))[: shape[1]]).to(dtype)
     hp[: size[0], : size[1]] = 0

@@ -304,7 +304,7 @@ def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_laye
 
 def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
     module = make_linear()
-    module.scale_slots.let_ranks_read_is_known()
+    module.scale_slots.conversion_slots.ranks_read_is_known = True
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     with warnings.catch_warnings():
