@@ -151,7 +151,6 @@ def _cast_groups_fake(hp: Tensor, cast: GroupCast) -> Operands:
 
 
 def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
-    """Make zeros for dequant_scale and quant_scale."""
     dequant = hp.new_zeros(get_scale_shape(layout, groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
 

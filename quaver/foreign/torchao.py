@@ -94,8 +94,9 @@ def is_torchao_tensor(weight: object) -> bool:
 
 def explain_inference_only(weight: object) -> str:
     """Return why a linear with this weight cannot train in float8, or "" for a weight that is not torchao's."""
-    kind = type(weight).__name__
-    return f"its weight is torchao's {kind}, which is quantized for inference" if is_torchao_tensor(weight) else ""
+    if not is_torchao_tensor(weight):
+        return ""
+    return f"its weight is torchao's {type(weight).__name__}, which is quantized for inference"
 
 
 @contextmanager

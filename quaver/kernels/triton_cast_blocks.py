@@ -64,12 +64,12 @@ class BlockRule(NamedTuple):
     columns: int
     is_e8m0: bool
     offset: int
-    """`e8m0.compute_offset`, for E8M0 scales."""
+    """`e8m0.compute_bits_offset`, for E8M0 scales."""
 
 
 def _make_block_rule(rows: int, columns: int, float8_dtype: torch.dtype, rule: str) -> BlockRule:
     is_e8m0 = bool(rule) and rule not in SCALE_RULES
-    return BlockRule(rows, columns, is_e8m0, e8m0.compute_offset(float8_dtype, rule) if is_e8m0 else 0)
+    return BlockRule(rows, columns, is_e8m0, e8m0.compute_bits_offset(float8_dtype, rule) if is_e8m0 else 0)
 
 
 def cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands | None:

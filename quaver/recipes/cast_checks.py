@@ -79,11 +79,11 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
 
 
 def _check_all_gather(weight: OperandCasts, backward: str) -> None:
+    has_one_cast = weight.has_equal_casts or weight.is_dequantized
     for cast in weight.directions:
         cast.require_layout("enable_fsdp_float8_all_gather", allows_packed=True)
-        one_cast = weight.has_equal_casts or weight.is_dequantized
         check_field(
-            cast.scale_rule is None or (one_cast and not get_rule(cast.scale_rule).divides),
+            cast.scale_rule is None or (has_one_cast and not get_rule(cast.scale_rule).divides),
             "enable_fsdp_float8_all_gather",
             "False with a scale_rule that divides by the weight's scales or applies to only one of its matmuls",
             True,

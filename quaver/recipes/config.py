@@ -238,7 +238,7 @@ class Float8LinearConfig:
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe with the same casts, whatever the other options are; None if no recipe has them."""
-        recipes = _RECIPES[BACKWARD_MODES[0]].items()
+        recipes = _RECIPE_CONFIGS[BACKWARD_MODES[0]].items()
         return next((recipe for recipe, config in recipes if config.casts == self.casts), None)
 
     @property
@@ -272,7 +272,7 @@ class Float8LinearConfig:
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
-def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+def _make_recipe_configs() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     tensor = CastConfig(target_dtype=E4M3.dtype)
     row = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE, target_dtype=E4M3.dtype)
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
@@ -292,15 +292,15 @@ def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
             cast_config_grad_output_for_grad_weight=hp,
         ),
         Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: replace(rowwise, cast_config_weight=tensor),
-        **_make_block_recipes(),
+        **_make_block_recipe_configs(),
         Float8LinearRecipeName.DELAYED: delayed,
         Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: replace(delayed, cast_config_weight=CastConfig()),
     }
 
 
-def _make_block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+def _make_block_recipe_configs() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     hp = CastConfig(scaling_type=ScalingType.DISABLED)
-    recipes = {}
+    configs = {}
     for length, mode, recipe, recipe_with_gw_hp in (
         (128, None, Float8LinearRecipeName.BLOCKWISE, Float8LinearRecipeName.BLOCKWISE_WITH_GW_HP),
         (32, ScaleCalculationMode.RCEIL, Float8LinearRecipeName.MXFP8, Float8LinearRecipeName.MXFP8_WITH_GW_HP),
@@ -314,21 +314,21 @@ def _make_block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
             )
             for dot_products in (length, 1)
         )
-        recipes[recipe] = Float8LinearConfig(
+        configs[recipe] = Float8LinearConfig(
             cast_config_input=along,
             cast_config_weight=square,
             cast_config_grad_output=along,
             round_scales_to_power_of_2=True,
         )
-        recipes[recipe_with_gw_hp] = replace(
-            recipes[recipe], cast_config_input_for_grad_weight=hp, cast_config_grad_output_for_grad_weight=hp
+        configs[recipe_with_gw_hp] = replace(
+            configs[recipe], cast_config_input_for_grad_weight=hp, cast_config_grad_output_for_grad_weight=hp
         )
-    return recipes
+    return configs
 
 
 def _get_named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
     recipe, backward = split_recipe(name)
-    return _RECIPES[backward or BACKWARD_MODES[0]][recipe]
+    return _RECIPE_CONFIGS[backward or BACKWARD_MODES[0]][recipe]
 
 
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
@@ -343,7 +343,7 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None:
-        return _RECIPES[BACKWARD_MODES[0]][Float8LinearRecipeName.TENSORWISE]
+        return _RECIPE_CONFIGS[BACKWARD_MODES[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
         return _get_named_config(config)
     op_config: Float8LinearConfig | None = convert_op_config(config, Float8LinearConfig.from_recipe_name)
@@ -377,8 +377,8 @@ def _resolve_operand(
     return replace(row, target_dtype=dtype), replace(column, target_dtype=dtype)
 
 
-_RECIPES = {
-    backward: {name: replace(config, backward=backward) for name, config in _make_recipes().items()}
+_RECIPE_CONFIGS = {
+    backward: {name: replace(config, backward=backward) for name, config in _make_recipe_configs().items()}
     for backward in BACKWARD_MODES
 }
 """The configs of all recipes, by `backward` and name."""

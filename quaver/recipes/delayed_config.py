@@ -38,7 +38,7 @@ class DelayedScalingConfig:
         for name in ("history_len", "margin"):
             convert_field(self, name, int)
         check_field(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
-        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _NONFINITE_POLICIES)):
+        for name, choices in (("scale_fn_name", _SCALE_FN_NAMES), ("nonfinite_amax", _NONFINITE_POLICIES)):
             value = getattr(self, name)
             check_field(value in choices, name, f"one of {', '.join(choices)}", value)
         check_field(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
@@ -46,5 +46,5 @@ class DelayedScalingConfig:
         check_field(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
 
 
-_SCALE_FNS = ("max", "most_recent")
+_SCALE_FN_NAMES = ("max", "most_recent")
 _NONFINITE_POLICIES = ("skip", "keep_scale")

@@ -17,7 +17,7 @@ _NAN_BITS = 0x7FC00000
 
 
 @assume_constant_result
-def compute_offset(float8_dtype: torch.dtype, rule: str) -> int:
+def compute_bits_offset(float8_dtype: torch.dtype, rule: str) -> int:
     """Return the integer to add to the bits of a float32 amax. Clearing the mantissa then gives the dequant_scale.
 
     RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
@@ -33,7 +33,7 @@ def compute_scales(amax: Tensor, float8_dtype: torch.dtype, rule: str) -> tuple[
     `amax`: a high-precision dtype, any shape.
     """
     amax = amax.float()
-    bits = amax.view(torch.int32) + compute_offset(float8_dtype, rule)
+    bits = amax.view(torch.int32) + compute_bits_offset(float8_dtype, rule)
     dequant = bits.bitwise_and_(~FLOAT32_MANTISSA_MASK).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number

@@ -23,8 +23,8 @@ def convert_field(config: object, name: str, expected: type) -> None:
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}{hint}")
 
 
-def _suggest_member(kind: type[enum.Enum], name: object) -> str:
-    members = [member for member in kind if name in (member.name, member.name.lower(), member.value)]
+def _suggest_member(enum_type: type[enum.Enum], name: object) -> str:
+    members = [member for member in enum_type if name in (member.name, member.name.lower(), member.value)]
     return f"; write {members[0]}" if members else ""
 
 

@@ -418,7 +418,6 @@ def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = No
 
 
 def _multiply_blocks_(wide: Tensor, scale: Tensor, layout: ScaleLayout) -> Tensor:
-    """Multiply a matrix in place by one number per block."""
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
     block_size = layout.get_block_shape(wide.shape)

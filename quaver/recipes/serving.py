@@ -27,7 +27,7 @@ class ServingCasts(NamedTuple):
     """The format of quaver.export that the engine reads for this weight."""
 
 
-def _define(granularity: ScalingGranularity, input: str, weight: str, format: str) -> ServingCasts:
+def _make_serving_casts(granularity: ScalingGranularity, input: str, weight: str, format: str) -> ServingCasts:
     """Define how an engine quantizes. `input` and `weight` are names of rules (scale_rules.py).
 
     Blocks are 1 x 128 for the input and 128 x 128 for the weight.
@@ -49,22 +49,28 @@ def _define(granularity: ScalingGranularity, input: str, weight: str, format: st
 _ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
 _COMPRESSED, _FP8 = "compressed-tensors", "fp8"
 SERVING_CASTS: dict[str, ServingCasts] = {
-    "vllm-per-token": _define(_ROWS, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
-    "vllm-per-token-kernel": _define(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),  # its CUDA kernel
-    "vllm-per-tensor": _define(_TENSOR, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
-    "vllm-static": _define(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(  # static_scaled_fp8_quant
+    "vllm-per-token": _make_serving_casts(_ROWS, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
+    "vllm-per-token-kernel": _make_serving_casts(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),  # its CUDA kernel
+    "vllm-per-tensor": _make_serving_casts(_TENSOR, "vllm", "vllm", _COMPRESSED),  # QuantFP8 in PyTorch
+    "vllm-static": _make_serving_casts(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(  # static_scaled_fp8_quant
         input=CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, scale_rule="vllm"), recipe="tensorwise"
     ),
-    "vllm-block": _define(_BLOCKS, "vllm-group", "deepgemm", _FP8),  # per_token_group_quant
-    "vllm-block-ue8m0": _define(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on Blackwell
-    "sglang-per-token": _define(_ROWS, "sglang", "sglang", _COMPRESSED),  # sgl_per_token_quant_fp8
-    "sglang-per-tensor": _define(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),  # input_to_float8
-    "sglang-block": _define(_BLOCKS, "sglang-group", "deepgemm", _FP8),  # per_token_group_quant
-    "sglang-block-ue8m0": _define(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on Blackwell
-    "deepgemm": _define(_BLOCKS, "deepgemm", "deepgemm", _FP8),  # per_block_cast_to_fp8
-    "deepgemm-ue8m0": _define(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on SM100
-    "transformers": _define(_BLOCKS, "transformers-group", "transformers", _FP8),  # finegrained_fp8
-    "compressed-tensors": _define(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),  # fake quantization
+    "vllm-block": _make_serving_casts(_BLOCKS, "vllm-group", "deepgemm", _FP8),  # per_token_group_quant
+    "vllm-block-ue8m0": _make_serving_casts(
+        _BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8
+    ),  # the same on Blackwell
+    "sglang-per-token": _make_serving_casts(_ROWS, "sglang", "sglang", _COMPRESSED),  # sgl_per_token_quant_fp8
+    "sglang-per-tensor": _make_serving_casts(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),  # input_to_float8
+    "sglang-block": _make_serving_casts(_BLOCKS, "sglang-group", "deepgemm", _FP8),  # per_token_group_quant
+    "sglang-block-ue8m0": _make_serving_casts(
+        _BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8
+    ),  # the same on Blackwell
+    "deepgemm": _make_serving_casts(_BLOCKS, "deepgemm", "deepgemm", _FP8),  # per_block_cast_to_fp8
+    "deepgemm-ue8m0": _make_serving_casts(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),  # the same on SM100
+    "transformers": _make_serving_casts(_BLOCKS, "transformers-group", "transformers", _FP8),  # finegrained_fp8
+    "compressed-tensors": _make_serving_casts(
+        _ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED
+    ),  # fake quantization
 }
 """How engines quantize, by name. A comment names the engine's function."""
 

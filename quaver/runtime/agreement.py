@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,8 +24,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from quaver.runtime.process_group import has_process_group
-
-_DIGEST_WORDS = 2
 
 _T = TypeVar("_T")
 
@@ -55,7 +54,7 @@ def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, subject
     if dist.get_backend(group) == "fake":  # one process without other ranks, perhaps under FakeTensorMode
         return ""
     digest = hashlib.sha256("\n".join([*lines, earlier]).encode()).digest()
-    words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
+    words = [word >> 1 for word in struct.unpack("<2I", digest[:8])]
     bounds = torch.tensor([[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group))
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if (bounds[0] == -bounds[1]).all():

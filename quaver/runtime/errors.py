@@ -45,8 +45,8 @@ def make_write_error(error: OSError, target: str, remedy: str) -> OSError:
 
     It is a NotWrittenError if there is no room, and otherwise of the class of `error`.
     """
-    kind = NotWrittenError if has_no_room(error) else type(error)
-    return kind(f"cannot write {target}: {error.strerror or error}; {remedy}")
+    error_type = NotWrittenError if has_no_room(error) else type(error)
+    return error_type(f"cannot write {target}: {error.strerror or error}; {remedy}")
 
 
 def describe_error(error: object) -> str:

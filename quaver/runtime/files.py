@@ -154,28 +154,28 @@ def _lock_name(path: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    lock = path.with_name(f".lock.{path.name}")
-    descriptor = _open_locked(lock, path)
+    lock_file = path.with_name(f".lock.{path.name}")
+    descriptor = _open_locked(lock_file, path)
     try:
         yield
     finally:
         with suppress(OSError):
-            lock.unlink()
+            lock_file.unlink()
         os.close(descriptor)
 
 
-def _open_locked(lock: Path, path: Path) -> int:
-    """Make the file `lock` unless it exists, lock it, and return its descriptor."""
+def _open_locked(lock_file: Path, path: Path) -> int:
+    """Make `lock_file` unless it exists, lock it, and return its descriptor."""
     import fcntl  # Windows has none
 
     while True:
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:  # it would name the lock
+            descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:  # it would name the lock file
             raise type(error)(error.errno, error.strerror, str(path)) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), lock.stat()):  # else its last holder has removed it
+            if os.path.samestat(os.fstat(descriptor), lock_file.stat()):  # else its last holder has removed it
                 return descriptor
         except BlockingIOError as error:
             os.close(descriptor)

@@ -2,8 +2,8 @@
 
 - `POLICY_MODES`: torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, the modes of
   `create_selective_checkpoint_contexts` in a forward and in its recomputation. No replacement.
-- `without_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and _push_mode, the
-  stack of modes. Remove when https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
+- `without_policies()`: torch.utils._python_dispatch._pop_mode and _push_mode, the stack of modes. Remove when
+  https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
 - `make_policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies a saved result before a write to
   it, in _CachingTorchDispatchMode.storage. No replacement.
 """
@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
@@ -30,6 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_modes
 from quaver.torch_private.memory import storage_key
 
 POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -38,7 +34,7 @@ POLICY_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 @contextmanager
 def without_policies() -> Iterator[None]:
     """Hide operators from the policies of selective checkpoints inside the block; other modes see them."""
-    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    modes = dispatch_modes() if count_dispatch_modes() else []
     first = next((index for index, mode in enumerate(modes) if isinstance(mode, POLICY_MODES)), len(modes))
     remaining = [mode for mode in modes[first:] if not isinstance(mode, POLICY_MODES)]
     for _ in modes[first:]:  # infra modes (tracers, fake tensors) come first in the list and are kept
