@@ -108,8 +108,8 @@ def _iter_model_problems(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
             "to turn float8 on, or convert_to_high_precision on the layer if it should stay so"
         )
     for name, module in iter_float8_modules(model):
-        quantized = explain_inference_only(getattr(module, "weight", None))
-        for obstacle in filter(None, [quantized, explain_dtype(module), *iter_unfinished_reasons(module)]):
+        inference_only = explain_inference_only(getattr(module, "weight", None))
+        for obstacle in filter(None, [inference_only, explain_dtype(module), *iter_unfinished_reasons(module)]):
             yield f"{format_module_name(name)}: {obstacle}"
     linear_slots = [getattr(module, "scale_slots", None) for _, module in iter_float8_modules(model)]
     if any(

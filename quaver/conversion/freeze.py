@@ -123,9 +123,9 @@ def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
     _store_quantized(weight, _quantize_weight(weight), config)
 
 
-def _store_quantized(weight: ModuleWeight, codes: tuple[Tensor, Tensor], config: Float8LinearConfig) -> None:
+def _store_quantized(weight: ModuleWeight, codes_and_scale: tuple[Tensor, Tensor], config: Float8LinearConfig) -> None:
     dtype = weight.parameter.dtype
-    store_float8_weight(weight.module, *codes, config=config, dtype=dtype, name=weight.name)
+    store_float8_weight(weight.module, *codes_and_scale, config=config, dtype=dtype, name=weight.name)
 
 
 def _is_skipped(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:

@@ -202,13 +202,13 @@ def _report_linear(
     name: str,
     owners: dict[int, list[str]],
     experts: ActiveExperts,
-    idle: str,
+    idle_reason: str,
     scale_owners: dict[tuple[int, int], str],
     backend: str,
 ) -> LayerReport:
     """Report on a linear. Adds to `scale_owners`, the names of the first linears with each input scale."""
-    weight, filtered = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON_ATTRIBUTE, "")
-    obstacle = explain_inference_only(weight) or explain_missing_weight(linear) or idle
+    weight, filter_reason = linear._parameters.get("weight"), vars(linear).get(FILTER_REASON_ATTRIBUTE, "")
+    obstacle = explain_inference_only(weight) or explain_missing_weight(linear) or idle_reason
     if isinstance(linear, Float8Linear):
         obstacle = obstacle or explain_dtype(linear)
     converted = isinstance(linear, Float8Linear) and not obstacle and not is_in_high_precision(linear)
@@ -216,14 +216,14 @@ def _report_linear(
         reason, backend = obstacle, ""
     elif isinstance(linear, Float8Linear):
         tied_owners = [owner for owner in owners.get(id(weight), []) if owner != name]
-        ties = f"weight tied to {', '.join(tied_owners)}" if tied_owners else ""
-        shares = _describe_shared_scale(linear, name, scale_owners)
-        frozen = _describe_frozen(get_local_tensor(linear.weight))
-        reasons = [filtered, ties, shares, frozen, explain_replaced_forward(linear), *iter_unfinished_reasons(linear)]
-        reasons += [] if converted else [HIGH_PRECISION_REASON]
+        tie = f"weight tied to {', '.join(tied_owners)}" if tied_owners else ""
+        shared_scale = _describe_shared_scale(linear, name, scale_owners)
+        storage = _describe_frozen(get_local_tensor(linear.weight))
+        reasons = [filter_reason, tie, shared_scale, storage, explain_replaced_forward(linear)]
+        reasons += [*iter_unfinished_reasons(linear), "" if converted else HIGH_PRECISION_REASON]
         reason = "; ".join(filter(None, reasons))
     else:
-        reason = filtered or explain_conversion_obstacle(linear) or explain_dtype(linear) or NOT_CONVERTED_REASON
+        reason = filter_reason or explain_conversion_obstacle(linear) or explain_dtype(linear) or NOT_CONVERTED_REASON
     shape = linear.in_features, linear.out_features
     return LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend)
 
@@ -336,14 +336,14 @@ _NAME_WITHOUT_MATMUL = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?
 
 
 def _report_other_weights(
-    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str, backend: str
+    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle_reason: str, backend: str
 ) -> Iterator[LayerReport]:
     """Yield the matmul weights of a module other than nn.Linear, by its class and their shapes and names.
 
     `idle`: why converted experts did not run, or "".
     """
     if isinstance(module, Float8GroupedModule):
-        idle = idle or explain_dtype(module)
+        idle_reason = idle_reason or explain_dtype(module)
     if isinstance(module, _CLASSES_WITHOUT_MATMULS) or hasattr(module, "num_embeddings"):
         return
     for leaf, parameter in module.named_parameters(recurse=False):
@@ -351,16 +351,16 @@ def _report_other_weights(
             continue
         if nn.parameter.is_lazy(parameter) or parameter.dim() not in (2, 3) or min(parameter.shape) <= 1:
             continue
-        filtered = vars(module).get(FILTER_REASON_ATTRIBUTE, "")
-        if idle:
-            reason, backend = idle, ""
+        filter_reason = vars(module).get(FILTER_REASON_ATTRIBUTE, "")
+        if idle_reason:
+            reason, backend = idle_reason, ""
         elif isinstance(module, Float8GroupedModule):
-            frozen = _describe_frozen(get_local_tensor(parameter))
-            reasons = [filtered, frozen, explain_replaced_forward(module), *iter_unfinished_reasons(module)]
+            storage = _describe_frozen(get_local_tensor(parameter))
+            reasons = [filter_reason, storage, explain_replaced_forward(module), *iter_unfinished_reasons(module)]
             reasons += [HIGH_PRECISION_REASON] if is_in_high_precision(module) else []
             reason = "; ".join(filter(None, reasons))
         elif is_experts(module):
-            reason = filtered or "experts, not converted or new since the conversion"
+            reason = filter_reason or "experts, not converted or new since the conversion"
         else:
             reason = f"{parameter.dim()}-D parameter of {_name_class(type(module))}, which is not an nn.Linear"
             reason += "; if these are experts, multiply by quaver.float8_grouped_mm" if parameter.dim() == 3 else ""
@@ -369,5 +369,5 @@ def _report_other_weights(
             in_features, out_features = out_features, in_features
         full_name = f"{name}.{leaf}".lstrip(".")
         matrices_per_token = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
-        converted = isinstance(module, Float8GroupedModule) and not idle and not is_in_high_precision(module)
+        converted = isinstance(module, Float8GroupedModule) and not idle_reason and not is_in_high_precision(module)
         yield LayerReport(full_name, in_features, out_features, converted, reason, matrices_per_token, backend)

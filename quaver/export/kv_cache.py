@@ -121,14 +121,16 @@ class _RecordingCache:
 
 
 def _compute_kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
-    ranks: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
+    amaxes_by_rank: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
     if has_process_group():
-        local, ranks = ranks[0], [{}] * dist.get_world_size()
-        dist.all_gather_object(ranks, local)
-    names = [name for name in amaxes if any(name in measured for measured in ranks)]
+        local, amaxes_by_rank = amaxes_by_rank[0], [{}] * dist.get_world_size()
+        dist.all_gather_object(amaxes_by_rank, local)
+    names = [name for name in amaxes if any(name in measured for measured in amaxes_by_rank)]
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
-    by_rank = {name: torch.tensor([amaxes[name] for amaxes in ranks if name in amaxes], **options) for name in names}
-    largest = {name: pairs.amax(0).tolist() for name, pairs in by_rank.items()}
+    pairs_of_ranks = {
+        name: torch.tensor([amaxes[name] for amaxes in amaxes_by_rank if name in amaxes], **options) for name in names
+    }
+    largest = {name: pairs.amax(0).tolist() for name, pairs in pairs_of_ranks.items()}
     invalid = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
     if invalid or not largest:
         problem = (

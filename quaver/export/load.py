@@ -93,10 +93,10 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def _sort_tensors(self) -> None:
         stored = self._stored
-        tensors = sort_tensors(
+        roles = sort_tensors(
             {name: stored.get_dtype(name) for name in stored if name not in self.format.marks}, self.format
         )
-        self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.model_tensors)
+        self._scale_of, self._names = roles.scale_of, dict.fromkeys(roles.model_tensors)
         if not self._scale_of:
             if self.format.method is None:
                 raise InputError("expected float8 weights, got only high precision; use the model unchanged")
@@ -110,17 +110,17 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             self.read_scales(name)
         self.float8_names = list(self._scale_of)
         self.kv_scales = {}
-        for name, in_model in tensors.cache_scales.items():
+        for name, in_model in roles.cache_scales.items():
             if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
                 raise InputError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
             self.kv_scales |= dict.fromkeys(in_model, scale)
-        plain = [name for name, scale in self._scale_of.items() if scale is None]
-        if plain:
-            logger.warning("%s: float8 without a scale; the codes are the values", join_names(plain))
-        if tensors.left_out:
+        unscaled = [name for name, scale in self._scale_of.items() if scale is None]
+        if unscaled:
+            logger.warning("%s: float8 without a scale; the codes are the values", join_names(unscaled))
+        if roles.left_out:
             logger.warning(
                 "%s: scales of activations are left out; activations are scaled dynamically",
-                join_names(tensors.left_out),
+                join_names(roles.left_out),
             )
 
     def read_scales(self, name: str) -> list[StoredScale]:
@@ -243,8 +243,8 @@ class ModelTensors(Mapping[str, Tensor]):
         stacks: dict[str, list[PartNames]] = {}
         stored_by_part = self._names.find_stored_parts(checkpoint)
         outside, in_model = [], self._names.find_model_names(tensors, checkpoint)
-        pairs = in_model.items()
-        prefix = next((start for start in DIFFUSION_PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
+        prefixes = {stored.removesuffix(name) for stored, name in in_model.items() if stored.endswith(name)}
+        prefix = next((prefix for prefix in DIFFUSION_PREFIXES if prefix in prefixes), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
                 stacks[name] = [

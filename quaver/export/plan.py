@@ -53,7 +53,7 @@ class ExportPlan:
     report: ConversionReport
 
     @property
-    def count(self) -> int:
+    def matrix_count(self) -> int:
         """The number of matrices that are stored in float8."""
         return sum(len(self.checkpoint_names.get_stored_names(name)) for name in self.float8)
 

@@ -187,7 +187,7 @@ class Float8Weights:
 
     def __repr__(self) -> str:
         ignored = f", in high precision: {', '.join(self.plan.ignore)}" if self.plan.ignore else ""
-        return f"Float8Weights({self.plan.count} float8 weights, {self.bytes_yielded:,} bytes yielded{ignored})"
+        return f"Float8Weights({self.plan.matrix_count} float8 weights, {self.bytes_yielded:,} bytes yielded{ignored})"
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self

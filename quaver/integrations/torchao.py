@@ -81,24 +81,24 @@ def install() -> None:
     """
     if is_installed():
         return
-    replaced = _find_replacements()
+    replacements = _find_replacements()
     importers = [
         module
         for name, module in [*sys.modules.items()]
         if isinstance(module, ModuleType) and not name.startswith(("torchao.", "quaver."))
     ]
-    _check_importers(importers, replaced)
+    _check_importers(importers, replacements)
     for path in TORCHAO_MODULES:
         module = importlib.import_module(path)
         for name in _import_counterpart(path).__all__:
-            if id(vars(module).get(name)) in replaced:
-                setattr(module, name, replaced[id(vars(module)[name])][1])
+            if id(vars(module).get(name)) in replacements:
+                setattr(module, name, replacements[id(vars(module)[name])][1])
     for module in importers:
         for name, value in [*vars(module).items()]:
-            if id(value) in replaced:
-                setattr(module, name, replaced[id(value)][1])
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)][1])
     if os.environ.get("RANK", "0") == "0":
-        print(f"quaver replaced {len(replaced)} classes and functions of torchao.float8", file=sys.stderr)
+        print(f"quaver replaced {len(replacements)} classes and functions of torchao.float8", file=sys.stderr)
         _report_at_first_step()
 
 
@@ -144,7 +144,7 @@ def _is_definition(value: object) -> bool:
 
 def _find_replacements() -> dict[int, tuple[Any, Any]]:
     """Return pairs of torchao's and quaver's class or function, by the id of torchao's."""
-    replaced: dict[int, tuple[Any, Any]] = {}
+    replacements: dict[int, tuple[Any, Any]] = {}
     for path in TORCHAO_MODULES:
         try:
             module = importlib.import_module(path)
@@ -153,12 +153,12 @@ def _find_replacements() -> dict[int, tuple[Any, Any]]:
         for name in _import_counterpart(path).__all__:
             old, new = vars(module).get(name), getattr(_import_counterpart(path), name)
             if _is_definition(old) and old.__module__ in TORCHAO_MODULES and old.__module__ != _CONFIG_MODULE:
-                replaced[id(old)] = (old, convert_to_float8_training if new is _convert else new)
-    return replaced
+                replacements[id(old)] = (old, convert_to_float8_training if new is _convert else new)
+    return replacements
 
 
-def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
-    for old in [old for old, _ in replaced.values() if isinstance(old, type)]:
+def _check_importers(importers: list[ModuleType], replacements: dict[int, tuple[Any, Any]]) -> None:
+    for old in [old for old, _ in replacements.values() if isinstance(old, type)]:
         derived: type
         for derived in old.__subclasses__():
             if not derived.__module__.startswith("torchao."):
@@ -168,7 +168,7 @@ def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any,
                 )
     for module in importers:
         for name, value in [*vars(module).items()]:
-            if not _is_definition(value) or value.__module__ not in TORCHAO_MODULES or id(value) in replaced:
+            if not _is_definition(value) or value.__module__ not in TORCHAO_MODULES or id(value) in replacements:
                 continue
             if value.__module__ != _CONFIG_MODULE or value.__name__ not in _import_counterpart(_CONFIG_MODULE).__all__:
                 raise RuntimeError(

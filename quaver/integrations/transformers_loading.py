@@ -102,8 +102,8 @@ class Float8WeightConverter(WeightConverter):
     ) -> None:
         super().__init__(_SOURCE_PATTERN, "", [operation])
         self._checkpoint, self._loaded, self._stored, self._operation = checkpoint, loaded, stored, operation
-        self._target: dict[str, str] = {}
-        self._renamed: dict[str, str] = {}
+        self._targets: dict[str, str] = {}
+        self._targets_by_renamed: dict[str, str] = {}
         in_model = model.state_dict()
         float8 = set(checkpoint.float8_names)
         for name, stack in loaded.parts.items():
@@ -114,11 +114,11 @@ class Float8WeightConverter(WeightConverter):
                 raise ValueError(
                     f"{name}: expected {list(in_model[name].shape)}, as the model has, got {loaded.get_shape(name)}"
                 )
-            self._target |= dict.fromkeys(parts, name)
-        if self._target:  # the loader reports every other name as unexpected
-            first = next(iter(self._target.values()))
-            self._target |= dict.fromkeys(checkpoint.scales_and_marks, first)
-        self.names = set(self._target.values())
+            self._targets |= dict.fromkeys(parts, name)
+        if self._targets:  # the loader reports every other name as unexpected
+            first = next(iter(self._targets.values()))
+            self._targets |= dict.fromkeys(checkpoint.scales_and_marks, first)
+        self.names = set(self._targets.values())
 
     def prepend_to(self, conversions: list[Any]) -> list[Any]:
         """Return this converter followed by the model's `conversions`.
@@ -127,11 +127,11 @@ class Float8WeightConverter(WeightConverter):
         """
         renamings = copy.deepcopy([renaming for renaming in conversions if isinstance(renaming, WeightRenaming)])
         converters = [converter for converter in conversions if isinstance(converter, WeightConverter)]
-        for stored, target in self._target.items():
+        for stored, target in self._targets.items():
             name = stored
             for renaming in renamings:
                 name, _ = renaming.rename_source_key(name)
-            self._renamed[name] = target
+            self._targets_by_renamed[name] = target
             if stored in self._checkpoint:  # marks the first converter that matches
                 any(converter.rename_source_key(name)[1] is not None for converter in converters)
         return [self, *conversions]
@@ -144,7 +144,7 @@ class Float8WeightConverter(WeightConverter):
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the parameter for a stored tensor, with the pattern; None as the pattern if this does not read it."""
-        target = self._renamed.get(source_key)
+        target = self._targets_by_renamed.get(source_key)
         return (source_key, None) if target is None else (target, _SOURCE_PATTERN)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:

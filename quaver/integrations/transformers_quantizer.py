@@ -328,8 +328,8 @@ def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | N
     if not files:
         return None
     folder = Path(files[0]).parent
-    stored = find_quantization(read_config(folder)) if (folder / CONFIG_JSON).is_file() else None
-    if stored is None or (isinstance(stored, dict) and stored.get("quant_method") == METHOD):
+    quantization = find_quantization(read_config(folder)) if (folder / CONFIG_JSON).is_file() else None
+    if quantization is None or (isinstance(quantization, dict) and quantization.get("quant_method") == METHOD):
         opened = [safe_open(file, framework="pt") for file in files if file.endswith(SAFETENSORS)]
         if not any(str(file.get_slice(name).get_dtype()) in CODE_DTYPES for file in opened for name in file.keys()):  # noqa: SIM118
             return None

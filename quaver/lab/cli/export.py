@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
                 set_kv_scales(source.model, kv_scales)
             written = _save(options, source, target)
     plan = written.plan
-    print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
+    print(f"{target}: {plan.matrix_count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
     if not written.requantized:
         print("codes and scales are bit-identical to those of a training forward")
     else:

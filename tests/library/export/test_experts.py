@@ -65,7 +65,7 @@ def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
     assert_codes_of_forward(tensors, model, monkeypatch)
     assert not exported.requantized
     assert exported.plan.ignore == ["embed_tokens", "lm_head", "router"]
-    assert exported.plan.count == 1 + len(MATRICES)
+    assert exported.plan.matrix_count == 1 + len(MATRICES)
     names = [*HIGH_PRECISION, "o_proj.weight", "o_proj.weight_scale", *MATRICES]
     assert sorted(tensors) == sorted([*names, *(f"{name}_scale" for name in MATRICES)])
 

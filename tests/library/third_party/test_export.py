@@ -197,7 +197,7 @@ def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format,
 def test_a_hugging_face_folder_is_exported_and_imported(tmp_path):
     llama().save_pretrained(tmp_path / "hf")
     written = export_folder(tmp_path / "hf", tmp_path / "out", "tensorwise", measure_tokens=16)
-    assert (written.plan.count, written.plan.recipe) == (7, "tensorwise")
+    assert (written.plan.matrix_count, written.plan.recipe) == (7, "tensorwise")
     record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
     assert record["logits"]["tokens"] == 16
     assert (tmp_path / "out" / "generation_config.json").exists()

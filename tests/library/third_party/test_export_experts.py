@@ -80,10 +80,10 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
     plan = save_float8(model, tmp_path / "out", format=format).plan
     assert list_weight_names(tmp_path / "out") == list_weight_names(tmp_path / "plain")
     stored = StoredTensors(tmp_path / "out")
-    list_float8_names = [key for key in stored if stored.get_dtype(key) == "F8_E4M3"]
-    assert plan.count == len(list_float8_names)
+    float8_names = [key for key in stored if stored.get_dtype(key) == "F8_E4M3"]
+    assert plan.matrix_count == len(float8_names)
     assert bool(plan.whole_stacks) == (name in WHOLE)
-    assert any("experts." in key and "shared" not in key for key in list_float8_names) == (name in MIXTURES)
+    assert any("experts." in key and "shared" not in key for key in float8_names) == (name in MIXTURES)
 
     loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
     oracle = load_with_transformers(tmp_path / "out", format, type(model))
@@ -298,7 +298,7 @@ def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path):
     """Its experts are matrices; the export quantizes each stack's as the forward does."""
     model = mixture(name)
     model.save_pretrained(tmp_path / "hf")
-    assert export_folder(tmp_path / "hf", tmp_path / "out", "rowwise", measure_tokens=16).plan.count == 32
+    assert export_folder(tmp_path / "hf", tmp_path / "out", "rowwise", measure_tokens=16).plan.matrix_count == 32
     expected = dict(iter_float8_weights(convert(model, "rowwise")))
     assert_same(StoredTensors(tmp_path / "out"), expected)
     assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
