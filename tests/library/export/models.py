@@ -29,7 +29,7 @@ class Tiny(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-def not_the_head(module: nn.Module, name: str) -> bool:
+def is_not_head(module: nn.Module, name: str) -> bool:
     return "lm_head" not in name
 
 
@@ -40,7 +40,7 @@ def tiny(recipe: object = "rowwise", size: int = 32) -> Tiny:
     with torch.no_grad():
         for index, linear in enumerate(model.layer.values()):
             linear.weight.mul_(1.1 ** (index + 1))
-    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=is_not_head)
 
 
 def saved(folder: Path, recipe: object = "rowwise", size: int = 32, **options: object) -> Path:

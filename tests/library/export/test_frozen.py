@@ -15,7 +15,7 @@ from quaver import conversion_report, convert_to_float8_training, convert_to_hig
 from quaver.conversion.freeze import make_blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.linear import frozen_weight
-from tests.library.export.models import PROJECTIONS, Tiny, not_the_head, saved, tiny
+from tests.library.export.models import PROJECTIONS, Tiny, is_not_head, saved, tiny
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import assert_same
 
@@ -103,7 +103,7 @@ def test_a_deepseek_style_folder_is_frozen_in_float32_blocks(tmp_path):
     folder = saved(tmp_path / "out", "rowwise", 128, format="fp8")
     frozen = load_frozen(Tiny(128), folder)
     plain = convert_to_high_precision(tiny(size=128))
-    reference = freeze_to_float8(plain, config=CONFIGS["float32 blocks"], module_filter_fn=not_the_head)
+    reference = freeze_to_float8(plain, config=CONFIGS["float32 blocks"], module_filter_fn=is_not_head)
     assert logits(frozen).equal(logits(reference))
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -183,7 +183,7 @@ def test_delayed_exports_are_quantized_dynamically(tmp_path):
 
 def test_a_card_tells_of_a_merge(tmp_path, caplog):
     frozen_weight.log_merge_cost.cache_clear()
-    frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
+    frozen = freeze_to_float8(Tiny(), module_filter_fn=is_not_head)
     save_float8(frozen, tmp_path / "plain", config={})
     assert "are bit-identical to the training forward" in (tmp_path / "plain/README.md").read_text()
     for name in ("q_proj", "k_proj"):
@@ -203,7 +203,7 @@ def test_tied_parameters_stay_tied(tmp_path):
         model.lm_head.weight = model.embed_tokens.weight
         return model
 
-    model = convert_to_float8_training(build_tied(), config="rowwise", module_filter_fn=not_the_head)
+    model = convert_to_float8_training(build_tied(), config="rowwise", module_filter_fn=is_not_head)
     save_float8(model, tmp_path / "out", config={})
     with torch.device("meta"):
         frozen = build_tied()
@@ -219,7 +219,7 @@ def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
 
     model = Tied(32)
     model.tie_weights()
-    save_float8(convert_to_float8_training(model, module_filter_fn=not_the_head), tmp_path / "out", config={})
+    save_float8(convert_to_float8_training(model, module_filter_fn=is_not_head), tmp_path / "out", config={})
     with init_empty_weights():
         frozen = Tied(32)
         frozen.tie_weights()

@@ -13,7 +13,7 @@ from quaver import CastConfig, Float8LinearConfig, convert_to_float8_training, f
 from quaver.export import iter_float8_weights, save_float8
 from quaver.export.formats import make_weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
-from tests.library.export.models import PROJECTIONS, STATIC, Tiny, not_the_head, tiny
+from tests.library.export.models import PROJECTIONS, STATIC, Tiny, is_not_head, tiny
 from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES
 from tests.reference import sqnr_db
 from tests.steps import assert_same
@@ -115,7 +115,7 @@ def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
     if trained == "rowwise":
         model = tiny("rowwise", size=64)
     else:
-        model = freeze_to_float8(Tiny(64), config="mxfp8", module_filter_fn=not_the_head)
+        model = freeze_to_float8(Tiny(64), config="mxfp8", module_filter_fn=is_not_head)
         for name in PROJECTIONS:
             model.layer[name].weight.dequant_scale.mul_(1.25)
     exported = iter_float8_weights(model, format="compressed-tensors-mxfp8")
@@ -181,7 +181,7 @@ def test_weights_may_come_from_elsewhere():
     expected = dict(iter_float8_weights(model))
     with torch.device("meta"):
         structure = Tiny()
-    convert_to_float8_training(structure, config="rowwise", module_filter_fn=not_the_head)
+    convert_to_float8_training(structure, config="rowwise", module_filter_fn=is_not_head)
     assert_same(dict(iter_float8_weights(structure, weights=model.state_dict())), expected)
     rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), rounded_from=torch.bfloat16))
     for name, tensor in iter_float8_weights(model.bfloat16()):

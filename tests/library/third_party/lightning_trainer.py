@@ -7,7 +7,7 @@ lightning = pytest.importorskip("pytorch_lightning")
 from lightning_fabric import Fabric  # noqa: E402 - it comes with Lightning
 
 from quaver.integrations.lightning import Float8FabricPrecision, Float8Precision  # noqa: E402
-from tests.library.third_party.llama import build_optimizer, convert, llama, not_the_head  # noqa: E402
+from tests.library.third_party.llama import build_optimizer, convert, is_not_head, llama  # noqa: E402
 
 
 class Module(lightning.LightningModule):  # type: ignore[name-defined]
@@ -36,7 +36,7 @@ class Module(lightning.LightningModule):  # type: ignore[name-defined]
 
 
 def make_plugin(recipe, autocast_dtype=None):
-    return Float8Precision(recipe, module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
+    return Float8Precision(recipe, module_filter_fn=is_not_head, autocast_dtype=autocast_dtype)
 
 
 def make_trainer(folder, steps, **options):
@@ -46,6 +46,6 @@ def make_trainer(folder, steps, **options):
 
 
 def set_up_fabric(model, recipe="tensorwise", autocast_dtype=None):
-    plugin = Float8FabricPrecision(recipe, module_filter_fn=not_the_head, autocast_dtype=autocast_dtype)
+    plugin = Float8FabricPrecision(recipe, module_filter_fn=is_not_head, autocast_dtype=autocast_dtype)
     fabric = Fabric(accelerator="cpu", plugins=[plugin])
     return fabric, *fabric.setup(model, build_optimizer(model))

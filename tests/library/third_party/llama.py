@@ -23,13 +23,13 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def not_the_head(module, name):
+def is_not_head(module, name):
     return "lm_head" not in name and "lora" not in name
 
 
 def convert(model, recipe):
     """Convert all linears but the head and adapters."""
-    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=is_not_head)
 
 
 def llama(recipe=None, layers=2):

@@ -27,7 +27,7 @@ from quaver.experts.module import is_experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from tests.library.third_party.checkpoints import TOKENS, compute_logits, export_folder, load_with_transformers
-from tests.library.third_party.llama import convert, not_the_head
+from tests.library.third_party.llama import convert, is_not_head
 from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -61,7 +61,7 @@ def deepseek(kv_lora_rank=160):
 
 
 def build_frozen_deepseek(**options):
-    admits = lambda module, name: not_the_head(module, name) and not is_experts(module)  # noqa: E731
+    admits = lambda module, name: is_not_head(module, name) and not is_experts(module)  # noqa: E731
     config = make_blockwise_config(power_of_2=False)
     return freeze_to_float8(deepseek(**options), config=config, module_filter_fn=admits)
 
@@ -239,7 +239,7 @@ def test_merged_adapters_are_exported_without_unloading(base):
     """Two adapters, one of them on the head, and a norm that is trained whole; training goes on after the hand-off."""
     model = llama("rowwise" if base == "float8" else None)
     if base == "frozen":
-        freeze_to_float8(model, config="rowwise", module_filter_fn=not_the_head)
+        freeze_to_float8(model, config="rowwise", module_filter_fn=is_not_head)
     adapters = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], init_lora_weights=False)
     model = get_peft_model(model, adapters)
     with torch.no_grad():

@@ -32,7 +32,7 @@ from tests.library.third_party.checkpoints import (
     load_with_transformers,
     write_folder,
 )
-from tests.library.third_party.llama import convert, get_values, not_the_head
+from tests.library.third_party.llama import convert, get_values, is_not_head
 from tests.library.third_party.zoo import make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
@@ -232,7 +232,7 @@ def test_a_published_checkpoint_becomes_a_frozen_base(tmp_path):
 @pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
 def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
     """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
-    model = freeze_to_float8(large("qwen3_moe"), config=recipe, module_filter_fn=not_the_head)
+    model = freeze_to_float8(large("qwen3_moe"), config=recipe, module_filter_fn=is_not_head)
     assert save_float8(model, tmp_path / "first", format=format).requantized == {}
     base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), compute_logits(model)
     assert torch.equal(compute_logits(base), expected)
@@ -259,7 +259,7 @@ def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, fo
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
-    model = freeze_to_float8(mixture(name), config="rowwise", module_filter_fn=not_the_head)
+    model = freeze_to_float8(mixture(name), config="rowwise", module_filter_fn=is_not_head)
     oracle = dict(iter_float8_weights(model, format="high-precision"))
     experts = {name: value for name, value in get_values(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
     assert len(experts) == 4

@@ -15,7 +15,7 @@ from quaver.export import import_float8, load_float8, load_frozen, save_float8
 from quaver.export.files import SafetensorsWriter, StoredTensors
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.third_party.checkpoints import export_folder, load_with_transformers
-from tests.library.third_party.llama import convert, not_the_head
+from tests.library.third_party.llama import convert, is_not_head
 from tests.library.third_party.zoo import make
 from tests.reference import sqnr_db
 from tests.steps import assert_same
@@ -114,7 +114,7 @@ def test_transformers_quantizes_the_linears_that_are_stored_so(family, format, t
     """By default it takes the quantized linears from config.json, and not from the scales in the files."""
 
     def is_quantized(module, name):
-        return not_the_head(module, name) and not name.endswith(("q_proj", "k_proj", "v_proj", "fc1"))
+        return is_not_head(module, name) and not name.endswith(("q_proj", "k_proj", "v_proj", "fc1"))
 
     ours = prepare_model_for_float8(build_model(family), "rowwise", module_filter_fn=is_quantized)
     plan = save_float8(ours, tmp_path / "out", format=format).plan

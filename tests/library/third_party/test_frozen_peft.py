@@ -8,7 +8,7 @@ from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.third_party.checkpoints import compute_logits
 from tests.library.third_party.hf_trainer import checkpointing, get_losses, trained
-from tests.library.third_party.llama import batches, build_optimizer, llama, not_the_head, train_by_hand
+from tests.library.third_party.llama import batches, build_optimizer, is_not_head, llama, train_by_hand
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
@@ -23,7 +23,7 @@ EPOCHS = 4
 def build_base(config=None):
     """Return a Llama in bfloat16; its linears but the head are frozen in float8 if a config is given."""
     model = llama().to(torch.bfloat16)
-    return model if config is None else freeze_to_float8(model, config=config, module_filter_fn=not_the_head)
+    return model if config is None else freeze_to_float8(model, config=config, module_filter_fn=is_not_head)
 
 
 def build_adapted(config=None, **options):
@@ -129,7 +129,7 @@ def test_trainer_trains_as_a_loop_by_hand(tmp_path):
 def test_adapters_are_not_frozen():
     with pytest.raises(ValueError, match="requires a gradient and other weights do not: call freeze_to_float8 before"):
         freeze_to_float8(build_adapted(), module_filter_fn=lambda module, name: "lm_head" not in name)
-    late, early = freeze_to_float8(build_adapted(), module_filter_fn=not_the_head), build_adapted("blockwise")
+    late, early = freeze_to_float8(build_adapted(), module_filter_fn=is_not_head), build_adapted("blockwise")
     assert train_by_hand(late) == train_by_hand(early)
 
 

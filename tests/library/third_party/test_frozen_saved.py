@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from quaver import convert_to_high_precision, freeze_to_float8
 from quaver.runtime.slow_paths import list_slow_paths
-from tests.library.third_party.llama import not_the_head
+from tests.library.third_party.llama import is_not_head
 from tests.steps import assert_same
 from tests.thinned import thinned
 
@@ -30,7 +30,7 @@ def build_plain(kind):
 
 
 def build_frozen(kind, recipe="tensorwise"):
-    return freeze_to_float8(build_plain(kind), config=recipe, module_filter_fn=not_the_head)
+    return freeze_to_float8(build_plain(kind), config=recipe, module_filter_fn=is_not_head)
 
 
 def assert_same_codes(model, expected):

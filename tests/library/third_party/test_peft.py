@@ -8,7 +8,7 @@ import torch
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from tests.library.third_party.checkpoints import compute_logits
-from tests.library.third_party.llama import LORA, build_adapted, list_float8_names, llama, not_the_head, train_by_hand
+from tests.library.third_party.llama import LORA, build_adapted, is_not_head, list_float8_names, llama, train_by_hand
 from tests.library.third_party.table import proves
 from tests.thinned import at_night, thinned
 
@@ -58,7 +58,7 @@ def test_other_adapters_train_and_load(kind, is_frozen, tmp_path):
     def build():
         model = llama(layers=1)
         freeze_or_convert = freeze_to_float8 if is_frozen else convert_to_float8_training
-        return freeze_or_convert(model, config="rowwise", module_filter_fn=not_the_head)
+        return freeze_or_convert(model, config="rowwise", module_filter_fn=is_not_head)
 
     torch.manual_seed(1)
     if is_frozen and kind == "hra":  # which needs the transposed weight

@@ -126,7 +126,7 @@ def train_by_fabric(folder, make, strategy, float8_all_gather):
     from quaver.integrations.lightning import Float8FabricPrecision
 
     config = rowwise(float8_all_gather)
-    precision = Float8FabricPrecision(config, module_filter_fn=models.not_the_head, autocast_dtype=None)
+    precision = Float8FabricPrecision(config, module_filter_fn=models.is_not_head, autocast_dtype=None)
     how = "ddp"
     if strategy == "FSDP2":
         parallelize = lambda model, mesh: sharded(model, mesh["data_parallel"])  # noqa: E731
