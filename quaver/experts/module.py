@@ -60,17 +60,23 @@ class RoutedExperts(nn.Module):
     external_dispatcher: Dispatcher | None = None
     """The dispatcher of experts that another library split, kept before and after a conversion."""
 
-    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
         """Return the weighted sum of its experts' outputs for each token.
 
         Args:
-            hidden_states: [T, D]; if called without `routing` [E * T, D], T tokens of each expert.
-            routing: top_k_index [T, k], the experts of each token, and top_k_weights [T, k]. An index outside
-                [0, E) selects no expert, and its weight is ignored.
+            hidden_states: [T, D]; without `top_k_index` and `top_k_weights` [E * T, D], T tokens of each expert.
+            top_k_index: [T, k], the experts of each token. An index outside [0, E) selects no expert.
+            top_k_weights: [T, k], ignored where `top_k_index` selects no expert.
         Returns:
             [T, D] (or [E * T, D]) in hidden_states' dtype.
+        Raises:
+            TypeError: only one of `top_k_index` and `top_k_weights` is given.
         """
-        if not routing:
+        if top_k_index is None or top_k_weights is None:
+            if top_k_index is not top_k_weights:
+                raise TypeError("expected top_k_index and top_k_weights, or neither, got one of them")
             if self.dispatcher is not None:
                 raise NotImplementedError(
                     "expert parallelism expects a call with top_k_index and top_k_weights, got hidden_states only"
@@ -84,7 +90,6 @@ class RoutedExperts(nn.Module):
                 )
             ends = torch.arange(1, self.num_experts + 1, device=tokens.device, dtype=torch.int32) * tokens_per_expert
             return self._run_sorted(tokens, ends, None)
-        top_k_index, top_k_weights = routing
         num_experts = self.num_experts if self.dispatcher is None else self.dispatcher.num_experts
         pair_experts, order = torch.sort(top_k_index.masked_fill(top_k_index < 0, num_experts).reshape(-1), stable=True)
         indices = torch.arange(num_experts, device=order.device)

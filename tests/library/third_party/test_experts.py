@@ -86,6 +86,13 @@ def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
         experts(torch.randn(7, 64))
 
 
+def test_experts_take_the_routing_by_name():
+    experts, (hidden, index, weights) = convert_to_float8_training(build_experts(MixtralExperts)), route_tokens()
+    assert experts(hidden, top_k_index=index, top_k_weights=weights).equal(experts(hidden, index, weights))
+    with pytest.raises(TypeError, match="expected top_k_index and top_k_weights, or neither, got one of them"):
+        experts(hidden, index)
+
+
 @pytest.mark.parametrize("absent", [4, -1])
 @pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts], ids=lambda cls: cls.__name__)
 def test_experts_of_other_ranks_add_nothing(cls, absent):
