@@ -21,7 +21,7 @@ from quaver.numerics.error_bounds import (
 )
 from quaver.numerics.history import Sample, TensorStatistics
 from quaver.numerics.logprob_mismatch import MISMATCH_BOUNDS
-from quaver.numerics.remedies import suggest_accumulation, suggest_nothing, suggest_recipes, suggest_same_codes
+from quaver.numerics.remedies import suggest_accumulation, suggest_recipes, suggest_same_codes
 from quaver.recipes.formats import E5M2, Float8Format
 from quaver.recipes.linear_casts import MATMULS
 
@@ -88,7 +88,7 @@ class AlarmRule:
     bad_samples: int = 1
     spreads: bool = True
     """Whether a bad tensor makes other tensors of the step bad."""
-    suggest: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = suggest_nothing
+    suggest: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = lambda tensor, sample: ()
 
     @property
     def has_remedies(self) -> bool:

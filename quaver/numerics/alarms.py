@@ -13,7 +13,7 @@ in the next `FOLLOWING_SAMPLES` samples, follow it and raise no alarm while they
 rule is bad on its tensor any more, and its own rule on none of the followers. A jump also clears if the tensor stays at
 its new level (`AlarmCleared.stays`). A value that is not finite raises an alarm unless it follows another such value.
 After a change of the recipe under a cause, as by a fallback, followers that are still bad `FOLLOWING_SAMPLES` samples
-after its alarm have a cause of their own: the first of them raises the next alarm.
+after its alarm have another cause: the first of them raises the next alarm.
 """
 
 from __future__ import annotations

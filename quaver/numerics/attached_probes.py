@@ -89,25 +89,21 @@ class AttachedProbes:
         """Return whether a module with a probe is in training mode. In `eval()` mode it is not sampled."""
         return any(weight.module.training for weight in self._weights.values())
 
-    def has_new_configs(self) -> bool:
-        """Return whether a module has another config than `configs` has, as after `set_high_precision_matmuls`."""
-        return self.configs != self._list_configs()
-
-    def update_tensors(self) -> None:
-        """Set `configs` and `tensors` by the current configs of the modules."""
-        self.configs = self._list_configs()
-        self.tensors = []
+    def update_tensors(self) -> bool:
+        """Set `configs` and `tensors` by the current configs of the modules. Returns whether a config has changed."""
+        # A module that was converted back to high precision keeps its last config.
+        configs = {
+            name: weight.config if _is_float8(weight) else self.configs[name] for name, weight in self._weights.items()
+        }
+        if configs == self.configs:
+            return False
+        self.configs, self.tensors = configs, []
         for name, weight in self._weights.items():
             numel = weight.parameter.numel()
             for site in list_sites(self.configs[name], weight.parameter.requires_grad):
                 weight_numel = numel if site.operand == "weight" else None
                 self.tensors.append(MonitoredTensor(name, site, self._probes[name], weight_numel))
-
-    def _list_configs(self) -> dict[str, Float8LinearConfig]:
-        """Return the config of each module, the last one of modules that were converted back to high precision."""
-        return {
-            name: weight.config if _is_float8(weight) else self.configs[name] for name, weight in self._weights.items()
-        }
+        return True
 
     def make_header_entries(self, *, with_sums: bool) -> list[dict[str, Any]]:
         """Return the entries of `tensors` in a header; `with_sums` for a record of a GPU's sums."""

@@ -1,4 +1,4 @@
-"""`find_first_differences`: the layers whose outputs differ between two models, and the ones that cause it."""
+"""`find_first_differences`: the layers whose outputs differ between two models, and those where it begins."""
 
 from __future__ import annotations
 

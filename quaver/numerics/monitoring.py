@@ -277,8 +277,7 @@ class Monitor:
 
     def _write_sample(self) -> None:
         self._sampled_step = self.completed_steps
-        if self._probes.has_new_configs():  # after set_high_precision_matmuls
-            self._probes.update_tensors()
+        if self._probes.update_tensors():  # after set_high_precision_matmuls
             self.header = self._make_header(self.completed_steps)
         slots = self._probes.stack_slots()
         extras = self._probes.stack_extras(slots)

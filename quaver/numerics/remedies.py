@@ -33,11 +33,6 @@ def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str,
     return (*remedies, _suggest_high_precision(tensor.key.layer, sample))
 
 
-def suggest_nothing(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """Suggest nothing, for a cause that no setting of quaver removes."""
-    return ()
-
-
 def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Suggest exact accumulation if it helps, and high precision if that is not enough."""
     sums = sample.sums[tensor.position]

@@ -56,11 +56,8 @@ class Sampling:
         """Discard what the last step kept, and sample the next one if `is_on`."""
         self.is_on, self.with_extras, self.with_sums = is_on, with_extras, with_sums
         self.has_run = self.has_run_backward = False
-        self.extras.clear()
-        self.inputs.clear()
-        self.rows.clear()
-        self.weights.clear()
-        self.weight_sizes.clear()
+        for kept in (self.inputs, self.rows, self.weights, self.weight_sizes, self.extras):
+            kept.clear()
 
     def assign_number(self) -> int:
         """Return a new number for a weight, whose matmuls this sampling observes until `close`."""

@@ -169,7 +169,7 @@ def observe_in_pytorch(
         first = 0 if blocks[0] >= hp.shape[0] else rows.start // blocks[0]
         squares = magnitude.square()
         counts[6] += squares.square().sum()
-        _add_blocks(sums[0], first, squares, blocks)
+        _add_block_sums(sums[0], first, squares, blocks)
         if codes is not None:
             values = codes[rows].double()
             counts[2] += ((values == 0) & (magnitude != 0)).sum()
@@ -177,13 +177,8 @@ def observe_in_pytorch(
             counts[3] += (scaled.abs() > get_format(codes.dtype).saturates_above).sum()
             noise = (wide - values * _expand_scales(dequant, blocks, rows, hp.shape)).square_()
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
-            _add_blocks(sums[1], first, noise, blocks)
+            _add_block_sums(sums[1], first, noise, blocks)
     return sums[0], sums[1], counts
-
-
-def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
-    block_sums = _sum_blocks(squares, blocks)
-    sums[first : first + block_sums.shape[0]] += block_sums
 
 
 def _iter_row_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
@@ -205,13 +200,17 @@ def _expand_scales(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: t
     return scale if blocks[1] in (1, shape[1]) else scale.repeat_interleave(blocks[1], 1)[:, : shape[1]]
 
 
-def _sum_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """Sum float64 [rows, columns] over each block. A block with more rows than the chunk is one block."""
+def _add_block_sums(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
+    """Add the sums of `squares` [rows, columns] over each block to `sums` [row blocks, column blocks] from `first` on.
+
+    A block with more rows than `squares` is one block.
+    """
     rows, columns = min(blocks[0], squares.shape[0]), min(blocks[1], squares.shape[1])
     padding = -squares.shape[0] % rows, -squares.shape[1] % columns
     if any(padding):
         squares = torch.nn.functional.pad(squares, (0, padding[1], 0, padding[0]))
-    return squares.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).sum((1, 3))
+    block_sums = squares.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).sum((1, 3))
+    sums[first : first + len(block_sums)] += block_sums
 
 
 def add_scales(slot: Tensor, dequant_scale: Tensor) -> None:
