@@ -44,7 +44,7 @@ class MeasuredCluster(Cluster):
 
     per_byte: Mapping[str, float] = field(default_factory=dict)
 
-    def time_collective(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
+    def predict_collective_seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         return 0.0 if ranks == 1 else self.per_byte[kind] * tensor_bytes
 
 
@@ -79,7 +79,7 @@ def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.Sim
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)) if ranks > 1 else None
     real = time_median(_make_step(resolved, dims, mesh, rank, ranks))
     alone, alone_dims = resolve_config(config, world_size=1)
-    parts = _time_parts(alone, alone_dims)
+    parts = _measure_unsharded_steps(alone, alone_dims)
     group = list_block_groups(make_planned_run(resolved, dims))[0]
     per_byte = _time_per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
     if rank == 0:
@@ -107,7 +107,7 @@ def _make_step(
     return make_train_step(trained, config, dims)[0]
 
 
-def _time_parts(config: TrainConfig, dims: ParallelDims) -> dict[str, float]:
+def _measure_unsharded_steps(config: TrainConfig, dims: ParallelDims) -> dict[str, float]:
     """Return the seconds of a step of the unsharded model, and of one with two blocks."""
     seconds = {}
     for blocks in (2, config.model.n_layers):

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
-from quaver.lab.plan.compute_time import count_held_parameters, time_block, time_embedding, time_head
+from quaver.lab.plan.compute_time import (
+    count_held_parameters,
+    predict_block_times,
+    predict_embedding_times,
+    predict_head_times,
+)
 from quaver.lab.plan.exchanges import list_block_exchanges, list_embedding_exchanges, list_head_exchanges
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, Task, TaskList, simulate
@@ -65,7 +70,7 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
         ValueError: as `order_turns`.
     """
     stages = run.pipeline
-    seconds = _time_parts(run, cluster)
+    seconds = _predict_part_seconds(run, cluster)
     rows: dict[Key, tuple[str, float, list[Key], str]] = {}
     for stage in range(stages):
         _add_stage(run, cluster, stage, seconds, rows)
@@ -87,10 +92,10 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
     return tasks
 
 
-def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
+def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of one part of a stage per microbatch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
-    times, unpipelined = time_block(run, cluster), replace(run, pipeline=1)
+    times, unpipelined = predict_block_times(run, cluster), replace(run, pipeline=1)
     stride = run.tensor * run.context * run.shard * run.replicate
     activation = 2 * run.tokens * run.model.dim / run.tensor
     share = run.checkpointed_blocks / run.model.n_layers
@@ -101,7 +106,7 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
         exchanges = list_block_exchanges(unpipelined, backward=name == "backward")
         add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined), name)
         seconds[name] = blocks * simulate(block).seconds
-    head, embedding = time_head(run, cluster), time_embedding(run, cluster)
+    head, embedding = predict_head_times(run, cluster), predict_embedding_times(run, cluster)
     ends = (
         ("embedding", embedding, list_embedding_exchanges),
         ("head", head, list_head_exchanges),
@@ -109,25 +114,25 @@ def _time_parts(run: PipelinedRun, cluster: Cluster) -> dict[str, float]:
     for name, both, list_exchanges in ends:
         for is_backward, computed in zip((False, True), both, strict=True):
             sent = sum(
-                cluster.time_collective(exchange.kind, exchange.tensor_bytes, exchange.ranks)
+                cluster.predict_collective_seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks)
                 for exchange in list_exchanges(unpipelined, backward=is_backward)
             )
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
     for group in list_block_groups(run):
-        gather += cluster.time_collective("all_gather", group.gathered_bytes, group.shard, group.stride)
+        gather += cluster.predict_collective_seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
         scattered = GRADIENT_BYTES * group.parameters
-        reduce += cluster.time_collective("reduce_scatter", scattered, group.shard, group.stride)
+        reduce += cluster.predict_collective_seconds("reduce_scatter", scattered, group.shard, group.stride)
         replicas = group.stride * group.shard
-        reduce += cluster.time_collective("all_reduce", scattered / group.shard, run.replicate, replicas)
+        reduce += cluster.predict_collective_seconds("all_reduce", scattered / group.shard, run.replicate, replicas)
     return seconds | {
         "gather": blocks * gather,
         "reduce": blocks * reduce,
-        "send": time_send(cluster, activation, stride),
+        "send": predict_send_seconds(cluster, activation, stride),
     }
 
 
-def time_send(cluster: Cluster, tensor_bytes: float, stride: int) -> float:
+def predict_send_seconds(cluster: Cluster, tensor_bytes: float, stride: int) -> float:
     """Return the time to send a tensor from a stage to the next one, whose ranks are `stride` away."""
     if stride < cluster.gpus_per_node:
         return NCCL_PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)

@@ -136,7 +136,7 @@ def predict_roofline(settings: RooflineSettings) -> Roofline:
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
         for name, layer in merge_names(model).items():
-            cost, m = _time_layer(layer, recipe, spec, tokens, microbatches), _count_rows(layer, tokens)
+            cost, m = _predict_layer_cost(layer, recipe, spec, tokens, microbatches), _count_rows(layer, tokens)
             layers.append(RooflinePrediction(model.name, name, m, layer.k, layer.n, spec.name, recipe, cost))
         totals.append(_sum_layers(model, recipe, spec, tokens, microbatches))
     return Roofline(settings, tuple(layers), tuple(totals))
@@ -157,7 +157,7 @@ def _count_rows(layer: LinearGroup, tokens: int) -> int:
     return ceil(tokens * layer.top_k / layer.experts) if isinstance(layer, ExpertGroup) else tokens
 
 
-def _time_layer(
+def _predict_layer_cost(
     layer: LinearGroup, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None, input_readers: int = 1
 ) -> LinearCost:
     """Return the cost of one layer. A stack of experts is as many linears, which kernels compute in one launch."""
@@ -167,10 +167,10 @@ def _time_layer(
     )
     if not isinstance(layer, ExpertGroup):
         return cost
-    return LinearCost(*(_multiply_time(time, layer.experts) for time in (cost.bfloat16, cost.float8)))
+    return LinearCost(*(_scale_time(time, layer.experts) for time in (cost.bfloat16, cost.float8)))
 
 
-def _multiply_time(time: LinearTime, times: int) -> LinearTime:
+def _scale_time(time: LinearTime, times: int) -> LinearTime:
     parts = {f"{part}_s": times * getattr(time, f"{part}_s") for part in _TIME_PARTS}
     return LinearTime(**parts | {"launches_s": time.launches_s})
 
@@ -179,7 +179,8 @@ def _sum_layers(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, 
     bfloat16 = alone = shared = 0.0
     for layer in model.layers:
         by_itself, sharing = (
-            _time_layer(layer, recipe, spec, tokens, microbatches, readers) for readers in (1, layer.input_readers)
+            _predict_layer_cost(layer, recipe, spec, tokens, microbatches, readers)
+            for readers in (1, layer.input_readers)
         )
         plain_s = layer.count * by_itself.bfloat16.total_s
         bfloat16 += plain_s

@@ -17,18 +17,18 @@ process has not touched, at 0.5 to 0.7 GB/s per core (docs/experiments/log.md). 
 60 GB/s."""
 
 
-def time_checkpoint_per_step(run: PlannedRun, cluster: Cluster, step_s: float) -> float:
+def predict_checkpoint_seconds_per_step(run: PlannedRun, cluster: Cluster, step_s: float) -> float:
     """Return the seconds that checkpoints add to a step, which takes `step_s` without them."""
     if not run.steps_between_saves:
         return 0.0
-    writing_s = time_writing(run, cluster)
+    writing_s = predict_write_seconds(run, cluster)
     if not run.saves_in_background:
         return writing_s / run.steps_between_saves
     staging_s = _count_state_bytes(run) / (1e9 * STAGED_GB_PER_S)
     return staging_s / run.steps_between_saves + max(0.0, writing_s / run.steps_between_saves - step_s)
 
 
-def time_writing(run: PlannedRun, cluster: Cluster) -> float:
+def predict_write_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the seconds in which all nodes together write one checkpoint, each replica a part of it."""
     node_bytes = _count_state_bytes(run) / run.replicate * min(cluster.gpus_per_node, run.ranks)
     return node_bytes / (1e9 * cluster.storage_gb_per_s)

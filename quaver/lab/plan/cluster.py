@@ -46,7 +46,7 @@ NETWORK_SHARE = 0.94
 """Share of a network interface's rate: 47 of 50 GB/s (NVIDIA/nccl-tests#290), 188 of 200 on two nodes of 8 x 200
 Gb/s."""
 
-EXCHANGE_SHARE = 0.85
+ALL_TO_ALL_SHARE = 0.85
 """Share of the rate in an all-to-all, which has no ring. DeepEP reaches 43 of 50 GB/s between nodes."""
 
 NVLINK, NETWORK = "NVLink", "network"
@@ -81,7 +81,7 @@ class Cluster:
         """Return the link that limits a group: NVLink inside a node, otherwise the network."""
         return NVLINK if self.count_nodes(ranks, stride) == 1 else NETWORK
 
-    def time_collective(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
+    def predict_collective_seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return the time of a collective of `ranks` that are `stride` apart.
 
         `count_sent_bytes` describes `kind` and `tensor_bytes`.
@@ -93,7 +93,7 @@ class Cluster:
         sent = count_sent_bytes(kind, tensor_bytes, ranks)
         inside, network = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
         if kind == "all_to_all":
-            return self._time_exchange(tensor_bytes, ranks, nodes, inside)
+            return self._predict_all_to_all_seconds(tensor_bytes, ranks, nodes, inside)
         rate = inside if nodes == 1 else min(inside, per_node * network)
         return min(
             protocol.start_s
@@ -109,11 +109,11 @@ class Cluster:
             return 2 * min(nodes - 1, log2(nodes)) if nodes > 1 else 0
         return nodes - 1
 
-    def _time_exchange(self, tensor_bytes: float, ranks: int, nodes: int, inside: float) -> float:
+    def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, inside: float) -> float:
         """Return the time of an all-to-all, in which a rank sends 1 / ranks of its tensor to every other rank."""
         per_node = ranks / nodes
         near = tensor_bytes * (per_node - 1) / ranks / inside
         far = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbps / 8)
         simple = NCCL_PROTOCOLS[-1]
         hop_s = simple.between_s if nodes > 1 else simple.inside_s
-        return simple.start_s + hop_s + max(near, far) / (1e9 * EXCHANGE_SHARE)
+        return simple.start_s + hop_s + max(near, far) / (1e9 * ALL_TO_ALL_SHARE)

@@ -87,9 +87,9 @@ def count_held_parameters(run: PlannedRun) -> float:
     return (dense + experts) / (run.shard * run.context)
 
 
-def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
+def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """Return the times of one block and microbatch."""
-    linears = {name: time_linear(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
+    linears = {name: predict_linear_time(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
     spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     hidden = model.hidden_dim * count_networks(model)
@@ -99,14 +99,14 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     if not run.framework.compiled:
         between = PerPass(*(EAGER_BYTES_RATIO * seconds for seconds in between))
     attention = predict_attention_seconds(queries, rank_tokens, run.seq_len, spec, run.framework.attention)
-    forward = sum(map(_time_forward, linears.values()))
-    backward = sum(time.total_s - _time_forward(time) for time in linears.values())
-    experts = time_experts(run, cluster) if model.n_experts else PerPass(0, 0)
-    stored = _time_storing(run, cluster) if run.stores_in_float8 else 0.0
+    forward = sum(map(_sum_forward_seconds, linears.values()))
+    backward = sum(time.total_s - _sum_forward_seconds(time) for time in linears.values())
+    experts = predict_expert_times(run, cluster) if model.n_experts else PerPass(0, 0)
+    stored = _predict_storing_seconds(run, cluster) if run.stores_in_float8 else 0.0
     last_s = linears["down_proj"].output_s if "down_proj" in linears else 0.0
     recomputed = {
         "none": 0.0,
-        "op": sum(_time_forward(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
+        "op": sum(_sum_forward_seconds(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
         + between.forward
         + experts.forward / 2,
         "full": forward - last_s + between.forward + attention.forward + experts.forward,
@@ -122,7 +122,7 @@ def time_block(run: PlannedRun, cluster: Cluster) -> BlockTimes:
 def count_recomputed_flops(run: PlannedRun) -> int:
     """Return the FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
 
-    It counts the matmuls of `time_block`, and all of attention, although a causal kernel may skip half of it.
+    It counts the matmuls of `predict_block_times`, and all of attention, although a causal kernel may skip half of it.
     """
     model = run.model
     weights = {name: inputs * outputs for name, (inputs, outputs) in list_linears(model).items()}
@@ -135,7 +135,7 @@ def count_recomputed_flops(run: PlannedRun) -> int:
     }[run.checkpointing]
 
 
-def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
+def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
     """Return the time of a linear for one microbatch on this rank, averaged over all blocks (float8 and others).
 
     Under a float8 all-gather, its weight arrives as codes.
@@ -143,7 +143,7 @@ def time_linear(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     float8_share = run.get_float8_share(name)
     if 0 < float8_share < 1:
         parts = [replace(run, float8_shares={name: float(is_float8)}) for is_float8 in (True, False)]
-        float8, bfloat16 = (time_linear(part, name, inputs, outputs, cluster) for part in parts)
+        float8, bfloat16 = (predict_linear_time(part, name, inputs, outputs, cluster) for part in parts)
         return _average(float8, bfloat16, float8_share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = SPLIT_DIMS.get(name) == 1
@@ -203,7 +203,7 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     )
 
 
-def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
+def predict_expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
     local_experts, rows = model.n_experts // run.expert, run.tokens * model.top_k
@@ -213,24 +213,24 @@ def time_experts(run: PlannedRun, cluster: Cluster) -> PerPass:
         cost = predict_linear_cost(padded_rows, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.get_float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local_experts)
-        forward += _time_forward(time)
-        backward += time.total_s - _time_forward(time)
+        forward += _sum_forward_seconds(time)
+        backward += time.total_s - _sum_forward_seconds(time)
     permuted_s = predict_move_seconds(4 * 2 * rows * model.dim, spec)
     return PerPass(forward + permuted_s, backward + permuted_s)
 
 
-def time_head(run: PlannedRun, cluster: Cluster) -> PerPass:
+def predict_head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
-    time = time_linear(run, LM_HEAD, model.dim, model.vocab_size, cluster)
+    time = predict_linear_time(run, LM_HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
     loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
-    forward, share = _time_forward(time), cluster.sustained_share
+    forward, share = _sum_forward_seconds(time), cluster.sustained_share
     return PerPass(forward / share + loss[0], (time.total_s - forward) / share + loss[1])
 
 
-def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:
+def predict_embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
@@ -238,12 +238,12 @@ def time_embedding(run: PlannedRun, cluster: Cluster) -> PerPass:
     return PerPass(predict_move_seconds(rows, spec), predict_move_seconds(rows + gradient, spec))
 
 
-def _time_forward(time: LinearTime) -> float:
+def _sum_forward_seconds(time: LinearTime) -> float:
     casts = time.input_casts_s + FORWARD_CAST_SHARE * time.weight_casts_s
     return time.output_s + casts + time.widening_s / 3 + time.launches_s / 3
 
 
-def _time_storing(run: PlannedRun, cluster: Cluster) -> float:
+def _predict_storing_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)

@@ -13,12 +13,12 @@ from quaver.lab.bench.ledger.counting import check_triton
 from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
-from quaver.lab.bench.ledger.times import time_entry
+from quaver.lab.bench.ledger.times import predict_entry_seconds
 from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.memory.train_step.predict_run import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute_time import BlockTimes, list_linears, time_linear
+from quaver.lab.plan.compute_time import BlockTimes, list_linears, predict_linear_time
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
@@ -55,7 +55,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     entries = list_block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(
-            time_entry(entry, cluster.spec, by_shape=True, sustained_share=cluster.sustained_share)
+            predict_entry_seconds(entry, cluster.spec, by_shape=True, sustained_share=cluster.sustained_share)
             for entry in entries
             if entry.is_backward is is_backward
         )
@@ -63,7 +63,7 @@ def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clust
     )
     if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all microbatches
         linears = list_linears(run.model).items()
-        forward += sum(time_linear(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
+        forward += sum(predict_linear_time(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = ComputeTimes.from_formulas(run, cluster)
     recomputed_s = formulas.block.recomputed * forward / formulas.block.forward
     return formulas._replace(block=BlockTimes(forward, backward, recomputed_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
+from quaver.lab.plan.checkpoint_time import predict_checkpoint_seconds_per_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import PlannedRun
@@ -15,7 +15,7 @@ _SIMULATED_DEPTHS = (2, 4)
 """Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
-def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> float:
+def predict_step_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> float:
     """Return the seconds of `simulate(build_tasks(run, cluster, costs))`, and those that checkpoints add.
 
     Args:
@@ -28,7 +28,7 @@ def estimate_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | No
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
     compute_mfu(run, seconds, cluster.spec)
-    seconds += time_checkpoint_per_step(run, cluster, seconds)
+    seconds += predict_checkpoint_seconds_per_step(run, cluster, seconds)
     return seconds
 
 
@@ -53,7 +53,7 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
     return seconds + rest / blocks * (extrapolate(halves + 1) - seconds) if rest else seconds
 
 
-def bound_seconds(run: PlannedRun, costs: ComputeTimes) -> float:
+def sum_compute_seconds(run: PlannedRun, costs: ComputeTimes) -> float:
     """Return the seconds of the compute of a step's microbatches, a lower bound of the step."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quaver.lab.plan.checkpoint_time import time_writing
+from quaver.lab.plan.checkpoint_time import predict_write_seconds
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
-from quaver.lab.plan.extrapolate import bound_seconds, estimate_seconds
+from quaver.lab.plan.extrapolate import predict_step_seconds, sum_compute_seconds
 from quaver.lab.plan.mfu import count_float8_flops_per_token, count_flops_per_token
 from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
@@ -62,7 +62,7 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for name, share in sorted(shown.items(), key=lambda item: -item[1]):
         sentences.append(f"the step waits for {name} for {share:.1%} of its time")
-    writing_s = time_writing(row.run, cluster)
+    writing_s = predict_write_seconds(row.run, cluster)
     between_s = row.run.steps_between_saves * (step_s - timeline.sum_seconds(kind="checkpoint"))
     if row.run.saves_in_background and writing_s > between_s > 0:
         sentences.append(
@@ -100,8 +100,8 @@ class Gain:
 def compute_gain(row: FittingLayout, cluster: Cluster) -> Gain:
     """Return the gain of a layout in float8, even if the layout does not fit in bfloat16."""
     run, spec = make_bfloat16_run(row), cluster.spec
-    bfloat16_s = estimate_seconds(run, cluster)
+    bfloat16_s = predict_step_seconds(run, cluster)
     share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
     computing_bound = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
-    computing_s = bound_seconds(run, ComputeTimes.from_formulas(run, cluster))
+    computing_s = sum_compute_seconds(run, ComputeTimes.from_formulas(run, cluster))
     return Gain(bfloat16_s / row.seconds, share, computing_bound, computing_bound * bfloat16_s / computing_s)

@@ -14,9 +14,9 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from quaver.lab.plan.changes import with_precision
-from quaver.lab.plan.checkpoint_time import time_checkpoint_per_step
+from quaver.lab.plan.checkpoint_time import predict_checkpoint_seconds_per_step
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.extrapolate import bound_seconds, estimate_seconds
+from quaver.lab.plan.extrapolate import predict_step_seconds, sum_compute_seconds
 from quaver.lab.plan.layouts import Candidate, Layouts
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import estimate_peak
@@ -85,7 +85,7 @@ class TimedLayout:
     def simulate_seconds_per_token(self, cluster: Cluster) -> float:
         """Return the simulated time, which is computed once."""
         if self._simulated is None:
-            self._simulated = estimate_seconds(self.run, cluster, self.costs) / self.run.step_tokens
+            self._simulated = predict_step_seconds(self.run, cluster, self.costs) / self.run.step_tokens
         return self._simulated
 
 
@@ -145,7 +145,7 @@ def _estimate(
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
     """Return a candidate with its compute time."""
     costs = ComputeTimes.from_formulas(run, cluster)
-    return TimedLayout(candidate, run, costs, peak_bytes, bound_seconds(run, costs) / run.step_tokens)
+    return TimedLayout(candidate, run, costs, peak_bytes, sum_compute_seconds(run, costs) / run.step_tokens)
 
 
 def iter_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
@@ -189,7 +189,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None 
         without_last = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches - 1), cluster, costs))
         timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - simulated_micro_batches)
     compute_mfu(run, timeline.seconds, cluster.spec)
-    checkpoint_s = time_checkpoint_per_step(run, cluster, timeline.seconds)
+    checkpoint_s = predict_checkpoint_seconds_per_step(run, cluster, timeline.seconds)
     if not checkpoint_s:
         return timeline
     return timeline.append(Task("its share of a checkpoint", STORAGE, checkpoint_s, kind="checkpoint"))

@@ -28,9 +28,9 @@ from quaver.lab.plan.compute_time import (
     count_expert_parameters,
     count_held_parameters,
     list_linears,
-    time_block,
-    time_embedding,
-    time_head,
+    predict_block_times,
+    predict_embedding_times,
+    predict_head_times,
 )
 from quaver.lab.plan.exchanges import (
     Exchange,
@@ -162,7 +162,7 @@ def _add_exchange(
 ) -> int:
     """Add `number` collectives of an exchange as one task, and return the task's number."""
     kind, tensor_bytes, _, ranks, stride = exchange
-    seconds = number * cluster.time_collective(kind, tensor_bytes, ranks, stride)
+    seconds = number * cluster.predict_collective_seconds(kind, tensor_bytes, ranks, stride)
     sent = number * count_sent_bytes(kind, tensor_bytes, ranks)
     return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent)
 
@@ -177,7 +177,9 @@ class ComputeTimes(NamedTuple):
     @classmethod
     def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
         """Compute the costs by the formulas of compute_time.py."""
-        return cls(time_block(run, cluster), time_head(run, cluster), time_embedding(run, cluster))
+        return cls(
+            predict_block_times(run, cluster), predict_head_times(run, cluster), predict_embedding_times(run, cluster)
+        )
 
 
 def build_tasks(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> TaskList:

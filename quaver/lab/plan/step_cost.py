@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import count_recomputed_flops
-from quaver.lab.plan.extrapolate import estimate_seconds
+from quaver.lab.plan.extrapolate import predict_step_seconds
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -48,5 +48,5 @@ def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec 
     repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tensor
     seconds = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
-        seconds = estimate_seconds(run, Cluster.from_spec(spec))
+        seconds = predict_step_seconds(run, Cluster.from_spec(spec))
     return StepCost(flops + repeated, repeated, seconds)

@@ -22,7 +22,7 @@ from quaver.lab.bench.ledger.launches import BufferAccess, CompiledGraph, Launch
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.machine_code import add_machine_code, compile_kernels
 from quaver.lab.bench.ledger.table import iter_findings
-from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
+from quaver.lab.bench.ledger.times import predict_entry_seconds, sum_milliseconds
 from quaver.lab.cli import bench_ledger as ledger_cli
 from quaver.lab.cli.bench_ledger import LedgerOptions
 from quaver.lab.settings import Model
@@ -311,11 +311,11 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
     """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
     spec = find_device_spec("H200")
     for entry in count_case("linear", "quaver tensorwise").entries:
-        seconds, issued = time_entry(entry, spec), replace(entry, issued_instructions=10**9)
+        seconds, issued = predict_entry_seconds(entry, spec), replace(entry, issued_instructions=10**9)
         assert seconds > entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
         assert seconds > entry.flops / (1e12 * (spec.float8_tflops or 0))
         issuing = 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
-        assert time_entry(issued, spec) == max(seconds, issuing)
+        assert predict_entry_seconds(issued, spec) == max(seconds, issuing)
 
 
 @pytest.mark.nightly

@@ -19,7 +19,8 @@ def test_more_bytes_take_longer_and_more_bandwidth_never_does(kind):
     slow, fast = Cluster(H100, network_gbps=200.0), Cluster(H100, network_gbps=400.0)
     for ranks, stride in GROUPS:
         slow_s, fast_s = (
-            [cluster.time_collective(kind, size, ranks, stride) for size in SIZES] for cluster in (slow, fast)
+            [cluster.predict_collective_seconds(kind, size, ranks, stride) for size in SIZES]
+            for cluster in (slow, fast)
         )
         for times in (slow_s, fast_s):
             assert times == sorted(times)
@@ -30,14 +31,14 @@ def test_more_bytes_take_longer_and_more_bandwidth_never_does(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_sends_nothing_and_more_nodes_never_help_a_small_tensor(kind):
     cluster = Cluster(H100)
-    assert cluster.time_collective(kind, 2**30, 1) == 0
-    times = [cluster.time_collective(kind, 64, ranks) for ranks in (8, 16, 64, 512, 4096)]
+    assert cluster.predict_collective_seconds(kind, 2**30, 1) == 0
+    times = [cluster.predict_collective_seconds(kind, 64, ranks) for ranks in (8, 16, 64, 512, 4096)]
     assert times == sorted(times)
 
 
 def test_a_measured_cluster_takes_the_measured_times():
     cluster = MeasuredCluster(H100, per_byte={"all_gather": 2.0})
-    assert [cluster.time_collective("all_gather", 3.0, ranks) for ranks in (1, 2)] == [0.0, 6.0]
+    assert [cluster.predict_collective_seconds("all_gather", 3.0, ranks) for ranks in (1, 2)] == [0.0, 6.0]
 
 
 def test_groups_across_nodes_use_the_network():
@@ -58,12 +59,12 @@ def test_groups_across_nodes_use_the_network():
     ],
 )
 def test_bus_bandwidths_are_near_measured_ones(device, kind, size, ranks, bus_gb_per_s):
-    seconds = Cluster(find_device_spec(device)).time_collective(kind, size, ranks)
+    seconds = Cluster(find_device_spec(device)).predict_collective_seconds(kind, size, ranks)
     times = 2 if kind == "all_reduce" else 1
     assert times * size * (ranks - 1) / ranks / seconds / 1e9 == pytest.approx(bus_gb_per_s, rel=0.25)
 
 
 def test_two_nodes_with_slow_interfaces_reach_what_google_measured():
     """2 x 8 H100 with 8 x 200 Gb/s: an all-gather of 8 GiB has 188.8 GB/s on the bus."""
-    seconds = Cluster(H100, network_gbps=200.0).time_collective("all_gather", 2**33, 16)
+    seconds = Cluster(H100, network_gbps=200.0).predict_collective_seconds("all_gather", 2**33, 16)
     assert 2**33 * 15 / 16 / seconds / 1e9 == pytest.approx(188.8, rel=0.05)

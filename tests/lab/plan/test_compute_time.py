@@ -9,7 +9,7 @@ from benchmarks.record import ROOT
 from quaver.conversion.roles import LM_HEAD
 from quaver.lab.model.llama import SPLIT_DIMS
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute_time import time_block, time_head
+from quaver.lab.plan.compute_time import predict_block_times, predict_head_times
 from quaver.lab.plan.planned_run import Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_config
@@ -33,7 +33,7 @@ UP_PROJ = "model.layers.0.mlp.up_proj"
 
 def time_both(run):
     """Return the seconds of a block's forward and backward."""
-    return sum(time_block(run, CLUSTER))
+    return sum(predict_block_times(run, CLUSTER))
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
@@ -43,7 +43,7 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
         name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))
-    times = time_block(run, CLUSTER)
+    times = predict_block_times(run, CLUSTER)
     counted = sum(LEDGERS[name]["milliseconds"].values())
     assert 1e3 * (times.forward + times.backward) == pytest.approx(counted, rel=0.05)
     assert times.recomputed == 0
@@ -51,9 +51,9 @@ def test_one_rank_equals_the_ledger(recipe, monkeypatch):
 
 def test_selective_checkpointing_recomputes_less_than_full():
     runs = [replace(RUN, checkpointing=mode, checkpointed_blocks=32) for mode in ("op", "full")]
-    op, full = (time_block(run, CLUSTER) for run in runs)
+    op, full = (predict_block_times(run, CLUSTER) for run in runs)
     assert 0 < op.recomputed < full.recomputed < full.forward
-    assert op[:2] == full[:2] == time_block(RUN, CLUSTER)[:2]
+    assert op[:2] == full[:2] == predict_block_times(RUN, CLUSTER)[:2]
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
@@ -74,8 +74,8 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
     cluster, seconds = Cluster(H200), []
     for top_k in (1, 2, 3):
         plain = replace(RUN, model=replace(MODEL, n_experts=8, top_k=top_k))
-        seconds.append(time_block(replace(plain, stores_in_float8=True), cluster).forward)
-        seconds[-1] -= time_block(plain, cluster).forward
+        seconds.append(predict_block_times(replace(plain, stores_in_float8=True), cluster).forward)
+        seconds[-1] -= predict_block_times(plain, cluster).forward
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0])
     assert seconds[0] < 0.8 * seconds[1]
 
@@ -114,7 +114,7 @@ def test_slower_settings_take_longer():
     assert base < time_both(replace(TENSORWISE, framework=Framework(attention="flash")))
     assert time_both(split) < time_both(replace(split, framework=Framework(async_tensor=True)))
     assert time_both(split) < time_both(replace(split, framework=Framework(casts_gathered=True)))
-    assert sum(time_head(split, CLUSTER)) < sum(time_head(TENSORWISE, CLUSTER)) / 7
+    assert sum(predict_head_times(split, CLUSTER)) < sum(predict_head_times(TENSORWISE, CLUSTER)) / 7
     assert time_both(rowwise) < time_both(replace(rowwise, framework=Framework(rescales_rows=True)))
     assert base == time_both(replace(TENSORWISE, framework=Framework(rescales_rows=True)))
 

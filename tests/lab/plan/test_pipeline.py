@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, time_send
+from benchmarks.plan.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, predict_send_seconds
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.settings import Model
@@ -14,7 +14,7 @@ CLUSTER = Cluster.from_spec(find_device_spec("h100"))
 
 
 def test_pipeline_sends_use_the_network_between_nodes_only():
-    inside, next_node, far = (time_send(CLUSTER, 2**26, stride) for stride in (4, 8, 64))
+    inside, next_node, far = (predict_send_seconds(CLUSTER, 2**26, stride) for stride in (4, 8, 64))
     assert inside < next_node == far
 
 

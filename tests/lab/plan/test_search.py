@@ -10,13 +10,13 @@ import pytest
 from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.plan import search as searching
 from quaver.lab.plan.changes import BFLOAT16
-from quaver.lab.plan.checkpoint_time import time_writing
+from quaver.lab.plan.checkpoint_time import predict_write_seconds
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, compute_gain, describe_gain, describe_limits, list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import make_planned_run
-from quaver.lab.plan.search import FittingLayout, estimate_seconds, search
+from quaver.lab.plan.search import FittingLayout, predict_step_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_tasks
 from quaver.lab.settings.config_file import load_config
@@ -65,7 +65,7 @@ def timed():
     """Return every layout with its simulated time."""
     candidates = make_layouts().candidates
     runs = [make_planned_run(candidate.config, candidate.dims) for candidate in candidates]
-    seconds = [estimate_seconds(run, CLUSTER) / run.step_tokens for run in runs]
+    seconds = [predict_step_seconds(run, CLUSTER) / run.step_tokens for run in runs]
     return list(zip(candidates, runs, seconds, strict=True))
 
 
@@ -83,14 +83,14 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
 def test_a_step_is_estimated_from_few_blocks_and_micro_batches():
     run = plan_last_layout(**MICRO_BATCHES)
     assert run.micro_batches > 2
-    assert estimate_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=1e-9)
+    assert predict_step_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("checkpointed", range(9))
 def test_the_estimate_counts_every_checkpointed_block(checkpointed):
     run = plan_last_layout(ranks=8, blocks=8)
     run = replace(run, checkpointing="full", checkpointed_blocks=checkpointed)
-    assert estimate_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=2e-3)
+    assert predict_step_seconds(run, CLUSTER) == pytest.approx(searching.simulate_step(run, CLUSTER).seconds, rel=2e-3)
 
 
 def test_limits_of_a_step_are_described(search_result):
@@ -148,7 +148,7 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
     """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
     run, spec = plan_last_layout(ranks=8, precisions=(BFLOAT16,), blocks=4), CLUSTER.spec
     long = replace(run, seq_len=2**20)
-    seconds = estimate_seconds(long, replace(CLUSTER, sustained_share=1.0))
+    seconds = predict_step_seconds(long, replace(CLUSTER, sustained_share=1.0))
     as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
     assert compute_mfu(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
@@ -157,8 +157,8 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
 
 def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
     simulated = []
-    spy = lambda *arguments: simulated.append(arguments) or estimate_seconds(*arguments)  # noqa: E731
-    monkeypatch.setattr(searching, "estimate_seconds", spy)
+    spy = lambda *arguments: simulated.append(arguments) or predict_step_seconds(*arguments)  # noqa: E731
+    monkeypatch.setattr(searching, "predict_step_seconds", spy)
     bounded = [searching.time_compute(candidate, run, 0, CLUSTER) for candidate, run, _ in timed]
     first = [row.simulate_seconds_per_token(CLUSTER) for row in islice(searching.iter_by_speed(bounded, CLUSTER), 5)]
     assert first == pytest.approx(sorted(seconds for *_, seconds in timed)[:5])
@@ -182,7 +182,7 @@ def test_storage_that_cannot_keep_up_limits_the_step():
     candidate = make_layouts().candidates[0]
     run = replace(make_planned_run(candidate.config, candidate.dims), steps_between_saves=10)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
-    writing_s = time_writing(run, slow)
+    writing_s = predict_write_seconds(run, slow)
     assert writing_s < 10 * row.seconds == pytest.approx(writing_s, rel=1e-3)
     sentence = (
         f"a checkpoint is written in {writing_s:,.0f} s, and the next one waits for it: the steps between two take"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.extrapolate import estimate_seconds
+from quaver.lab.plan.extrapolate import predict_step_seconds
 from quaver.lab.plan.planned_run import Framework, PlannedRun
 from quaver.lab.plan.search import simulate_step
 from quaver.lab.plan.simulate import COMPUTE, simulate
@@ -70,17 +70,17 @@ def test_a_step_has_its_share_of_a_checkpoint():
     plain, every_10th = time_step(BASE), replace(BASE, steps_between_saves=10)
     copying_s, writing_s = held / 16 / 0.7e9 / 10, held / 2 / 1e9 / 10
     slow, fast = (replace(FAST, storage_gb_per_s=rate * writing_s / plain) for rate in (0.5, 2.0))
-    assert estimate_seconds(every_10th, fast) == pytest.approx(plain + copying_s)
+    assert predict_step_seconds(every_10th, fast) == pytest.approx(plain + copying_s)
     # The next checkpoint waits for files that take as long as 20 steps.
-    assert estimate_seconds(every_10th, slow) == pytest.approx(2 * plain + copying_s)
+    assert predict_step_seconds(every_10th, slow) == pytest.approx(2 * plain + copying_s)
     waiting = replace(every_10th, saves_in_background=False)
-    assert estimate_seconds(waiting, FAST) == pytest.approx(plain + writing_s)
+    assert predict_step_seconds(waiting, FAST) == pytest.approx(plain + writing_s)
     replicas = replace(BASE, shard=8, replicate=2)
     waiting_replicas = replace(waiting, shard=8, replicate=2)
-    assert estimate_seconds(waiting_replicas, FAST) == pytest.approx(time_step(replicas) + writing_s)
+    assert predict_step_seconds(waiting_replicas, FAST) == pytest.approx(time_step(replicas) + writing_s)
     for run, cluster in ((every_10th, fast), (every_10th, slow), (waiting, FAST)):
         timeline = simulate_step(run, cluster)
-        assert timeline.seconds == pytest.approx(estimate_seconds(run, cluster))
+        assert timeline.seconds == pytest.approx(predict_step_seconds(run, cluster))
         assert timeline.sum_exposed_seconds(kind="checkpoint") == pytest.approx(timeline.seconds - plain)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quaver.lab.bench.ledger.entries import OVERHEAD_CATEGORIES
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.ledger.times import sum_milliseconds, time_entry
+from quaver.lab.bench.ledger.times import predict_entry_seconds, sum_milliseconds
 from quaver.roofline.device_specs import DeviceSpec
 
 LEDGER_COLUMNS = (
@@ -41,14 +41,14 @@ def iter_ledger_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[li
 
 def iter_kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
     """Yield one row per entry, the slowest first."""
-    for entry in sorted(ledger.entries, key=lambda entry: -time_entry(entry, spec)):
+    for entry in sorted(ledger.entries, key=lambda entry: -predict_entry_seconds(entry, spec)):
         again = f" + {entry.reread_bytes / 1e6:,.0f} again" if entry.reread_bytes else ""
         again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
         fused = entry.fuses[:_MAX_FUSED_OPERATORS] + (("...",) if len(entry.fuses) > _MAX_FUSED_OPERATORS else ())
         yield [
             entry.category,
             "backward" if entry.is_backward else "forward",
-            f"{1e6 * time_entry(entry, spec):,.1f}",
+            f"{1e6 * predict_entry_seconds(entry, spec):,.1f}",
             f"{(entry.moved_bytes - entry.reread_bytes) / 1e6:,.1f}{again}",
             f"{entry.name}\n{entry.place}",
             " ".join(fused),

@@ -42,20 +42,24 @@ _SCHEDULERS_PER_MULTIPROCESSOR = 4
 """Warp schedulers of a multiprocessor, since Volta."""
 
 
-def time_entry(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained_share: float = 1.0) -> float:
+def predict_entry_seconds(
+    entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained_share: float = 1.0
+) -> float:
     """Return the modeled time of one entry, including its launches.
 
     Args:
         by_shape: take the rate of a matmul's shape instead of the best rate of the device.
         sustained_share: the share of their rates that matmuls and attention sustain in a long run.
     """
-    multiplied_s = _time_flops(entry, spec, by_shape=by_shape) / sustained_share if entry.flops else 0.0
+    multiplied_s = _predict_flop_seconds(entry, spec, by_shape=by_shape) / sustained_share if entry.flops else 0.0
     strided_s = entry.strided_elements * STRIDED_COPY_S_PER_ELEMENT
-    seconds = max(predict_move_seconds(entry.moved_bytes, spec), multiplied_s, time_issue(entry, spec), strided_s)
+    seconds = max(
+        predict_move_seconds(entry.moved_bytes, spec), multiplied_s, predict_issue_seconds(entry, spec), strided_s
+    )
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
 
-def time_issue(entry: LedgerEntry, spec: DeviceSpec) -> float:
+def predict_issue_seconds(entry: LedgerEntry, spec: DeviceSpec) -> float:
     """Return the least time to issue the instructions of an entry, or 0 if no machine code was compiled."""
     if not entry.issued_instructions:
         return 0.0
@@ -67,11 +71,11 @@ def sum_milliseconds(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
     """Return the modeled time of each category."""
     milliseconds = dict.fromkeys(KERNEL_CATEGORIES, 0.0)
     for entry in ledger.entries:
-        milliseconds[entry.category] += 1e3 * time_entry(entry, spec)
+        milliseconds[entry.category] += 1e3 * predict_entry_seconds(entry, spec)
     return milliseconds
 
 
-def _time_flops(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
+def _predict_flop_seconds(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
     """Return the time of an entry's FLOPs: attention at the rate of its kernel and length, or a matmul."""
     if entry.category == "attention":
         query, _ = find_query_and_key(entry)
