@@ -134,8 +134,10 @@ def main() -> None:
         block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
         rest = parts["few"] - 2 * block
         cluster = MeasuredCluster(replace(spec, memory_gb_per_s=1e9), per_byte=per_byte)
-        costs = ComputeTimes(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
-        tasks = build_tasks(run, cluster, costs)
+        compute_times = ComputeTimes(
+            BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0)
+        )
+        tasks = build_tasks(run, cluster, compute_times)
         hidden, exposed = simulate(tasks, contention=0.0).seconds, sum(task.seconds for task in tasks)
         times = f"{1e3 * real:.1f} | {1e3 * hidden:.1f} to {1e3 * exposed:.1f}"
         print(f"| {ranks} | {times} | {hidden / real:.2f} to {exposed / real:.2f} |", flush=True)

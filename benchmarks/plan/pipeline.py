@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
+from quaver.lab.plan.collectives import list_block_collectives, list_embedding_collectives, list_head_collectives
 from quaver.lab.plan.compute_time import (
     count_held_parameters,
     predict_block_times,
     predict_embedding_times,
     predict_head_times,
 )
-from quaver.lab.plan.exchanges import list_block_exchanges, list_embedding_exchanges, list_head_exchanges
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, Task, TaskList, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, add_block, list_block_groups, list_overlapped_kinds
@@ -103,19 +103,19 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
     seconds = {}
     for name, computed in directions.items():
         block = TaskList()
-        exchanges = list_block_exchanges(unpipelined, backward=name == "backward")
-        add_block(block, "block", computed, exchanges, cluster, list_overlapped_kinds(unpipelined), name)
+        collectives = list_block_collectives(unpipelined, backward=name == "backward")
+        add_block(block, "block", computed, collectives, cluster, list_overlapped_kinds(unpipelined), name)
         seconds[name] = blocks * simulate(block).seconds
     head, embedding = predict_head_times(run, cluster), predict_embedding_times(run, cluster)
     ends = (
-        ("embedding", embedding, list_embedding_exchanges),
-        ("head", head, list_head_exchanges),
+        ("embedding", embedding, list_embedding_collectives),
+        ("head", head, list_head_collectives),
     )
-    for name, both, list_exchanges in ends:
+    for name, both, list_collectives in ends:
         for is_backward, computed in zip((False, True), both, strict=True):
             sent = sum(
-                cluster.predict_collective_seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks)
-                for exchange in list_exchanges(unpipelined, backward=is_backward)
+                cluster.predict_collective_seconds(collective.kind, collective.tensor_bytes, collective.ranks)
+                for collective in list_collectives(unpipelined, backward=is_backward)
             )
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0

@@ -146,10 +146,10 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
 
 def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Microbatches after the third are taken to be as long as the third."""
-    costs = ComputeTimes.from_formulas(run, cluster)
-    took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, costs)
+    compute_times = ComputeTimes.from_formulas(run, cluster)
+    took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, compute_times)
     if run.micro_batches > 3:
-        took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, costs))
+        took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, compute_times))
     return run.step_tokens / took / run.ranks
 
 

@@ -12,8 +12,8 @@ from quaver.lab.cli.plan_views import iter_notes_on_steps, iter_views
 from quaver.lab.cli.run_config import load_and_print_turned_off
 from quaver.lab.output_file import replace_output, write_result
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted_costs import check_counts_for
 from quaver.lab.plan.layouts import list_layouts, list_precisions
+from quaver.lab.plan.ledger_times import check_ledger_gpu
 from quaver.lab.plan.limits import describe_limits, list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.picture import draw_step
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:
-            check_counts_for(spec)
+            check_ledger_gpu(spec)
         memory = (
             parse_bytes(options.memory, "--memory")
             if options.memory

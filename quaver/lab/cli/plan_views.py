@@ -9,8 +9,8 @@ from rich.table import Table
 from quaver.lab.cli.plan_options import PlanOptions
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted_costs import count_costs
 from quaver.lab.plan.layouts import Layouts
+from quaver.lab.plan.ledger_times import predict_ledger_times
 from quaver.lab.plan.limits import list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR
@@ -154,11 +154,13 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with show_progress("compiling the block of the row"):
-            costs = count_costs(row.candidate.config, row.run.ranks, row.run, cluster)
+            compute_times = predict_ledger_times(row.candidate.config, row.run.ranks, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
-    seconds = simulate_step(row.run, cluster, costs).seconds
-    both = zip(("forward", "backward"), costs.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False)
+    seconds = simulate_step(row.run, cluster, compute_times).seconds
+    both = zip(
+        ("forward", "backward"), compute_times.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False
+    )
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (

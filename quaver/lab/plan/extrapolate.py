@@ -15,35 +15,35 @@ _SIMULATED_DEPTHS = (2, 4)
 """Few, and even, so that half of the blocks can be checkpointed. From the second block on, each adds the same time."""
 
 
-def predict_step_seconds(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> float:
-    """Return the seconds of `simulate(build_tasks(run, cluster, costs))`, and those that checkpoints add.
+def predict_step_seconds(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes | None = None) -> float:
+    """Return the seconds of `simulate(build_tasks(run, cluster, compute_times))`, and those that checkpoints add.
 
     Args:
-        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
+        compute_times: of a microbatch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or ComputeTimes.from_formulas(run, cluster)
-    seconds = first_s = extrapolate_seconds(run, 1, cluster, costs)
+    compute_times = compute_times or ComputeTimes.from_formulas(run, cluster)
+    seconds = first_s = extrapolate_seconds(run, 1, cluster, compute_times)
     if run.micro_batches > 1:
-        seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, costs) - first_s)
+        seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, compute_times) - first_s)
     compute_mfu(run, seconds, cluster.spec)
     seconds += predict_checkpoint_seconds_per_step(run, cluster, seconds)
     return seconds
 
 
-def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: ComputeTimes) -> float:
+def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, compute_times: ComputeTimes) -> float:
     """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks.
 
     None, half or all of the few blocks are checkpointed. Other shares are interpolated between these.
     """
     blocks, (shallow, deep) = run.model.n_layers, _SIMULATED_DEPTHS
     if blocks <= deep:
-        return _simulate_shallow(run, blocks, run.checkpointed_blocks, micro_batches, cluster, costs)
+        return _simulate_shallow(run, blocks, run.checkpointed_blocks, micro_batches, cluster, compute_times)
 
     def extrapolate(halves: int) -> float:
         few, more = (
-            _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, costs)
+            _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, compute_times)
             for depth in _SIMULATED_DEPTHS
         )
         return few + (blocks - shallow) / (deep - shallow) * (more - few)
@@ -53,16 +53,16 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
     return seconds + rest / blocks * (extrapolate(halves + 1) - seconds) if rest else seconds
 
 
-def sum_compute_seconds(run: PlannedRun, costs: ComputeTimes) -> float:
+def sum_compute_seconds(run: PlannedRun, compute_times: ComputeTimes) -> float:
     """Return the seconds of the compute of a step's microbatches, a lower bound of the step."""
-    block = costs.block
+    block = compute_times.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
-    return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))
+    return run.micro_batches * (blocks + sum(compute_times.head) + sum(compute_times.embedding))
 
 
 def _simulate_shallow(
-    run: PlannedRun, depth: int, checkpointed: int, micro_batches: int, cluster: Cluster, costs: ComputeTimes
+    run: PlannedRun, depth: int, checkpointed: int, micro_batches: int, cluster: Cluster, compute_times: ComputeTimes
 ) -> float:
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)
-    return simulate(build_tasks(shallow, cluster, costs)).seconds
+    return simulate(build_tasks(shallow, cluster, compute_times)).seconds

@@ -76,7 +76,7 @@ class TimedLayout:
 
     candidate: Candidate
     run: PlannedRun
-    costs: ComputeTimes
+    compute_times: ComputeTimes
     peak_bytes: int
     compute_seconds_per_token: float
     """A lower bound of the simulated time, which adds communication and the optimizer."""
@@ -85,7 +85,7 @@ class TimedLayout:
     def simulate_seconds_per_token(self, cluster: Cluster) -> float:
         """Return the simulated time, which is computed once."""
         if self._simulated is None:
-            self._simulated = predict_step_seconds(self.run, cluster, self.costs) / self.run.step_tokens
+            self._simulated = predict_step_seconds(self.run, cluster, self.compute_times) / self.run.step_tokens
         return self._simulated
 
 
@@ -144,8 +144,10 @@ def _estimate(
 
 def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
     """Return a candidate with its compute time."""
-    costs = ComputeTimes.from_formulas(run, cluster)
-    return TimedLayout(candidate, run, costs, peak_bytes, sum_compute_seconds(run, costs) / run.step_tokens)
+    compute_times = ComputeTimes.from_formulas(run, cluster)
+    return TimedLayout(
+        candidate, run, compute_times, peak_bytes, sum_compute_seconds(run, compute_times) / run.step_tokens
+    )
 
 
 def iter_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
@@ -173,20 +175,22 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
             yield timed
 
 
-def simulate_step(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> SimulatedTimeline:
+def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes | None = None) -> SimulatedTimeline:
     """Return the timeline of a step with its share of a checkpoint, extrapolated if the step has very many tasks.
 
     Args:
-        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
+        compute_times: of a microbatch, by default from the formulas of compute_time.py.
     Raises:
         RuntimeError: the step is faster than the GPU's peak allows.
     """
-    costs = costs or ComputeTimes.from_formulas(run, cluster)
-    tasks_per_micro_batch = len(build_tasks(replace(run, micro_batches=1), cluster, costs))
+    compute_times = compute_times or ComputeTimes.from_formulas(run, cluster)
+    tasks_per_micro_batch = len(build_tasks(replace(run, micro_batches=1), cluster, compute_times))
     simulated_micro_batches = min(run.micro_batches, max(2, MAX_SIMULATED_TASKS // tasks_per_micro_batch))
-    timeline = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches), cluster, costs))
+    timeline = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches), cluster, compute_times))
     if simulated_micro_batches < run.micro_batches:
-        without_last = simulate(build_tasks(replace(run, micro_batches=simulated_micro_batches - 1), cluster, costs))
+        without_last = simulate(
+            build_tasks(replace(run, micro_batches=simulated_micro_batches - 1), cluster, compute_times)
+        )
         timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - simulated_micro_batches)
     compute_mfu(run, timeline.seconds, cluster.spec)
     checkpoint_s = predict_checkpoint_seconds_per_step(run, cluster, timeline.seconds)

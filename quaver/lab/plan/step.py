@@ -22,6 +22,13 @@ from typing import NamedTuple
 from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.gradients import BLOCK_ELEMENTS
 from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.collectives import (
+    ModeledCollective,
+    list_block_collectives,
+    list_embedding_collectives,
+    list_head_collectives,
+    list_scale_collectives,
+)
 from quaver.lab.plan.compute_time import (
     BlockTimes,
     count_dense_parameters,
@@ -31,13 +38,6 @@ from quaver.lab.plan.compute_time import (
     predict_block_times,
     predict_embedding_times,
     predict_head_times,
-)
-from quaver.lab.plan.exchanges import (
-    Exchange,
-    list_block_exchanges,
-    list_embedding_exchanges,
-    list_head_exchanges,
-    list_scale_exchanges,
 )
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, Dependencies, TaskList
@@ -103,7 +103,7 @@ def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[Pa
 
 
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
-    """Return the kinds of a block's exchanges that overlap with its compute."""
+    """Return the kinds of a block's collectives that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.framework.async_tensor else set()
     if run.framework.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
         tensor -= {"all_gather"}
@@ -114,12 +114,12 @@ def add_block(
     tasks: TaskList,
     name: str,
     seconds: float,
-    exchanges: list[Exchange],
+    collectives: list[ModeledCollective],
     cluster: Cluster,
     overlapped: frozenset[str],
     kind: str,
 ) -> None:
-    """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
+    """Add the compute of a block in two halves, attention and the feed-forward, each between its collectives.
 
     A half waits for its amaxes and its input, and its output is scattered afterwards. Exchanges of `overlapped` kinds
     are split into as many parts as there are ranks; only the first incoming and the last outgoing part do not overlap.
@@ -127,41 +127,46 @@ def add_block(
     Args:
         kind: the kind of the compute, forward or backward.
     """
-    if not exchanges:
+    if not collectives:
         tasks.add(name, COMPUTE, seconds, kind=kind)
         return
 
-    def send(exchange: Exchange, share: float, dependencies: Dependencies) -> int:
-        number = share * exchange.number / 2
-        return _add_exchange(tasks, f"{name}: {exchange.kind}", exchange, cluster, dependencies, number)
+    def send(collective: ModeledCollective, share: float, dependencies: Dependencies) -> int:
+        number = share * collective.number / 2
+        return _add_collective(tasks, f"{name}: {collective.kind}", collective, cluster, dependencies, number)
 
-    def get_exposed_share(exchange: Exchange) -> float:
-        return 1 / exchange.ranks if exchange.kind in overlapped else 1.0
+    def get_exposed_share(collective: ModeledCollective) -> float:
+        return 1 / collective.ranks if collective.kind in overlapped else 1.0
 
-    incoming = [exchange for exchange in exchanges if exchange.kind != "reduce_scatter"]
-    outgoing = [exchange for exchange in exchanges if exchange.kind == "reduce_scatter"]
+    incoming = [collective for collective in collectives if collective.kind != "reduce_scatter"]
+    outgoing = [collective for collective in collectives if collective.kind == "reduce_scatter"]
     dependencies: Dependencies = ()
     for _ in ("attention", "feed-forward"):
         overlapping: list[int] = []
-        for exchange in incoming:
-            dependencies = [send(exchange, get_exposed_share(exchange), dependencies)]
-            if exchange.kind in overlapped:
-                overlapping.append(send(exchange, 1 - get_exposed_share(exchange), dependencies))
+        for collective in incoming:
+            dependencies = [send(collective, get_exposed_share(collective), dependencies)]
+            if collective.kind in overlapped:
+                overlapping.append(send(collective, 1 - get_exposed_share(collective), dependencies))
         first_half = tasks.add(name, COMPUTE, seconds / 4, dependencies, kind)
-        for exchange in outgoing:
-            if exchange.kind in overlapped:
-                send(exchange, 1 - get_exposed_share(exchange), [first_half])
+        for collective in outgoing:
+            if collective.kind in overlapped:
+                send(collective, 1 - get_exposed_share(collective), [first_half])
         dependencies = [tasks.add(name, COMPUTE, seconds / 4, overlapping, kind)]
-        for exchange in outgoing:
-            dependencies = [send(exchange, get_exposed_share(exchange), dependencies)]
+        for collective in outgoing:
+            dependencies = [send(collective, get_exposed_share(collective), dependencies)]
     tasks.add(f"{name}: end", COMPUTE, 0.0, dependencies, kind)
 
 
-def _add_exchange(
-    tasks: TaskList, name: str, exchange: Exchange, cluster: Cluster, dependencies: Dependencies, number: float = 1
+def _add_collective(
+    tasks: TaskList,
+    name: str,
+    collective: ModeledCollective,
+    cluster: Cluster,
+    dependencies: Dependencies,
+    number: float = 1,
 ) -> int:
-    """Add `number` collectives of an exchange as one task, and return the task's number."""
-    kind, tensor_bytes, _, ranks, stride = exchange
+    """Add a collective that runs `number` times as one task, and return the task's number."""
+    kind, tensor_bytes, _, ranks, stride = collective
     seconds = number * cluster.predict_collective_seconds(kind, tensor_bytes, ranks, stride)
     sent = number * count_sent_bytes(kind, tensor_bytes, ranks)
     return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent)
@@ -176,32 +181,34 @@ class ComputeTimes(NamedTuple):
 
     @classmethod
     def from_formulas(cls, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
-        """Compute the costs by the formulas of compute_time.py."""
+        """Predict them by the formulas of compute_time.py."""
         return cls(
             predict_block_times(run, cluster), predict_head_times(run, cluster), predict_embedding_times(run, cluster)
         )
 
 
-def build_tasks(run: PlannedRun, cluster: Cluster, costs: ComputeTimes | None = None) -> TaskList:
+def build_tasks(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes | None = None) -> TaskList:
     """Return the tasks of the first rank's step, without checkpoints.
 
     Args:
-        costs: the costs of a microbatch, by default from the formulas of compute_time.py.
+        compute_times: of a microbatch, by default from the formulas of compute_time.py.
     """
-    builder = _TaskBuilder(run, cluster, costs or ComputeTimes.from_formulas(run, cluster))
+    builder = _TaskBuilder(run, cluster, compute_times or ComputeTimes.from_formulas(run, cluster))
     for number in range(run.micro_batches):
         builder.add_micro_batch(number)
-    builder.add_end()
+    builder.add_optimizer_step()
     return builder.tasks
 
 
 class _TaskBuilder:
-    def __init__(self, run: PlannedRun, cluster: Cluster, costs: ComputeTimes) -> None:
+    def __init__(self, run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes) -> None:
         self.tasks = TaskList()
-        self._run, self._cluster, self._costs = run, cluster, costs
+        self._run, self._cluster, self._compute_times = run, cluster, compute_times
         self._block_groups = list_block_groups(run)
         self._root_groups, self._head_groups = _list_outside_groups(run)
-        self._block_exchanges = {back: list_block_exchanges(run, backward=back) for back in (False, True)}
+        self._block_collectives = {
+            backward: list_block_collectives(run, backward=backward) for backward in (False, True)
+        }
         self._micro_batch = 0
         self._last_reduction: int | None = None
         """The last reduce-scatter or all-reduce of gradients. The next copy into its buffer waits for it."""
@@ -216,23 +223,23 @@ class _TaskBuilder:
         self._add_backward(f"{prefix}backward of")
 
     def _add_forward(self, prefix: str) -> None:
-        run, (block_times, head, embedding) = self._run, self._costs
+        run, (block_times, head, embedding) = self._run, self._compute_times
         name = f"{prefix} the embedding"
         self._gather_and_copy_out(self._root_groups, name)
         self._compute(name, embedding.forward, "forward")
-        self._exchange_at_end(name, list_embedding_exchanges(run, backward=False), "forward")
+        self._add_collectives_and_wait(name, list_embedding_collectives(run, backward=False), "forward")
         for number in range(run.model.n_layers):
             name = f"{prefix} block {number}"
             self._gather_and_copy_out(self._block_groups, name)
             self._add_block(name, block_times.forward, backward=False)
         name = f"{prefix} {LM_HEAD} and the loss"
         self._gather_and_copy_out(self._head_groups, name)
-        self._exchange_at_end(name, list_head_exchanges(run, backward=False), "forward")
+        self._add_collectives_and_wait(name, list_head_collectives(run, backward=False), "forward")
         self._compute(name, head.forward, "forward")
 
     def _add_backward(self, prefix: str) -> None:
         """Add the backward of all modules, with the all-gather of each block before the backward of the block above."""
-        run, (block_times, head, embedding) = self._run, self._costs
+        run, (block_times, head, embedding) = self._run, self._compute_times
         head_name, embedding_name = f"{prefix} {LM_HEAD} and the loss", f"{prefix} the embedding"
         block_names = [f"{prefix} block {number}" for number in range(run.model.n_layers)]
         if run.reshard_after_forward == "always":
@@ -242,7 +249,7 @@ class _TaskBuilder:
         gathered_again = [] if run.reshard_after_forward == "never" else self._block_groups
         prefetched = self._gather(gathered_again, block_names[-1])
         self._compute(head_name, head.backward, "backward")
-        self._exchange_at_end(head_name, list_head_exchanges(run, backward=True), "backward")
+        self._add_collectives_and_wait(head_name, list_head_collectives(run, backward=True), "backward")
         self._reduce(self._head_groups, head_name)
         for number, name in reversed(list(enumerate(block_names))):
             self._copy_out(self._block_groups, name, prefetched)
@@ -251,18 +258,18 @@ class _TaskBuilder:
             recomputed = block_times.recomputed if is_checkpointed(run, number) else 0.0
             self._add_block(name, block_times.backward + recomputed, backward=True)
             self._reduce(self._block_groups, name)
-        self._exchange_at_end(embedding_name, list_embedding_exchanges(run, backward=True), "backward")
+        self._add_collectives_and_wait(embedding_name, list_embedding_collectives(run, backward=True), "backward")
         self._compute(embedding_name, embedding.backward, "backward")
         self._reduce(self._root_groups, embedding_name)
 
-    def add_end(self) -> None:
+    def add_optimizer_step(self) -> None:
         """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered in float8."""
         run, cluster = self._run, self._cluster
         parameters = count_held_parameters(run)
         norm_s = predict_move_seconds(4 * parameters, cluster.spec)
         norm = self._compute("norm of gradients", norm_s, "optimizer", [self._last_reduction])
         if run.ranks > 1:
-            norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
+            norm = self._send("all-reduce of the norm", ModeledCollective("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = (2 + 3) * run.parameter_bytes + 2 * run.state_bytes
         optimizer_s = predict_move_seconds(moved * parameters, cluster.spec)
@@ -270,25 +277,25 @@ class _TaskBuilder:
         if run.float8_all_gather and run.shard > 1:
             amaxes_s = predict_move_seconds(run.parameter_bytes * parameters, cluster.spec)
             self._compute("amaxes of weights", amaxes_s, "optimizer")
-        for exchange in list_scale_exchanges(run):
-            self._send("all-reduce of amaxes", exchange, [self.tasks.find_last(COMPUTE)])
+        for collective in list_scale_collectives(run):
+            self._send("all-reduce of amaxes", collective, [self.tasks.find_last(COMPUTE)])
 
     def _compute(self, name: str, seconds: float, kind: str, dependencies: Dependencies = ()) -> int:
         return self.tasks.add(name, COMPUTE, seconds, dependencies, kind)
 
-    def _send(self, name: str, exchange: Exchange, dependencies: Dependencies) -> int:
-        return _add_exchange(self.tasks, name, exchange, self._cluster, dependencies)
+    def _send(self, name: str, collective: ModeledCollective, dependencies: Dependencies) -> int:
+        return _add_collective(self.tasks, name, collective, self._cluster, dependencies)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
         kind, overlapped = "backward" if backward else "forward", list_overlapped_kinds(self._run)
-        add_block(self.tasks, name, seconds, self._block_exchanges[backward], self._cluster, overlapped, kind)
+        add_block(self.tasks, name, seconds, self._block_collectives[backward], self._cluster, overlapped, kind)
 
-    def _exchange_at_end(self, name: str, exchanges: list[Exchange], kind: str) -> None:
-        """Add exchanges of the embedding or the output projection, and an empty task of `kind` that waits for them."""
+    def _add_collectives_and_wait(self, name: str, collectives: list[ModeledCollective], kind: str) -> None:
+        """Add collectives of the embedding or the head, and an empty task of `kind` that waits for them."""
         last: int | None = self.tasks.find_last(COMPUTE)
-        for exchange in exchanges:
-            last = self._send(f"{name}: {exchange.kind}", exchange, [last])
-        if exchanges:
+        for collective in collectives:
+            last = self._send(f"{name}: {collective.kind}", collective, [last])
+        if collectives:
             self._compute(name, 0.0, kind, [last])
 
     def _gather(self, groups: list[ParameterGroup], name: str) -> list[int]:
@@ -299,7 +306,7 @@ class _TaskBuilder:
             return []
         gathers: list[int] = []
         for group in groups:
-            gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
+            gather = ModeledCollective("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
             gathers.append(self._send(f"{name}: all-gather", gather, [self._last_copy]))
         return gathers
 
@@ -330,11 +337,11 @@ class _TaskBuilder:
             reduced = copied
             if group.shard > 1:
                 kind, size = ("all_to_all", _CODE_BYTES) if run.float8_gradients else ("reduce_scatter", GRADIENT_BYTES)
-                scatter = Exchange(kind, size * group.parameters, 1, group.shard, group.stride)
+                scatter = ModeledCollective(kind, size * group.parameters, 1, group.shard, group.stride)
                 self._last_reduction = reduced = self._send(f"{name}: reduce-scatter", scatter, [copied])
             if run.replicate > 1 and all_reduces:
                 part = GRADIENT_BYTES * group.parameters / group.shard
-                reduce = Exchange("all_reduce", part, 1, run.replicate, group.stride * group.shard)
+                reduce = ModeledCollective("all_reduce", part, 1, run.replicate, group.stride * group.shard)
                 self._last_reduction = self._send(f"{name}: all-reduce", reduce, [reduced])
 
 

@@ -135,14 +135,14 @@ def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, monkeypatch):
-    def costs(config, ranks, run, cluster):
+    def predict_times(config, ranks, run, cluster):
         assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
         if not is_counted:
             raise NotImplementedError("expected code that compiles one forward")
         modeled = ComputeTimes.from_formulas(run, cluster)
         return modeled._replace(block=BlockTimes(*(2 * seconds for seconds in modeled.block)))
 
-    monkeypatch.setattr(plan_views, "count_costs", costs)
+    monkeypatch.setattr(plan_views, "predict_ledger_times", predict_times)
     picture = tmp_path / "step.png"
     printed, written = plan("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", picture)
     if not is_counted:

@@ -7,7 +7,7 @@ import pytest
 
 from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.exchanges import list_block_exchanges, list_scale_exchanges
+from quaver.lab.plan.collectives import list_block_collectives, list_scale_collectives
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step import GRADIENT_BYTES, build_tasks, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
@@ -45,7 +45,7 @@ def plan_run(config):
     return make_planned_run(*resolve_config(config, rank=0, world_size=RANKS))
 
 
-def count_block_exchanges(config):
+def count_block_collectives(config):
     """The numbers and bytes of the collectives of one block, by mesh dims and kind, in the trainer."""
     numbers, sizes = Counter(), Counter()
     for layers, sign in ((2, 1), (1, -1)):
@@ -55,7 +55,7 @@ def count_block_exchanges(config):
     return {key: (number, sizes[key]) for key, number in numbers.items() if number}
 
 
-def model_block_exchanges(config):
+def model_block_collectives(config):
     """Return the same numbers and bytes as the planner models them."""
     run, numbers, sizes = plan_run(config), Counter(), Counter()
 
@@ -65,9 +65,9 @@ def model_block_exchanges(config):
             sizes[link, kind] += number * tensor_bytes
 
     for backward in (False, True):
-        for exchange in list_block_exchanges(run, backward=backward):
-            split = "ep" if exchange.ranks < run.shard else "dp_shard"
-            add("tp" if run.tensor > 1 else split, exchange.kind, exchange.number, exchange.tensor_bytes)
+        for collective in list_block_collectives(run, backward=backward):
+            split = "ep" if collective.ranks < run.shard else "dp_shard"
+            add("tp" if run.tensor > 1 else split, collective.kind, collective.number, collective.tensor_bytes)
     for group in list_block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
         if group.shard > 1:
@@ -86,9 +86,9 @@ ALWAYS = [("tensorwise", "op", True)]
 @pytest.mark.parametrize(
     ("recipe", "mode", "gather"), [*ALWAYS, *at_night(case for case in dict.fromkeys(CASES) if case not in ALWAYS)]
 )
-def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mode, gather):
+def test_tensor_parallel_collectives_are_those_of_the_trainer(recipe, mode, gather):
     config = make_config(recipe, mode, gather=gather, tensor=2)
-    modeled, counted = model_block_exchanges(config), count_block_exchanges(config)
+    modeled, counted = model_block_collectives(config), count_block_collectives(config)
     if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
         assert modeled["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
         modeled["tp", "all_reduce"] = counted["tp", "all_reduce"]
@@ -107,15 +107,15 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", ["experts split", *at_night((name,) for name in LAYOUTS if name != "experts split")])
-def test_modeled_exchanges_are_the_counted_ones(name):
-    assert model_block_exchanges(LAYOUTS[name]) == count_block_exchanges(LAYOUTS[name])
+def test_modeled_collectives_equal_the_counted_ones(name):
+    assert model_block_collectives(LAYOUTS[name]) == count_block_collectives(LAYOUTS[name])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
 def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
     config = with_settings(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
-    modeled, counted = model_block_exchanges(config), count_block_exchanges(config)
+    modeled, counted = model_block_collectives(config), count_block_collectives(config)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
     assert modeled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
     assert modeled == counted
@@ -154,7 +154,9 @@ def gather_codes(recipe):
 def test_a_step_computes_the_trainers_scales(config):
     collectives = predict_traffic(config, RANKS, "cuda").collectives
     counted = [(one.tensor_bytes, one.ranks) for one in collectives if one.dtype == "int32" and one.mesh_dims != "ep"]
-    assert sorted((part.tensor_bytes, part.ranks) for part in list_scale_exchanges(plan_run(config))) == sorted(counted)
+    assert sorted((part.tensor_bytes, part.ranks) for part in list_scale_collectives(plan_run(config))) == sorted(
+        counted
+    )
 
 
 STEPS = {

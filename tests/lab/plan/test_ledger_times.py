@@ -8,10 +8,10 @@ import pytest
 from benchmarks.record import ROOT
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.bench.ledger.times import sum_milliseconds
-from quaver.lab.plan import counted_costs
+from quaver.lab.plan import ledger_times
 from quaver.lab.plan.changes import BFLOAT16, with_precision
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.counted_costs import check_counts_for, compile_block, count_costs, list_block_entries
+from quaver.lab.plan.ledger_times import check_ledger_gpu, compile_block, list_block_entries, predict_ledger_times
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks
@@ -50,14 +50,16 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert {name: counts[name] for name in same} == {name: expected[name] for name in same}
     assert sum(expected[name] - counts[name] for name in fused) == halves
 
-    monkeypatch.setattr(counted_costs, "list_block_entries", lambda *_: entries)
+    monkeypatch.setattr(ledger_times, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
-    costs = count_costs(config, 2, run, cluster)
-    spans = [span for span in simulate(build_tasks(run, cluster, costs)).spans if "of block 1" in span.task.name]
+    compute_times = predict_ledger_times(config, 2, run, cluster)
+    spans = [
+        span for span in simulate(build_tasks(run, cluster, compute_times)).spans if "of block 1" in span.task.name
+    ]
     seconds = sum(span.end_s - span.start_s for span in spans)
     assert 1e3 * seconds == pytest.approx(sum(sum_milliseconds(ledger, H200).values()))
-    assert costs.head == ComputeTimes.from_formulas(run, cluster).head
+    assert compute_times.head == ComputeTimes.from_formulas(run, cluster).head
 
 
 def split_in_two(precision):
@@ -88,9 +90,9 @@ def test_blocks_that_differ_are_not_counted():
     config = with_settings(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
     run = make_planned_run(*resolve_config(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
-        count_costs(config, 1, run, Cluster(H200))
+        predict_ledger_times(config, 1, run, Cluster(H200))
 
 
 def test_other_gpus_are_refused():
     with pytest.raises(NotImplementedError, match="expected a GPU that is one of H100, H200, B200, got A100"):
-        check_counts_for(find_device_spec("a100"))
+        check_ledger_gpu(find_device_spec("a100"))

@@ -1,6 +1,6 @@
 """The collectives of tensor, context and expert parallelism inside one block and microbatch.
 
-tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver memory --traffic`.
+tests/lab/plan/test_collectives.py compares their count and bytes with `quaver memory --traffic`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
 """The linears in each half of a block that read what tensor parallelism gathers: codes if all of them are float8."""
 
-_GATHERED_OF_LOGITS = 12
-"""Bytes per token, three numbers, that the loss gathers from each rank (quaver/lab/model/loss.py)."""
+_LOSS_BYTES_PER_TOKEN = 12
+"""Three float32 numbers, which the loss gathers from each rank (quaver/lab/model/loss.py)."""
 
 
-class Exchange(NamedTuple):
-    """Equal collectives of tensor, context or expert parallel ranks in one direction of a block."""
+class ModeledCollective(NamedTuple):
+    """A collective of tensor, context or expert parallel ranks, repeated in one direction of a block."""
 
     kind: str
     tensor_bytes: float
-    """Bytes of the tensor of each collective."""
+    """Bytes of the tensor of one collective."""
     number: float
+    """How often it runs. Shares of float8 blocks make it fractional."""
     ranks: int
     stride: int
 
 
-def list_block_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
+def list_block_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
     """Return the collectives of a block's forward, or of its backward with the recomputation."""
     return [
         *_iter_tensor_parallel(run, backward),
@@ -47,29 +48,29 @@ def list_block_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
     ]
 
 
-def list_embedding_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
-    """Return the exchange of an embedding that tensor parallelism splits over the vocabulary.
+def list_embedding_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
+    """Return the collective of an embedding that tensor parallelism splits over the vocabulary.
 
     Its output is scattered by sequence and its gradient gathered, in the residual stream's dtype.
     """
     if run.tensor == 1:
         return []
     kind = "all_gather" if backward else "reduce_scatter"
-    return [Exchange(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tensor, 1)]
+    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tensor, 1)]
 
 
-def list_head_exchanges(run: PlannedRun, *, backward: bool) -> list[Exchange]:
-    """Return the exchanges of the loss and the projection, which gathers its input and scatters its gradient."""
+def list_head_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
+    """Return the collectives of the loss and the projection, which gathers its input and scatters its gradient."""
     if run.tensor == 1:
         return []
     input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tensor, 1)
     if backward:
-        return [Exchange("reduce_scatter", input_bytes, *group)]
-    logit_bytes = _GATHERED_OF_LOGITS * run.tokens * run.tensor
-    return [Exchange("all_gather", input_bytes, *group), Exchange("all_gather", logit_bytes, *group)]
+        return [ModeledCollective("reduce_scatter", input_bytes, *group)]
+    logit_bytes = _LOSS_BYTES_PER_TOKEN * run.tokens * run.tensor
+    return [ModeledCollective("all_gather", input_bytes, *group), ModeledCollective("all_gather", logit_bytes, *group)]
 
 
-def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
+def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
     """Yield the collectives of sequence parallelism: a half of a block gathers its input and scatters its output.
 
     Gradients do the reverse. A recomputation gathers again; under "op" it does not scatter again.
@@ -82,12 +83,12 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     float8_share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
     if casts is not None and not run.framework.casts_gathered:
-        forward, backwards = _count_amaxes(run, casts)
-        for number, elements in [forward] * (gathers_again or not backward) + [backwards] * backward:
+        forward_amaxes, backward_amaxes = _count_amaxes(run, casts)
+        for number, elements in [forward_amaxes] * (gathers_again or not backward) + [backward_amaxes] * backward:
             if number and float8_share:
-                yield Exchange("all_reduce", 4 * elements / number, number * float8_share, *group)
+                yield ModeledCollective("all_reduce", 4 * elements / number, number * float8_share, *group)
     if backward and float8_share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
-        yield Exchange("all_reduce", 2 * dim, 2 * float8_share, *group)
+        yield ModeledCollective("all_reduce", 2 * dim, 2 * float8_share, *group)
     for is_gradient in [False] * (gathers_again or not backward) + [True] * backward:
         operand = (
             None if casts is None or run.framework.casts_gathered else casts.grad_output if is_gradient else casts.input
@@ -96,9 +97,9 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
         float8_number = sum(min(map(run.get_float8_share, linears)) for linears in readers)
         for times, casts_of_operand in ((float8_number, operand), (halves - float8_number, None)):
             for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
-                yield Exchange("all_gather", gathered, times, *group)
+                yield ModeledCollective("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
-    yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
+    yield ModeledCollective("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
 
 
 def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
@@ -120,7 +121,7 @@ def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, rank
     return [elements]
 
 
-def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
+def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
     """Return the all-reduces of the amaxes from which a step's scales are computed.
 
     Persistent scales: 8 bytes for each operand, over all ranks; linears that read the same input have one for it.
@@ -137,7 +138,7 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
             model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1) for name in list_linears(model)
         )
         operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
-        return [Exchange("all_reduce", 8 * operands, 1, run.ranks, 1)]
+        return [ModeledCollective("all_reduce", 8 * operands, 1, run.ranks, 1)]
     shards = run.shard * run.context
     if not run.float8_all_gather or shards == 1:
         return []
@@ -148,7 +149,7 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
         (experts if run.expert > 1 else [], shards // run.expert, run.expert),
     ]
     layouts = list_linear_layouts(config.casts.weight)
-    exchanges = []
+    collectives = []
     for weights, ranks, stride in groups:
         scales = sum(
             number * math.prod(layout.get_scale_shape(outputs, inputs))
@@ -156,8 +157,8 @@ def list_scale_exchanges(run: PlannedRun) -> list[Exchange]:
             for layout in layouts
         )
         if scales and ranks > 1:
-            exchanges.append(Exchange("all_reduce", 4 * scales, 1, ranks, stride))
-    return exchanges
+            collectives.append(ModeledCollective("all_reduce", 4 * scales, 1, ranks, stride))
+    return collectives
 
 
 def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -209,18 +210,18 @@ def _needs_amax(cast: CastConfig) -> bool:
     return cast.is_tensorwise and not cast.is_persistent
 
 
-def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
+def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
     """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
     if run.context == 1:
         return
     keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.context * 2 / run.tensor
-    yield Exchange("all_gather", keys, 1, run.context, run.tensor)
+    yield ModeledCollective("all_gather", keys, 1, run.context, run.tensor)
     if backward:
-        yield Exchange("reduce_scatter", keys, 1, run.context, run.tensor)
+        yield ModeledCollective("reduce_scatter", keys, 1, run.context, run.tensor)
 
 
-def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
-    """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back.
+def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
+    """Yield the all-to-alls of counts, and of tokens or their gradients to the experts and back.
 
     Rows return in bfloat16. They are sent as codes where `sends_codes` says so; with one scale per expert, ranks
     first agree on its amax.
@@ -232,7 +233,7 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     sends_input = not backward or run.checkpointing != "none"
     if sends_input:
-        yield Exchange("all_to_all", 8 * (model.n_experts + run.expert), 1, *group)
+        yield ModeledCollective("all_to_all", 8 * (model.n_experts + run.expert), 1, *group)
     sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
     for operand in sent:
         float8_number = 0.0
@@ -242,9 +243,11 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]
             float8_number = run.get_float8_share(EXPERTS)
         if operand is not None and float8_number:
             if operand.row.is_tensorwise:
-                yield Exchange("all_reduce", 4 * (model.n_experts + 1), float8_number, *group)
-            yield Exchange("all_to_all", rows * _count_row_bytes(operand.row, model.dim), float8_number, *group)
-        yield Exchange("all_to_all", 2 * rows * model.dim, 2 - float8_number, *group)
+                yield ModeledCollective("all_reduce", 4 * (model.n_experts + 1), float8_number, *group)
+            yield ModeledCollective(
+                "all_to_all", rows * _count_row_bytes(operand.row, model.dim), float8_number, *group
+            )
+        yield ModeledCollective("all_to_all", 2 * rows * model.dim, 2 - float8_number, *group)
 
 
 def _count_row_bytes(cast: CastConfig, length: int) -> float:

@@ -27,8 +27,8 @@ from quaver.roofline.device_specs import DeviceSpec
 _COLLECTIVE_PREFIX = "_c10d_functional."
 
 
-def check_counts_for(spec: DeviceSpec) -> None:
-    """Raise an error if no code can be generated for the device.
+def check_ledger_gpu(spec: DeviceSpec) -> None:
+    """Check that code can be generated for the device.
 
     Raises:
         InputError: triton is not installed.
@@ -41,12 +41,12 @@ def check_counts_for(spec: DeviceSpec) -> None:
         )
 
 
-def count_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
-    """Return the costs of a run's microbatch, with the kernels of its block counted. Compiling takes seconds.
+def predict_ledger_times(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> ComputeTimes:
+    """Return the times of a run's microbatch, with the kernels of its block counted. Compiling takes seconds.
 
     Args:
         run: the run of `config` on `ranks` ranks.
-        cluster: a cluster of GPUs that `check_counts_for` accepts.
+        cluster: a cluster of GPUs that `check_ledger_gpu` accepts.
     Raises:
         NotImplementedError: blocks differ, or are not one compiled graph, as under expert parallelism.
     """
@@ -73,7 +73,7 @@ def list_block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tup
     """Return the launches of one compiled block of the first rank, not checkpointed, without collectives.
 
     Raises:
-        NotImplementedError: as `count_costs`.
+        NotImplementedError: as `predict_ledger_times`.
     """
     entries = list_entries(compile_block(config, ranks, spec), GPU_PROPERTIES[spec.name].L2_cache_size)
     return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVE_PREFIX))
@@ -83,7 +83,7 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
     """Return the compiled forward and backward of one block of the first rank, not checkpointed.
 
     Raises:
-        NotImplementedError: as `count_costs`.
+        NotImplementedError: as `predict_ledger_times`.
     """
     stores = config.activation_checkpoint.store_in_float8
     config = replace(
