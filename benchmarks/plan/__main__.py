@@ -28,7 +28,7 @@ def main() -> None:
         parser.error("--memory is for --published")
     if options.calibrate:
         for name, gpu in published.CALIBRATED_GPUS.items():
-            print(f"{name:14s} {published.calibrate_share(name):.3f}  now {gpu.sustained_share}  {gpu.row}")
+            print(f"{name:14s} {published.calibrate_share(name):.3f}  now {gpu.sustained_share}  {gpu.published_run}")
     for part in (published,) * options.published + (scaling,) * options.scaling:
         results = record_and_show(options, part.predict_all, part.RECORD, part.make_tables, part.PAGE)
         if options.update_docs:

@@ -135,8 +135,8 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
 def predict_send_seconds(cluster: Cluster, tensor_bytes: float, stride: int) -> float:
     """Return the time to send a tensor from a stage to the next one, whose ranks are `stride` away."""
     if stride < cluster.gpus_per_node:
-        return NCCL_PROTOCOLS[-1].inside_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)
-    return NCCL_PROTOCOLS[-1].between_s + tensor_bytes / (1e9 * cluster.network_gbps / 8 * NETWORK_SHARE)
+        return NCCL_PROTOCOLS[-1].hop_in_node_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)
+    return NCCL_PROTOCOLS[-1].hop_between_nodes_s + tensor_bytes / (1e9 * cluster.network_gbps / 8 * NETWORK_SHARE)
 
 
 def _add_stage(

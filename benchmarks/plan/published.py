@@ -118,7 +118,7 @@ def predict_tokens_per_s(row: Published, gpu: CalibratedGPU | None = None) -> fl
 def calibrate_share(name: str) -> float:
     """Return the share of a GPU at which the prediction of its row equals the published figure, by bisection."""
     gpu = CALIBRATED_GPUS[name]
-    row = next(row for row in load_published() if row.name == gpu.row)
+    row = next(row for row in load_published() if row.name == gpu.published_run)
     low, high = 0.1, 1.2
     for _ in range(30):
         middle = (low + high) / 2
@@ -138,7 +138,7 @@ def predict_all() -> dict[str, Any]:
 
 def find_note(name: str) -> str:
     """Return the note of a row: that it fixes its GPU's share, or why its error is large; else ""."""
-    if name in {gpu.row for gpu in CALIBRATED_GPUS.values()}:
+    if name in {gpu.published_run for gpu in CALIBRATED_GPUS.values()}:
         return "fixes its GPU"
     return next((why for part, why in REASONS.items() if name.startswith(part)), "")
 
@@ -154,7 +154,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
         lines.append(
             [group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{result['predicted']:,.0f}", shown, note]
         )
-    shares = [[name, f"{gpu.sustained_share:.3f}", gpu.row] for name, gpu in CALIBRATED_GPUS.items()]
+    shares = [[name, f"{gpu.sustained_share:.3f}", gpu.published_run] for name, gpu in CALIBRATED_GPUS.items()]
     heads = ["source", "run", "GPU", "published", "predicted", "ratio", "note"]
     return {
         "published runs": make_markdown_table(heads, lines),
@@ -165,7 +165,7 @@ def make_tables(results: dict[str, Any]) -> dict[str, str]:
 
 def make_summary(results: dict[str, Any]) -> str:
     """Return a table of the errors of the rows that do not fix a GPU."""
-    fixed = {gpu.row for gpu in CALIBRATED_GPUS.values()}
+    fixed = {gpu.published_run for gpu in CALIBRATED_GPUS.values()}
     errors = sorted(abs(row["predicted"] / row["published"] - 1) for row in results["rows"] if row["name"] not in fixed)
     near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, MAX_UNEXPLAINED_ERROR)]
     counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]

@@ -127,7 +127,7 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
     """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(
-        settings, recipe, float8_all_gather=run.float8_all_gather and run.has_one_cast and run.shard > 1
+        settings, recipe, float8_all_gather=run.float8_all_gather and run.shares_weight_codes and run.shard > 1
     )
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
     sequences = run.local_batch * run.micro_batches * run.replicate * run.shard

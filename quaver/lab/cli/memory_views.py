@@ -170,7 +170,7 @@ def make_advice_table(advice: Advice) -> Table:
     for index, row in enumerate(advice.rows):
         if row.peak_bytes is not None:
             fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
-            rows.append(("*" if index == advice.best else "", row.change, *_format_advice_numbers(row), *fits))
+            rows.append(("*" if index == advice.fastest_index else "", row.change, *_format_advice_numbers(row), *fits))
     columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if asks_fit else []))
     title = "What changing a setting would do to the peak"
     return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
@@ -186,7 +186,7 @@ def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
 
 
 def summarize_advice(advice: Advice) -> list[str]:
-    """Return the flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
+    """Return the flags of the fastest setting that fits, or of the smallest; then impossible settings, and notes."""
 
     def describe(index: int) -> str:
         row = advice.rows[index]
@@ -196,10 +196,10 @@ def summarize_advice(advice: Advice) -> list[str]:
     lines = []
     if advice.fit_bytes is not None:
         size = format_bytes(advice.fit_bytes)
-        if advice.best is not None:
-            lines.append(f"fastest that fits {size}: {describe(advice.best)}")
-        elif advice.nearest is not None:
-            lines.append(f"nothing that was tried fits {size}; nearest: {describe(advice.nearest)}")
+        if advice.fastest_index is not None:
+            lines.append(f"fastest that fits {size}: {describe(advice.fastest_index)}")
+        elif advice.smallest_index is not None:
+            lines.append(f"nothing that was tried fits {size}; the smallest: {describe(advice.smallest_index)}")
     lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
     notes = advice.notes if advice.device is None else [*advice.notes, f"times are simulated for {advice.device}"]
     return lines + notes

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
             step_sequences=options.count_step_sequences(config),
             less_precise_storage=options.store_less,
         )
-        layouts.refuse_unmultiplied(spec)
+        layouts.drop_unmultiplied(spec)
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with show_progress("planning") as set_activity:
@@ -72,9 +72,9 @@ def main(argv: list[str]) -> int:
 
 
 def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
-    candidate, needed = result.nearest
+    candidate, needed = result.smallest
     return (
-        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the nearest, {candidate.precision} on "
+        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision} on "
         f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
         "add GPUs with --gpus, or try --store-less"
     )

@@ -1,7 +1,7 @@
 """Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and simulated time.
 
     advice = advise(config, 8, fit_bytes=80 * 1024**3, time_on="H100")
-    advice.rows[advice.best].flags
+    advice.rows[advice.fastest_index].flags
 
 Each setting is predicted for the whole model, compiled if the run is; equal blocks compile once. With `fit_bytes`,
 combinations follow, the fastest first, until one fits. Simulated times (step_cost.py) that are nearly equal count as
@@ -19,10 +19,10 @@ from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import (
     Change,
     format_flags,
-    gather_least,
-    iter_less_precise,
+    iter_with_less_precise_storage,
     list_combinations,
     list_single_changes,
+    with_fewest_gathered_weights,
 )
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.planned_run import find_float8_shares
@@ -81,10 +81,10 @@ class Advice:
 
     rows: list[AdvisedSetting]
     fit_bytes: int | None
-    best: int | None
-    """The index of the fastest setting that fits; None if none does, or without `fit_bytes`."""
-    nearest: int | None
-    """The index of the row with the lowest peak, if none fits."""
+    fastest_index: int | None
+    """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
+    smallest_index: int | None
+    """The row with the lowest peak, if none fits."""
     device: str | None
     """The GPU for which times are simulated; None if no times are simulated."""
     notes: list[str] = field(default_factory=list)
@@ -122,13 +122,18 @@ def advise(
     search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, set_activity or (lambda activity: None))
     search.notes += [f"peaks are estimated, within {ESTIMATE_ERROR:.0%}"] if quick else []
     search.try_single_changes()
-    best = None if fit_bytes is None else search.find_fastest_that_fits()
+    fastest = None if fit_bytes is None else search.find_fastest_fitting()
     rows = search.rows
-    if quick and fit_bytes and best is not None and (rows[best].peak_bytes or 0) * (1 + ESTIMATE_ERROR) > fit_bytes:
+    if (
+        quick
+        and fit_bytes
+        and fastest is not None
+        and (rows[fastest].peak_bytes or 0) * (1 + ESTIMATE_ERROR) > fit_bytes
+    ):
         search.notes.append("the fastest that fits is nearer to the limit than that: predict its peak without --quick")
     with_peak = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
-    nearest = min(with_peak, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
-    return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)
+    smallest = min(with_peak, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and fastest is None else None
+    return Advice(rows, fit_bytes, fastest, smallest, None if spec is None else spec.name, search.notes)
 
 
 class _AdviceSearch:
@@ -151,8 +156,8 @@ class _AdviceSearch:
         self._spec, self._set_activity = spec, set_activity
         resolved, self._dims = resolve_config(config, rank=0, world_size=ranks)
         self._step_sequences = resolved.training.step_batch_size
-        self._tried: dict[TrainConfig, int] = {}
-        self._less_precise_saves = 0
+        self._row_by_config: dict[TrainConfig, int] = {}
+        self._storage_saving_bytes = 0
         # Unlike `_try` this raises: there is nothing else to compare with.
         self._add(AS_CONFIGURED, config, self._predict(AS_CONFIGURED, config))
 
@@ -160,11 +165,11 @@ class _AdviceSearch:
         """Try each single change."""
         for change in list_single_changes(self._config, self._dims, self._step_sequences):
             self._try(change)
-        less_precise = [self._try(change) for change in iter_less_precise(Change((), self._config))]
+        less_precise = [self._try(change) for change in iter_with_less_precise_storage(Change((), self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in less_precise), default=0)
-        self._less_precise_saves = -min(0, least)
+        self._storage_saving_bytes = -min(0, least)
 
-    def find_fastest_that_fits(self) -> int | None:
+    def find_fastest_fitting(self) -> int | None:
         """Try combinations, the fastest first, and return the index of the first that fits."""
         changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_sequences)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
@@ -176,17 +181,17 @@ class _AdviceSearch:
         combinations_left = MAX_COMBINATIONS
         for group in groups:
             for change in group[:combinations_left]:
-                yield from self._try_with_fewer_gathered(change)
+                yield from self._try_with_fewer_gathered_weights(change)
             for change in group[:combinations_left]:
                 excess_bytes = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
-                if 0 < excess_bytes <= EQUAL_SAVING_RATIO * self._less_precise_saves:
-                    yield from map(self._try, iter_less_precise(change))
+                if 0 < excess_bytes <= EQUAL_SAVING_RATIO * self._storage_saving_bytes:
+                    yield from map(self._try, iter_with_less_precise_storage(change))
             combinations_left -= len(group)
             if combinations_left < 0:
                 self.notes.append(f"only the {MAX_COMBINATIONS} fastest combinations were tried")
                 return
 
-    def _try_with_fewer_gathered(self, change: Change) -> Iterator[int]:
+    def _try_with_fewer_gathered_weights(self, change: Change) -> Iterator[int]:
         """Yield the index of a change and, if it nearly fits, of the same change with fewer gathered weights."""
         index = self._try(change)
         yield index
@@ -196,19 +201,19 @@ class _AdviceSearch:
             and fit_bytes is not None
             and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITTING_RATIO
         ):
-            fewer = gather_least(change, self._dims)
+            fewer = with_fewest_gathered_weights(change, self._dims)
             if fewer is not None:
                 yield self._try(fewer)
 
     def _try(self, change: Change) -> int:
         if change.config is None:
             return self._add_refused(change.name, "", change.refusal)
-        if change.config in self._tried:
-            return self._tried[change.config]
+        if change.config in self._row_by_config:
+            return self._row_by_config[change.config]
         try:
             peak_bytes = self._predict(change.name, change.config)
         except (InputError, NotImplementedError) as error:
-            self._tried[change.config] = len(self.rows)
+            self._row_by_config[change.config] = len(self.rows)
             return self._add_refused(change.name, format_flags(self._config, change.config), str(error))
         return self._add(change.name, change.config, peak_bytes)
 
@@ -221,7 +226,7 @@ class _AdviceSearch:
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
         cost = self._compute_cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
-        self._tried[config] = len(self.rows)
+        self._row_by_config[config] = len(self.rows)
         flags, difference = format_flags(self._config, config), peak_bytes - (configured or 0)
         self.rows.append(AdvisedSetting(name, flags, peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1

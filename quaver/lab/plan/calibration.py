@@ -20,18 +20,18 @@ class CalibratedGPU(NamedTuple):
 
     spec: DeviceSpec
     sustained_share: float
-    row: str
-    """The published run (benchmarks/plan/published_runs.toml) from which `sustained_share` was derived."""
+    published_run: str
+    """The name of the run (benchmarks/plan/published_runs.toml) from which `sustained_share` was derived."""
 
 
-_SPECS = {spec.name: spec for spec in DEVICE_SPECS}
+_SPEC_BY_NAME = {spec.name: spec for spec in DEVICE_SPECS}
 
 
 CALIBRATED_GPUS = {
-    "A100": CalibratedGPU(_SPECS["A100"], 0.871, "fms-fsdp llama2-7b 128 A100"),
-    "B200": CalibratedGPU(_SPECS["B200"], 0.78, "megatron-bridge-25.11 llama3-8b 8 B200 FP8-CS TP1 PP1 CP1"),
-    "H100": CalibratedGPU(_SPECS["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
-    "H200": CalibratedGPU(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
+    "A100": CalibratedGPU(_SPEC_BY_NAME["A100"], 0.871, "fms-fsdp llama2-7b 128 A100"),
+    "B200": CalibratedGPU(_SPEC_BY_NAME["B200"], 0.78, "megatron-bridge-25.11 llama3-8b 8 B200 FP8-CS TP1 PP1 CP1"),
+    "H100": CalibratedGPU(_SPEC_BY_NAME["H100"], 0.723, "fms-fsdp llama2-7b 96 H100"),
+    "H200": CalibratedGPU(_SPEC_BY_NAME["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
 }
 """benchmarks/plan/published.py adds the GPUs of other setups."""
 
@@ -44,9 +44,9 @@ def get_sustained_share(spec: DeviceSpec) -> float:
 def describe_sustained_share(spec: DeviceSpec) -> str:
     """Return a sentence that says which share is taken and from which run, or that the H100's is assumed."""
     gpu = _find_calibrated(spec)
-    share, runs = f"{gpu.sustained_share:.0%} of the best rate of a matmul", f"as in {gpu.row}"
+    share, runs = f"{gpu.sustained_share:.0%} of the best rate of a matmul", f"as in {gpu.published_run}"
     if gpu.spec == spec:
-        trained_by = ", with Megatron and TransformerEngine" if gpu.row.startswith("megatron") else ""
+        trained_by = ", with Megatron and TransformerEngine" if gpu.published_run.startswith("megatron") else ""
         return f"a long run keeps {share}, {runs}{trained_by}"
     return (
         f"no published run says what a long run on {spec.name} keeps of a matmul's rate: assumed are the H100's "

@@ -15,7 +15,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.settings.training import REDUCE_MODES
 from quaver.runtime.errors import InputError
 
-CHECKPOINTING = {
+ACTIVATION_CHECKPOINTS = {
     "activations: none checkpointed": ActivationCheckpoint(mode="none"),
     "activations: selective, op": ActivationCheckpoint(mode="selective"),
     "activations: selective, every 2nd block": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
@@ -48,8 +48,12 @@ def list_single_changes(config: TrainConfig, dims: ParallelDims, step_sequences:
     Args:
         step_sequences: the sequences of one optimizer step over all ranks, which no change affects.
     """
-    edits = [*_iter_checkpointing(), *_iter_precisions(config), *_iter_communication(config, dims, step_sequences)]
-    edits += [*_iter_less_precise(config), *list(_iter_batches(config, step_sequences))[1:2]]
+    edits = [
+        *_iter_checkpointing_edits(),
+        *_iter_precision_edits(config),
+        *_iter_communication_edits(config, dims, step_sequences),
+    ]
+    edits += [*_iter_storage_edits(config), *list(_iter_batch_edits(config, step_sequences))[1:2]]
     changes = [_apply_edits(config, (label,), [edit]) for label, edit in edits]
     return [change for change in changes if change.config != config]
 
@@ -59,21 +63,24 @@ def list_combinations(config: TrainConfig, step_sequences: int) -> list[Change]:
 
     The local batch size is halved as often as possible; `step_sequences` as in `list_single_changes`.
     """
-    checkpointings, precisions = _prepend_unchanged(_iter_checkpointing()), _prepend_unchanged(_iter_precisions(config))
+    checkpointing_edits, precisions = (
+        _prepend_unchanged(_iter_checkpointing_edits()),
+        _prepend_unchanged(_iter_precision_edits(config)),
+    )
     changes = []
-    for chosen in product(checkpointings, precisions, _iter_batches(config, step_sequences)):
+    for chosen in product(checkpointing_edits, precisions, _iter_batch_edits(config, step_sequences)):
         labels = tuple(label for label, _ in chosen if label)
         changes.append(_apply_edits(config, labels, [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
     return list(by_config.values())[::-1]
 
 
-def iter_less_precise(change: Change) -> Iterator[Change]:
+def iter_with_less_precise_storage(change: Change) -> Iterator[Change]:
     """Yield `change` with one, two and three additional settings that store less precisely."""
     config, edits = change.config, list[tuple[str, Edit]]()
     if config is None:
         return
-    for label, edit in _iter_less_precise(config):
+    for label, edit in _iter_storage_edits(config):
         added = _apply_edits(config, (label,), [edit])
         if added.config in (None, config):
             continue
@@ -82,14 +89,14 @@ def iter_less_precise(change: Change) -> Iterator[Change]:
         yield _apply_edits(config, labels, [edit for _, edit in edits])
 
 
-def gather_least(change: Change, dims: ParallelDims) -> Change | None:
+def with_fewest_gathered_weights(change: Change, dims: ParallelDims) -> Change | None:
     """Return `change` with the fewest gathered weights, or None if that changes nothing."""
     config = change.config
     if config is None or dims.shard == 1:
         return None
-    edits = [_edit_section("parallelism", fsdp_reshard_after_forward="always")]
+    edits = [_make_edit("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
-        edits.append(_edit_section("float8", enable_fsdp_float8_all_gather=True))
+        edits.append(_make_edit("float8", enable_fsdp_float8_all_gather=True))
     fewer = _apply_edits(config, (*change.labels, "least gathered weights"), edits)
     return None if fewer.config in (None, config) else fewer
 
@@ -148,7 +155,7 @@ def _apply_edits(config: TrainConfig, labels: tuple[str, ...], edits: list[Edit]
     return Change(labels, config)
 
 
-def _edit_section(section: str, **values: Any) -> Edit:
+def _make_edit(section: str, **values: Any) -> Edit:
     """Return an edit that sets values of one section."""
 
     def edit(config: TrainConfig) -> TrainConfig:
@@ -162,52 +169,52 @@ def _prepend_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edi
     return [("", lambda config: config), *edits]
 
 
-def _iter_checkpointing() -> Iterator[tuple[str, Edit]]:
-    for label, checkpoint in CHECKPOINTING.items():
-        yield label, _edit_section("activation_checkpoint", **asdict(checkpoint))
+def _iter_checkpointing_edits() -> Iterator[tuple[str, Edit]]:
+    for label, checkpoint in ACTIVATION_CHECKPOINTS.items():
+        yield label, _make_edit("activation_checkpoint", **asdict(checkpoint))
 
 
-def _iter_precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    yield f"precision: {config.training.mixed_precision_param}", _edit_precision(BFLOAT16)
+def _iter_precision_edits(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    yield f"precision: {config.training.mixed_precision_param}", _make_precision_edit(BFLOAT16)
     for recipe in TRIED_RECIPES:
-        yield f"precision: {recipe}", _edit_precision(recipe)
+        yield f"precision: {recipe}", _make_precision_edit(recipe)
 
 
-def _edit_precision(precision: str) -> Edit:
+def _make_precision_edit(precision: str) -> Edit:
     return lambda config: with_precision(config, precision)
 
 
-def _iter_communication(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> Iterator[tuple[str, Edit]]:
+def _iter_communication_edits(
+    config: TrainConfig, dims: ParallelDims, step_sequences: int
+) -> Iterator[tuple[str, Edit]]:
     if step_sequences > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
         for reduce in REDUCE_MODES[: 3 if dims.replicate > 1 else 2]:
-            yield f"gradients reduced after microbatches: {reduce}", _edit_section("training", reduce=reduce)
+            yield f"gradients reduced after microbatches: {reduce}", _make_edit("training", reduce=reduce)
     if dims.shard == 1:
         return
     for policy in ("default", "always", "never"):
-        edit = _edit_section("parallelism", fsdp_reshard_after_forward=policy)
+        edit = _make_edit("parallelism", fsdp_reshard_after_forward=policy)
         yield f"gathered weights freed after the forward: {policy}", edit
     if config.float8.enable_float8_linear:
-        yield "float8 all-gather: on", _edit_section("float8", enable_fsdp_float8_all_gather=True)
-        off = _edit_section(
-            "float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False
-        )
+        yield "float8 all-gather: on", _make_edit("float8", enable_fsdp_float8_all_gather=True)
+        off = _make_edit("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
         yield "float8 all-gather: off", off
 
 
-def _iter_less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+def _iter_storage_edits(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     """Yield changes that round more between the matmuls or in the optimizer, the smallest change first."""
     if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
-        yield "residual stream: bfloat16", _edit_section("training", residual_dtype="bfloat16")
+        yield "residual stream: bfloat16", _make_edit("training", residual_dtype="bfloat16")
     if not config.optimizer.has_float8_states:
-        yield "optimizer states: float8", _edit_section("optimizer", name=f"Float8{config.optimizer.name}")
-    yield "saved activations: float8", _edit_section("activation_checkpoint", store_in_float8=True)
+        yield "optimizer states: float8", _make_edit("optimizer", name=f"Float8{config.optimizer.name}")
+    yield "saved activations: float8", _make_edit("activation_checkpoint", store_in_float8=True)
 
 
-def _iter_batches(config: TrainConfig, step_sequences: int) -> Iterator[tuple[str, Edit]]:
+def _iter_batch_edits(config: TrainConfig, step_sequences: int) -> Iterator[tuple[str, Edit]]:
     """Yield the local batch size unchanged, and then halved repeatedly with twice the microbatches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:
         sequences //= 2
-        edit = _edit_section("training", local_batch_size=sequences, global_batch_size=step_sequences)
+        edit = _make_edit("training", local_batch_size=sequences, global_batch_size=step_sequences)
         yield f"local batch size: {sequences}", edit

@@ -25,8 +25,8 @@ class NcclProtocol(NamedTuple):
     """A protocol of NCCL: the seconds for a ring's start and for a hop, and the share of a link's rate."""
 
     start_s: float
-    inside_s: float
-    between_s: float
+    hop_in_node_s: float
+    hop_between_nodes_s: float
     rate_share: float
     max_gb_per_s: float = float("inf")
 
@@ -90,30 +90,30 @@ class Cluster:
             return 0.0
         nodes = self.count_nodes(ranks, stride)
         per_node = ranks / nodes
-        sent = count_sent_bytes(kind, tensor_bytes, ranks)
-        inside, network = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
+        sent_bytes = count_sent_bytes(kind, tensor_bytes, ranks)
+        node_gb_per_s, network_gb_per_s = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
         if kind == "all_to_all":
-            return self._predict_all_to_all_seconds(tensor_bytes, ranks, nodes, inside)
-        rate = inside if nodes == 1 else min(inside, per_node * network)
+            return self._predict_all_to_all_seconds(tensor_bytes, ranks, nodes, node_gb_per_s)
+        gb_per_s = node_gb_per_s if nodes == 1 else min(node_gb_per_s, per_node * network_gb_per_s)
         return min(
             protocol.start_s
-            + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.inside_s
-            + self._count_hops(kind, nodes) * protocol.between_s
-            + sent / (1e9 * min(protocol.rate_share * rate, protocol.max_gb_per_s))
+            + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.hop_in_node_s
+            + self._count_hops_between_nodes(kind, nodes) * protocol.hop_between_nodes_s
+            + sent_bytes / (1e9 * min(protocol.rate_share * gb_per_s, protocol.max_gb_per_s))
             for protocol in NCCL_PROTOCOLS
         )
 
     @staticmethod
-    def _count_hops(kind: str, nodes: int) -> float:
+    def _count_hops_between_nodes(kind: str, nodes: int) -> float:
         if kind == "all_reduce":
             return 2 * min(nodes - 1, log2(nodes)) if nodes > 1 else 0
         return nodes - 1
 
-    def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, inside: float) -> float:
+    def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, node_gb_per_s: float) -> float:
         """Return the time of an all-to-all, in which a rank sends 1 / ranks of its tensor to every other rank."""
         per_node = ranks / nodes
-        near = tensor_bytes * (per_node - 1) / ranks / inside
-        far = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbps / 8)
+        in_node_ns = tensor_bytes * (per_node - 1) / ranks / node_gb_per_s
+        between_nodes_ns = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbps / 8)
         simple = NCCL_PROTOCOLS[-1]
-        hop_s = simple.between_s if nodes > 1 else simple.inside_s
-        return simple.start_s + hop_s + max(near, far) / (1e9 * ALL_TO_ALL_SHARE)
+        hop_s = simple.hop_between_nodes_s if nodes > 1 else simple.hop_in_node_s
+        return simple.start_s + hop_s + max(in_node_ns, between_nodes_ns) / (1e9 * ALL_TO_ALL_SHARE)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from quaver.conversion.roles import LM_HEAD
 from quaver.fsdp.scales import list_linear_layouts
 from quaver.lab.model.llama import SPLIT_DIMS, list_block_weights
-from quaver.lab.plan.compute_time import INPUT_READERS, list_expert_matrices, list_linears
+from quaver.lab.plan.compute_time import INPUT_READERS, list_expert_matrix_sizes, list_linear_sizes
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
 from quaver.parallel.expert_parallel import sends_codes
 from quaver.recipes.config import CastConfig, Float8LinearConfig
@@ -131,11 +131,12 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
     if run.recipe is None or run.ranks == 1:
         return []
     model, config = run.model, Float8LinearConfig.from_recipe_name(run.recipe)
-    linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linears(model).items()]
+    linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linear_sizes(model).items()]
     linears.append((run.get_float8_share(LM_HEAD), model.dim, model.vocab_size))
     if config.has_persistent_scales:
         inputs = sum(
-            model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1) for name in list_linears(model)
+            model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1)
+            for name in list_linear_sizes(model)
         )
         operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
         return [ModeledCollective("all_reduce", 8 * operands, 1, run.ranks, 1)]
@@ -143,7 +144,7 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
     if not run.float8_all_gather or shards == 1:
         return []
     held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.expert
-    experts = [(held, *size) for size in list_expert_matrices(model)]
+    experts = [(held, *size) for size in list_expert_matrix_sizes(model)]
     groups = [
         (linears if run.expert > 1 else linears + experts, shards * run.tensor, 1),
         (experts if run.expert > 1 else [], shards // run.expert, run.expert),

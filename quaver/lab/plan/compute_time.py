@@ -13,7 +13,7 @@ from typing import NamedTuple
 from quaver.conversion.roles import LM_HEAD
 from quaver.lab.model.llama import SPLIT_DIMS, count_expert_elements, list_block_weights
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.planned_run import EXPERTS, PlannedRun, count_networks
+from quaver.lab.plan.planned_run import EXPERTS, PlannedRun, count_feed_forwards_per_token
 from quaver.lab.settings import Model
 from quaver.recipes.config import SHARED_INPUTS, Float8LinearRecipeName
 from quaver.roofline.attention import predict_attention_seconds
@@ -25,7 +25,7 @@ from quaver.roofline.scaled_matmul import find_scale_kinds, get_cutlass_rowwise_
 
 INPUT_READERS = {name: len(names) for names in SHARED_INPUTS for name in names if name in SPLIT_DIMS}
 """The number of linears that share the input of a linear and its casts."""
-RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
+OP_RECOMPUTED_LINEARS = ("k_proj", "o_proj", "up_proj")
 """Linears that "selective" recomputes: every second matmul, starting from the second to last."""
 LOGIT_BYTES = PerPass(14, 36)
 """Bytes that the loss moves per logit, in slices of float32 (quaver/lab/model/loss.py). Forward reads bfloat16,
@@ -57,19 +57,19 @@ class BlockTimes(NamedTuple):
     recomputed: float
 
 
-def list_linears(model: Model) -> dict[str, tuple[int, int]]:
+def list_linear_sizes(model: Model) -> dict[str, tuple[int, int]]:
     """Return the in- and out-features of each linear of a block, and of the router as "gate"."""
     return {name: (shape[1], shape[0]) for name, shape in list_block_weights(model) if len(shape) == 2}
 
 
-def list_expert_matrices(model: Model) -> list[tuple[int, int]]:
+def list_expert_matrix_sizes(model: Model) -> list[tuple[int, int]]:
     """Return the in- and out-features of each matrix of a routed expert; none without experts."""
     return [(shape[2], shape[1]) for _, shape in list_block_weights(model) if len(shape) == 3]
 
 
 def count_dense_parameters(run: PlannedRun) -> int:
     """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
-    weights = sum(inputs * outputs for inputs, outputs in list_linears(run.model).values())
+    weights = sum(inputs * outputs for inputs, outputs in list_linear_sizes(run.model).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
@@ -89,10 +89,12 @@ def count_held_parameters(run: PlannedRun) -> float:
 
 def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """Return the times of one block and microbatch."""
-    linears = {name: predict_linear_time(run, name, *sizes, cluster) for name, sizes in list_linears(run.model).items()}
+    linears = {
+        name: predict_linear_time(run, name, *sizes, cluster) for name, sizes in list_linear_sizes(run.model).items()
+    }
     spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    hidden = model.hidden_dim * count_networks(model)
+    hidden = model.hidden_dim * count_feed_forwards_per_token(model)
     between = predict_seconds_between_matmuls(
         BlockShape(model.dim, queries, keys, hidden), rank_tokens, spec, run.residual_bytes
     )
@@ -102,19 +104,19 @@ def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     forward = sum(map(_sum_forward_seconds, linears.values()))
     backward = sum(time.total_s - _sum_forward_seconds(time) for time in linears.values())
     experts = predict_expert_times(run, cluster) if model.n_experts else PerPass(0, 0)
-    stored = _predict_storing_seconds(run, cluster) if run.stores_in_float8 else 0.0
-    last_s = linears["down_proj"].output_s if "down_proj" in linears else 0.0
+    storing_s = _predict_storing_seconds(run, cluster) if run.stores_in_float8 else 0.0
+    down_proj_s = linears["down_proj"].output_s if "down_proj" in linears else 0.0
     recomputed = {
         "none": 0.0,
-        "op": sum(_sum_forward_seconds(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
+        "op": sum(_sum_forward_seconds(time) for name, time in linears.items() if name in OP_RECOMPUTED_LINEARS)
         + between.forward
         + experts.forward / 2,
-        "full": forward - last_s + between.forward + attention.forward + experts.forward,
+        "full": forward - down_proj_s + between.forward + attention.forward + experts.forward,
     }[run.checkpointing]
     slowdown = 1 / cluster.sustained_share
     return BlockTimes(
-        slowdown * (forward + experts.forward + attention.forward) + between.forward + stored,
-        slowdown * (backward + experts.backward + attention.backward) + between.backward + stored,
+        slowdown * (forward + experts.forward + attention.forward) + between.forward + storing_s,
+        slowdown * (backward + experts.backward + attention.backward) + between.backward + storing_s,
         slowdown * recomputed,
     )
 
@@ -125,11 +127,11 @@ def count_recomputed_flops(run: PlannedRun) -> int:
     It counts the matmuls of `predict_block_times`, and all of attention, although a causal kernel may skip half of it.
     """
     model = run.model
-    weights = {name: inputs * outputs for name, (inputs, outputs) in list_linears(model).items()}
+    weights = {name: inputs * outputs for name, (inputs, outputs) in list_linear_sizes(model).items()}
     experts = model.top_k * count_expert_elements(model)
     return {
         "none": 0,
-        "op": 2 * sum(weights.get(name, 0) for name in RECOMPUTED_BY_OP) + experts,
+        "op": 2 * sum(weights.get(name, 0) for name in OP_RECOMPUTED_LINEARS) + experts,
         "full": 2 * (sum(weights.values()) - weights.get("down_proj", 0) + experts)
         + 4 * model.n_heads * model.head_dim * run.seq_len,
     }[run.checkpointing]
@@ -150,7 +152,7 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
     rescales = run.framework.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
-    def predict_cost(tokens: int) -> LinearTime:
+    def predict_time(tokens: int) -> LinearTime:
         linear = predict_linear_cost(
             tokens,
             inputs,
@@ -166,21 +168,24 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
             return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
         return linear.float8 if float8_share else linear.bfloat16
 
-    time = predict_cost(run.tokens)
+    time = predict_time(run.tokens)
     if run.framework.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
-        part = predict_cost(max(1, run.tokens // split))
+        part = predict_time(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not float8_share:
         return time
     if run.float8_all_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
-        moved = 2 if "grad_input" in find_scale_kinds(run.precision) else 3
+        bytes_per_element = 2 if "grad_input" in find_scale_kinds(run.precision) else 3
         time = replace(
-            time, weight_casts_s=predict_move_seconds(moved * inputs * outputs, spec) if run.has_one_cast else 0.0
+            time,
+            weight_casts_s=predict_move_seconds(bytes_per_element * inputs * outputs, spec)
+            if run.shares_weight_codes
+            else 0.0,
         )
     if split > 1 and not is_split_by_input and not run.framework.casts_gathered:
         # a rank casts its part of the sequence, and changes the layout of the gathered codes
-        laid_out_s = predict_move_seconds(2 * run.tokens * inputs, spec) / INPUT_READERS.get(name, 1)
-        time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
+        layout_s = predict_move_seconds(2 * run.tokens * inputs, spec) / INPUT_READERS.get(name, 1)
+        time = replace(time, input_casts_s=time.input_casts_s / split + layout_s)
     return time
 
 
@@ -209,7 +214,7 @@ def predict_expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     local_experts, rows = model.n_experts // run.expert, run.tokens * model.top_k
     padded_rows = local_experts * ceil(rows / local_experts / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
     forward = backward = 0.0
-    for inputs, outputs in list_expert_matrices(model):
+    for inputs, outputs in list_expert_matrix_sizes(model):
         cost = predict_linear_cost(padded_rows, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
         time = _average(cost.float8, cost.bfloat16, run.get_float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local_experts)
@@ -247,5 +252,5 @@ def _predict_storing_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
-    stored += 2 * model.hidden_dim * count_networks(model)
+    stored += 2 * model.hidden_dim * count_feed_forwards_per_token(model)
     return predict_move_seconds(3 * stored * run.tokens / run.tensor, cluster.spec)

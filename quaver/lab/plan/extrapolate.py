@@ -42,11 +42,11 @@ def extrapolate_seconds(run: PlannedRun, micro_batches: int, cluster: Cluster, c
         return _simulate_shallow(run, blocks, run.checkpointed_blocks, micro_batches, cluster, compute_times)
 
     def extrapolate(halves: int) -> float:
-        few, more = (
+        shallow_s, deep_s = (
             _simulate_shallow(run, depth, halves * depth // 2, micro_batches, cluster, compute_times)
             for depth in _SIMULATED_DEPTHS
         )
-        return few + (blocks - shallow) / (deep - shallow) * (more - few)
+        return shallow_s + (blocks - shallow) / (deep - shallow) * (deep_s - shallow_s)
 
     halves, rest = divmod(2 * run.checkpointed_blocks, blocks)
     seconds = extrapolate(halves)

@@ -18,8 +18,8 @@ from itertools import product
 from typing import NamedTuple
 
 from quaver.activations.policy import parse_selective_option
-from quaver.lab.plan.changes import CHECKPOINTING, Change, iter_less_precise, with_precision
-from quaver.lab.plan.planned_run import shares_codes
+from quaver.lab.plan.changes import ACTIVATION_CHECKPOINTS, Change, iter_with_less_precise_storage, with_precision
+from quaver.lab.plan.planned_run import shares_weight_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -83,13 +83,13 @@ class Candidate:
         """The layout, the batch and the checkpointing as text."""
         dims, training = self.dims, self.config.training
         degrees = {"FSDP2": dims.shard, "HSDP": dims.replicate, "TP": dims.tensor}
-        where = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
-        where += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
-        batches, sequences = dims.count_micro_batches(training), training.local_batch_size
-        batch = f"{format_count(batches, 'microbatch')} of {format_count(sequences, 'sequence')}"
+        mesh = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
+        mesh += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
+        micro_batches, sequences = dims.count_micro_batches(training), training.local_batch_size
+        batch = f"{format_count(micro_batches, 'microbatch')} of {format_count(sequences, 'sequence')}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
-        return f"{where}{gathers}, {batch}, AC {self.storage}"
+        return f"{mesh}{gathers}, {batch}, AC {self.storage}"
 
 
 @dataclass
@@ -106,20 +106,20 @@ class Layouts:
         try:
             resolved, dims = resolve_config(config, rank=0, world_size=ranks)
         except InputError as error:
-            self.refuse(error, is_configured=is_configured)
+            self.count_refusal(error, is_configured=is_configured)
             return
         self.candidates.append(Candidate(resolved, dims, is_configured))
 
-    def refuse_unmultiplied(self, spec: DeviceSpec) -> None:
+    def drop_unmultiplied(self, spec: DeviceSpec) -> None:
         """Drop the configured run if the GPU does not multiply float8 with the scales of its recipe."""
         for candidate in self.candidates[:1]:
             recipe = candidate.config.float8.recipe
             if candidate.is_configured and candidate.precision != BFLOAT16 and find_unsupported_scales(spec, recipe):
                 message = f"float8.recipe_name {recipe}: {spec.name} does not multiply float8 with such scales"
-                self.refuse(InputError(message), is_configured=True)
+                self.count_refusal(InputError(message), is_configured=True)
                 self.candidates.remove(candidate)
 
-    def refuse(self, error: InputError, *, is_configured: bool = False) -> None:
+    def count_refusal(self, error: InputError, *, is_configured: bool = False) -> None:
         """Count a run that the trainer refuses."""
         self.refusals[str(error)] += 1
         if is_configured:
@@ -147,26 +147,31 @@ def list_layouts(
     try:
         training = replace(config.training, global_batch_size=size)
     except InputError as error:
-        layouts.refuse(error, is_configured=True)
+        layouts.count_refusal(error, is_configured=True)
     else:
         layouts.add(replace(config, training=training), ranks, is_configured=True)
-    for degrees, local, checkpoint, precision in product(
+    for degrees, local_batch, checkpoint, precision in product(
         list(_iter_degrees(config, ranks, gpus_per_node)),
         _list_local_batches(config, step_sequences),
-        CHECKPOINTING.values(),
+        ACTIVATION_CHECKPOINTS.values(),
         precisions,
     ):
         for gathering, reduce in product(
-            _list_gatherings(degrees.shard, precision, config.float8), _list_reductions(degrees, local, step_sequences)
+            _list_gatherings(degrees.shard, precision, config.float8),
+            _list_reductions(degrees, local_batch, step_sequences),
         ):
             try:
-                changed = _configure(config, degrees, local, checkpoint, precision, gathering, step_sequences)
+                changed = _configure(config, degrees, local_batch, checkpoint, precision, gathering, step_sequences)
                 changed = replace(changed, training=replace(changed.training, reduce=reduce))
             except InputError as error:
-                layouts.refuse(error)
+                layouts.count_refusal(error)
                 continue
-            less = [change.config for change in iter_less_precise(Change((), changed))] if less_precise_storage else []
-            for variant in [changed, *less]:
+            less_precise = (
+                [change.config for change in iter_with_less_precise_storage(Change((), changed))]
+                if less_precise_storage
+                else []
+            )
+            for variant in [changed, *less_precise]:
                 if variant is not None:
                     layouts.add(variant, ranks)
     unique = {candidate.config: candidate for candidate in reversed(layouts.candidates)}
@@ -238,19 +243,21 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
-    choices = [True, False] if precision != BFLOAT16 and shares_codes(float8.append_backward(precision)) else [False]
+    choices = (
+        [True, False] if precision != BFLOAT16 and shares_weight_codes(float8.append_backward(precision)) else [False]
+    )
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 
 
-def has_reductions(step_sequences: int, local: int, dims: ParallelDims | Degrees) -> bool:
+def has_reductions(step_sequences: int, local_batch: int, dims: ParallelDims | Degrees) -> bool:
     """Return whether data-parallel ranks reduce gradients in a step of several microbatches."""
     groups = dims.replicate * dims.shard
-    return groups > 1 and step_sequences > local * groups
+    return groups > 1 and step_sequences > local_batch * groups
 
 
-def _list_reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
+def _list_reductions(degrees: Degrees, local_batch: int, step_sequences: int | None) -> list[str]:
     """Return the values of training.reduce to try. With replicas, "every" sends more than "last_all_reduce"."""
-    if not has_reductions(step_sequences or 0, local, degrees):
+    if not has_reductions(step_sequences or 0, local_batch, degrees):
         return ["every"]
     return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]
 
@@ -258,7 +265,7 @@ def _list_reductions(degrees: Degrees, local: int, step_sequences: int | None) -
 def _configure(
     config: TrainConfig,
     degrees: Degrees,
-    local: int,
+    local_batch: int,
     checkpoint: ActivationCheckpoint,
     precision: str,
     gathering: _Gathering,
@@ -271,7 +278,9 @@ def _configure(
             degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
         ),
         training=replace(
-            config.training, local_batch_size=local, global_batch_size=-1 if step_sequences is None else step_sequences
+            config.training,
+            local_batch_size=local_batch,
+            global_batch_size=-1 if step_sequences is None else step_sequences,
         ),
         activation_checkpoint=replace(checkpoint, store_in_float8=config.activation_checkpoint.store_in_float8),
     )

@@ -18,7 +18,7 @@ from quaver.lab.memory.devices.gpu import imitate_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.memory.train_step.predict_run import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute_time import BlockTimes, list_linears, predict_linear_time
+from quaver.lab.plan.compute_time import BlockTimes, list_linear_sizes, predict_linear_time
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
@@ -62,7 +62,7 @@ def predict_ledger_times(config: TrainConfig, ranks: int, run: PlannedRun, clust
         for is_backward in (False, True)
     )
     if run.casts_weights_once and not run.float8_all_gather:  # outside of the block, for all microbatches
-        linears = list_linears(run.model).items()
+        linears = list_linear_sizes(run.model).items()
         forward += sum(predict_linear_time(run, name, *sizes, cluster).weight_casts_s for name, sizes in linears)
     formulas = ComputeTimes.from_formulas(run, cluster)
     recomputed_s = formulas.block.recomputed * forward / formulas.block.forward

@@ -1,4 +1,4 @@
-"""Explains the time of a step: computing, hidden and exposed communication, the gain of float8."""
+"""Explains the time of a step: computing, hidden and exposed communication, the speedup of float8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVE_NAMES = {
     "all_to_all": "all-to-alls",
     "checkpoint": "checkpoints",
 }
-HIDDEN_SHARE = 0.005
+MAX_HIDDEN_SHARE = 0.005
 """Communication that is exposed for less than this share of a step counts as hidden."""
 
 
@@ -50,58 +50,60 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
 
 
 def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
+    """Return sentences about the share of computing, hidden and exposed communication, and the speedup of float8."""
     timeline, step_s = row.timeline, row.timeline.seconds
     kinds = [kind for kind in COLLECTIVE_NAMES if kind in timeline.kinds]
     exposed = {kind: timeline.sum_exposed_seconds(kind=kind) / step_s for kind in kinds}
-    hidden = [COLLECTIVE_NAMES[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
-    shown = {COLLECTIVE_NAMES[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
-    busy = timeline.sum_seconds(stream=COMPUTE) / step_s
-    sentences = [f"computing takes {busy:.0%} of the step"]
+    hidden = [COLLECTIVE_NAMES[kind] for kind in kinds if exposed[kind] < MAX_HIDDEN_SHARE and kind != "checkpoint"]
+    exposed_shares = {COLLECTIVE_NAMES[kind]: share for kind, share in exposed.items() if share >= MAX_HIDDEN_SHARE}
+    compute_share = timeline.sum_seconds(stream=COMPUTE) / step_s
+    sentences = [f"computing takes {compute_share:.0%} of the step"]
     if hidden:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
-    for name, share in sorted(shown.items(), key=lambda item: -item[1]):
+    for name, share in sorted(exposed_shares.items(), key=lambda item: -item[1]):
         sentences.append(f"the step waits for {name} for {share:.1%} of its time")
-    writing_s = predict_write_seconds(row.run, cluster)
+    write_s = predict_write_seconds(row.run, cluster)
     between_s = row.run.steps_between_saves * (step_s - timeline.sum_seconds(kind="checkpoint"))
-    if row.run.saves_in_background and writing_s > between_s > 0:
+    if row.run.saves_in_background and write_s > between_s > 0:
         sentences.append(
-            f"a checkpoint is written in {writing_s:,.0f} s, and the next one waits for it: the steps between two "
+            f"a checkpoint is written in {write_s:,.0f} s, and the next one waits for it: the steps between two "
             f"take only {between_s:,.0f} s"
         )
-    return [*sentences, *describe_gain(row, cluster)]
+    return [*sentences, *describe_float8_speedup(row, cluster)]
 
 
-def describe_gain(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """Return a sentence about the gain of float8 in this layout and its bounds; an empty list for bfloat16."""
+def describe_float8_speedup(row: FittingLayout, cluster: Cluster) -> list[str]:
+    """Return a sentence about the speedup by float8 in this layout; an empty list for bfloat16."""
     if row.run.recipe is None:
         return []
-    gain = compute_gain(row, cluster)
+    speedup = compute_float8_speedup(row, cluster)
     return [
-        f"{gain.value:.2f} times bfloat16's speed in the same layout: float8 computes {gain.float8_share:.0%} of the "
-        f"FLOPs, so with free casts computing would be at most {gain.computing_bound:.2f} times as fast, and the step "
-        f"{gain.bound:.2f} times if no communication were exposed"
+        f"{speedup.value:.2f} times bfloat16's speed in the same layout: float8 computes {speedup.float8_share:.0%} of "
+        f"the FLOPs, so with free casts computing would be at most {speedup.max_compute_speedup:.2f} times as fast, "
+        f"and the step {speedup.max_value:.2f} times if no communication were exposed"
     ]
 
 
 @dataclass(frozen=True)
-class Gain:
+class Float8Speedup:
     """The speed of a step relative to the same layout in bfloat16."""
 
     value: float
     float8_share: float
     """The share of the FLOPs that float8 matmuls compute."""
-    computing_bound: float
-    """The bound on the gain of computing: casts are free, and matmuls gain as much as the data sheet's peak."""
-    bound: float
-    """The bound on `value`: the step in float8 takes no longer than its computing."""
+    max_compute_speedup: float
+    """The speedup of the compute if casts were free, and matmuls gained as much as the data sheet's peak."""
+    max_value: float
+    """`value` if also no communication were exposed: the step takes as long as its compute."""
 
 
-def compute_gain(row: FittingLayout, cluster: Cluster) -> Gain:
-    """Return the gain of a layout in float8, even if the layout does not fit in bfloat16."""
+def compute_float8_speedup(row: FittingLayout, cluster: Cluster) -> Float8Speedup:
+    """Return the speedup of a layout in float8, even if the layout does not fit in bfloat16."""
     run, spec = make_bfloat16_run(row), cluster.spec
     bfloat16_s = predict_step_seconds(run, cluster)
     share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
-    computing_bound = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
-    computing_s = sum_compute_seconds(run, ComputeTimes.from_formulas(run, cluster))
-    return Gain(bfloat16_s / row.seconds, share, computing_bound, computing_bound * bfloat16_s / computing_s)
+    max_compute_speedup = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
+    compute_s = sum_compute_seconds(run, ComputeTimes.from_formulas(run, cluster))
+    return Float8Speedup(
+        bfloat16_s / row.seconds, share, max_compute_speedup, max_compute_speedup * bfloat16_s / compute_s
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quaver.conversion.roles import LM_HEAD
 from quaver.lab.model.llama import count_expert_elements
-from quaver.lab.plan.compute_time import list_linears
+from quaver.lab.plan.compute_time import list_linear_sizes
 from quaver.lab.plan.planned_run import EXPERTS, PlannedRun
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import find_scale_kinds
@@ -17,7 +17,7 @@ def count_flops_per_token(run: PlannedRun) -> float:
     `count_training_flops_per_token` counts all of it, as is usual, so for long sequences its rate may exceed the peak.
     """
     model = run.model
-    weights = sum(inputs * outputs for inputs, outputs in list_linears(model).values())
+    weights = sum(inputs * outputs for inputs, outputs in list_linear_sizes(model).values())
     weights += model.top_k * count_expert_elements(model)
     attention = 6 * model.n_heads * model.head_dim * run.seq_len
     return model.n_layers * (6 * weights + attention) + 6 * model.dim * model.vocab_size
@@ -28,7 +28,7 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
     if run.recipe is None:
         return 0
     model = run.model
-    linears = list_linears(model).items()
+    linears = list_linear_sizes(model).items()
     weights = sum(run.get_float8_share(name) * inputs * outputs for name, (inputs, outputs) in linears)
     weights += run.get_float8_share(EXPERTS) * model.top_k * count_expert_elements(model)
     weights = weights * model.n_layers + run.get_float8_share(LM_HEAD) * model.dim * model.vocab_size

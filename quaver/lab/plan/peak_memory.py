@@ -26,7 +26,7 @@ from quaver.conversion.roles import LM_HEAD
 from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.lab.model.llama import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.lab.model.loss import SLICE_ELEMENTS
-from quaver.lab.plan.planned_run import EXPERTS, count_networks, find_float8_shares, shares_codes
+from quaver.lab.plan.planned_run import EXPERTS, count_feed_forwards_per_token, find_float8_shares, shares_weight_codes
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -98,11 +98,11 @@ class PeakEstimate:
         training, float8 = config.training, config.float8
         self.tokens = training.local_batch_size * training.seq_len
         self.micro_batches = dims.count_micro_batches(training)
-        self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
+        self.residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.compute_bytes = getattr(torch, training.mixed_precision_param).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = dims.data_parallel_degree > 1
-        self.embedding_bytes = self.stream_bytes if self.is_sharded else self.parameter_bytes
+        self.embedding_bytes = self.residual_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
         self.saved = SavedActivations(config, dims.tensor, self.float8_shares, self.recipe)
@@ -113,14 +113,14 @@ class PeakEstimate:
         self.padded_block_elements = sum(weight.count_padded(dims) for weight in self.block_weights)
         block_bytes = self._count_gathered_block_bytes()
         is_kept = config.parallelism.fsdp_reshard_after_forward == "never"
-        self.gathered_block, self.kept_block = (0, block_bytes) if is_kept else (block_bytes, 0)
+        self.gathered_block_bytes, self.kept_block_bytes = (0, block_bytes) if is_kept else (block_bytes, 0)
         """Bytes of a block's weights that are gathered for its forward or backward only, or until its backward."""
-        self.held_gradients = self._count_held_gradient_bytes()
+        self.held_gradient_bytes = self._count_held_gradient_bytes()
 
     def count_peak_bytes(self) -> int:
         """Return the bytes of the peak."""
         resident = self.count_parameter_bytes() + self.count_state_bytes()
-        resident += self._count_buffer_bytes() + self._count_input_bytes()
+        resident += self._count_router_buffer_bytes() + self._count_token_bytes()
         return resident + max(self.count_moment_bytes().values())
 
     def count_moment_bytes(self) -> dict[str, int]:
@@ -130,21 +130,22 @@ class PeakEstimate:
         only between the forward and the backward of the whole model.
         """
         codes_and_root = self._count_held_code_bytes()
-        codes_and_root += self.embedding_elements * self.stream_bytes if self.is_sharded else 0
+        codes_and_root += self.embedding_elements * self.residual_bytes if self.is_sharded else 0
         in_model = {**self._count_head_moments(), **self._count_block_moments(), **self._count_embedding_moments()}
         # Resident are the embedding's gradient, in the dtype of its weight, and the float32 copy that FSDP2 reduces.
         reduced = self._count_reduced_bytes(self.embedding_elements)
         reduced += self.embedding_bytes * self.embedding_elements if self.is_sharded else 0
         return {
             **{name: codes_and_root + size for name, size in in_model.items()},
-            "reduction of the embedding's gradient": max(self.count_parameter_bytes(), self.held_gradients) + reduced,
+            "reduction of the embedding's gradient": max(self.count_parameter_bytes(), self.held_gradient_bytes)
+            + reduced,
             "optimizer": self.count_parameter_bytes() + self._count_optimizer_bytes(),
         }
 
     def _count_head_moments(self) -> dict[str, int]:
         """Return the bytes during the output projection and the loss, which follow the forward of the last block."""
-        saved = sum(self._list_saved_by_blocks()) + self._count_table_bytes() + self.held_gradients
-        saved += self.model.n_layers * self.kept_block
+        saved = sum(self._list_saved_by_blocks()) + self._count_rope_table_bytes() + self.held_gradient_bytes
+        saved += self.model.n_layers * self.kept_block_bytes
         with_input = saved + self._count_head_input_bytes()
         weights = 0 if self.model.tie_word_embeddings or not self.is_sharded else self.embedding_elements
         return {
@@ -153,7 +154,7 @@ class PeakEstimate:
             **{name: with_input + size for name, size in self._count_head_bytes().items()},
             # FSDP2 reduces a float32 copy of the head's gradient while it gathers the last block's weights.
             "end of the head": saved
-            + self.gathered_block
+            + self.gathered_block_bytes
             + self.compute_bytes * weights
             + self._count_reduced_bytes(weights),
         }
@@ -164,37 +165,43 @@ class PeakEstimate:
         In the feed-forward of a block the gradients of the module after it are reduced, and the weights of the block
         before it are gathered. At the end of a block it has the gradients of all its weights.
         """
-        saved, tables, parameter = self._list_saved_by_blocks(), self._count_table_bytes(), self.parameter_bytes
+        saved, tables, parameter = self._list_saved_by_blocks(), self._count_rope_table_bytes(), self.parameter_bytes
         head = 0 if self.model.tie_word_embeddings else self.embedding_elements
-        reduced_head = self._count_reduced_bytes(head)
-        reduced_block, gathered = self._count_reduced_bytes(self.padded_block_elements), self.gathered_block
+        reduced_head_bytes = self._count_reduced_bytes(head)
+        reduced_block_bytes, gathered = self._count_reduced_bytes(self.padded_block_elements), self.gathered_block_bytes
         block_gradient_bytes = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
         whole_block = self._count_gradient_bytes(self.block_elements)
         embedding_gradient_bytes = parameter * self.embedding_elements // self.dims.shard
         tied = self._count_tied_gradient_bytes() + tables
 
         def add_held(gradients: int) -> int:
-            return tied + max(self.held_gradients, gradients)
+            return tied + max(self.held_gradient_bytes, gradients)
 
-        kept = [self.kept_block] * len(saved)
+        kept = [self.kept_block_bytes] * len(saved)
         head_gradient_bytes = parameter * head // self.dims.shard
         reduced_before_first = self.count_parameter_bytes() - embedding_gradient_bytes - block_gradient_bytes
         last = add_held(head_gradient_bytes) + sum(saved[:-1]) + sum(kept[:-1])
-        first = add_held(reduced_before_first) + self.kept_block
+        first = add_held(reduced_before_first) + self.kept_block_bytes
         last_forward, first_forward = (size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[0]))
         is_only = self.model.n_layers == 1
         moments = {
-            "feed-forward of the last block": last + self.kept_block + 2 * gathered + last_forward + reduced_head,
-            "end of the last block": last + whole_block + max(gathered + reduced_block, 2 * gathered + reduced_head),
+            "feed-forward of the last block": last
+            + self.kept_block_bytes
+            + 2 * gathered
+            + last_forward
+            + reduced_head_bytes,
+            "end of the last block": last
+            + whole_block
+            + max(gathered + reduced_block_bytes, 2 * gathered + reduced_head_bytes),
             "feed-forward of the first block": first
             + gathered
             + first_forward
-            + (reduced_head if is_only else reduced_block),
-            "end of the first block": first + gathered + whole_block + reduced_block,
+            + (reduced_head_bytes if is_only else reduced_block_bytes),
+            "end of the first block": first + gathered + whole_block + reduced_block_bytes,
         }
         if self.model.n_layers > 2:
             second_last = add_held(head_gradient_bytes + block_gradient_bytes) + sum(saved[:-2]) + sum(kept[:-1])
-            second_last += 2 * gathered + reduced_block
+            second_last += 2 * gathered + reduced_block_bytes
             second_last_forward = saved[-2] + self._count_feed_forward_bytes(saved[-2])
             moments |= {
                 "feed-forward of the second last block": second_last + second_last_forward,
@@ -212,7 +219,7 @@ class PeakEstimate:
         others = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
         is_cast = self.embedding_bytes < FLOAT32_BYTES  # as a whole, before a rank copies its part
         copies = (tp if is_cast else 1) * (tp > 1) + int(self.model.tie_word_embeddings)
-        size = self._count_tied_gradient_bytes() + max(self.held_gradients, others)
+        size = self._count_tied_gradient_bytes() + max(self.held_gradient_bytes, others)
         size += (FLOAT32_BYTES * tp + copies * self.embedding_bytes) * elements
         return {
             "embedding": size
@@ -222,7 +229,7 @@ class PeakEstimate:
 
     def _list_saved_by_blocks(self) -> list[int]:
         """Return the bytes that each block saves."""
-        return [self.tokens * token_bytes for token_bytes in self.saved.iter_token_bytes()]
+        return [self.tokens * token_bytes for token_bytes in self.saved.iter_bytes_per_token()]
 
     def _count_gathered_block_bytes(self) -> int:
         """Return the bytes of a block's gathered weights."""
@@ -279,7 +286,7 @@ class PeakEstimate:
         """Return the bytes of a bool per query and key, with which attention keeps documents apart."""
         return self.tokens * self.config.training.seq_len if self.config.data.document_mask else 0
 
-    def _count_buffer_bytes(self) -> int:
+    def _count_router_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
         return self.model.n_layers * 2 * self.model.n_experts * FLOAT32_BYTES
 
@@ -290,7 +297,7 @@ class PeakEstimate:
         logits = self.tokens * self.model.vocab_size // tp
         is_tied = self.model.tie_word_embeddings
         gathered = weights if self.is_sharded and not is_tied else 0
-        cast = weights if self.is_sharded and is_tied and self.stream_bytes > compute_bytes else 0  # from the root
+        cast = weights if self.is_sharded and is_tied and self.residual_bytes > compute_bytes else 0  # from the root
         if tp > 1:
             loss = compute_bytes * logits + _SPLIT_LOSS_SLICES * FLOAT32_BYTES * min(SLICE_ELEMENTS, logits)
         elif logits > SLICE_ELEMENTS:
@@ -305,7 +312,7 @@ class PeakEstimate:
             "loss": cast * compute_bytes + loss,
             # Resident are the weight and its gradient, the logits, the input's gradient and the last block's weights.
             "backward of the head": (gathered + cast + logits + weights) * compute_bytes
-            + self.gathered_block
+            + self.gathered_block_bytes
             + input_bytes,
         }
 
@@ -318,8 +325,8 @@ class PeakEstimate:
 
         def count_bytes(weight: _Weight) -> int:
             elements = weight.count_sharded(self.dims)
-            is_muons = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
-            moments, step = (1, 0) if is_muons else (2, FLOAT32_BYTES)
+            is_updated_by_muon = optimizer.is_muon and weight in blocks and len(weight.shape) == 2
+            moments, step = (1, 0) if is_updated_by_muon else (2, FLOAT32_BYTES)
             if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < MIN_FLOAT8_ELEMENTS
@@ -329,7 +336,7 @@ class PeakEstimate:
 
         return self._sum_over_weights(count_bytes)
 
-    def _count_input_bytes(self) -> int:
+    def _count_token_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
         return self.micro_batches * tensors * self.tokens * torch.int64.itemsize
 
@@ -342,7 +349,7 @@ class PeakEstimate:
         if self.recipe is None:
             return high_precision
         # A GPU multiplies codes along rows only, so that a process holds them in both layouts.
-        codes = 1 if shares_codes(self.config.float8.recipe) and self.is_sharded else 2
+        codes = 1 if shares_weight_codes(self.config.float8.recipe) and self.is_sharded else 2
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self.float8_shares.get(name, 0.0) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * high_precision
@@ -356,14 +363,14 @@ class PeakEstimate:
         )
         return int(self.model.n_layers * held * self._compute_cast_bytes(is_held=True))
 
-    def _count_table_bytes(self) -> int:
+    def _count_rope_table_bytes(self) -> int:
         """Return the bytes of the rotary tables."""
         return 2 * self.config.training.seq_len * self.model.head_dim * FLOAT32_BYTES
 
     def _count_head_input_bytes(self) -> int:
         """Return the bytes of the last block's output, and of its norm, which tensor parallel ranks gather."""
-        stream = STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.stream_bytes
-        return int(self.tokens * self.model.dim * (stream / self.dims.tensor + self.compute_bytes))
+        residual = STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.residual_bytes
+        return int(self.tokens * self.model.dim * (residual / self.dims.tensor + self.compute_bytes))
 
     def _count_feed_forward_bytes(self, saved_bytes: int) -> int:
         """Return the bytes of the temporaries in a feed-forward's backward.
@@ -372,20 +379,20 @@ class PeakEstimate:
         the gradient of its output in float32; and the gradient of down_proj. A checkpointed block has been recomputed.
         """
         model, checkpoint = self.model, self.config.activation_checkpoint
-        wide_bytes = self.compute_bytes * count_networks(model) * model.hidden_dim
+        wide_bytes = self.compute_bytes * count_feed_forwards_per_token(model) * model.hidden_dim
         token_bytes = 3 * wide_bytes
         if not self.config.training.compile:
             # Eager code dequantizes the saved codes of gate and up, and adds the gradients of all experts in float32.
             token_bytes += 2 * wide_bytes if checkpoint.store_in_float8 else 0
             if model.n_experts:
                 token_bytes = max(token_bytes, (3 * FLOAT32_BYTES + self.compute_bytes) * model.dim * model.top_k)
-        token_bytes += self.stream_bytes * model.dim
+        token_bytes += self.residual_bytes * model.dim
         wide = sum(
             prod(weight.find_gathered_shape(self.dims))
             for weight in self.block_weights
             if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
         )
-        recomputed_bytes = max(0, self.tokens * self.saved.count_without_checkpoint() - saved_bytes)
+        recomputed_bytes = max(0, self.tokens * self.saved.count_bytes_without_checkpoint() - saved_bytes)
         return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tensor + recomputed_bytes
 
 

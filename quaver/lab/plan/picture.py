@@ -31,20 +31,20 @@ def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
 
     An extrapolated timeline has only the tasks of its first microbatches, which the picture says.
     """
-    turn = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
+    backward_start_s = next((span.start_s for span in timeline.spans if span.task.kind == "backward"), 0.0)
     end_s = max(span.end_s for span in timeline.spans)
     half_s = end_s * _ZOOMED_SHARE / 2
     with open_figure(path, (12, 5.2), title=title) as figure:
-        step_axes, part_axes = figure.subplots(2, 1)
+        step_axes, zoomed_axes = figure.subplots(2, 1)
         _draw_streams(step_axes, timeline, 0.0, end_s)
-        _draw_streams(part_axes, timeline, max(0.0, turn - half_s), turn + half_s)
+        _draw_streams(zoomed_axes, timeline, max(0.0, backward_start_s - half_s), backward_start_s + half_s)
         if isinstance(timeline, ExtrapolatedTimeline):
             step_axes.set_title(f"without {timeline.further_micro_batches} further microbatches", fontsize=9)
-        part_axes.set_title("where the backward begins", fontsize=9)
+        zoomed_axes.set_title("where the backward begins", fontsize=9)
         handles, labels = step_axes.get_legend_handles_labels()
-        drawn = dict(zip(labels, handles, strict=True))
-        names = {kind: kind.replace("_", "-") for kind in KIND_COLORS if kind in drawn}
-        handles = [drawn[kind] for kind in names]
+        handle_by_kind = dict(zip(labels, handles, strict=True))
+        names = {kind: kind.replace("_", "-") for kind in KIND_COLORS if kind in handle_by_kind}
+        handles = [handle_by_kind[kind] for kind in names]
         figure.legend(handles, names.values(), loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
 
 

@@ -131,9 +131,9 @@ class PlannedRun:
         return not self.model.n_experts or self.model.n_shared_experts > 0
 
     @property
-    def has_one_cast(self) -> bool:
+    def shares_weight_codes(self) -> bool:
         """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
-        return self.recipe is not None and shares_codes(self.recipe)
+        return self.recipe is not None and shares_weight_codes(self.recipe)
 
     def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
@@ -145,13 +145,13 @@ class PlannedRun:
         return BFLOAT16 if self.recipe is None else canonicalize_recipe(self.recipe)
 
 
-def count_networks(model: Model) -> int:
+def count_feed_forwards_per_token(model: Model) -> int:
     """Return the number of feed-forwards, or of experts, through which a token passes in a block."""
     return model.top_k + model.n_shared_experts if model.n_experts else 1
 
 
 @functools.cache
-def shares_codes(recipe: Float8LinearRecipeName | str) -> bool:
+def shares_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
     """Return whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 

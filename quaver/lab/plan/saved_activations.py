@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from quaver.activations.policy import parse_selective_option
-from quaver.lab.plan.planned_run import EXPERTS, count_networks
+from quaver.lab.plan.planned_run import EXPERTS, count_feed_forwards_per_token
 from quaver.lab.settings import TrainConfig
 from quaver.recipes.config import Float8LinearConfig
 
@@ -18,7 +18,7 @@ STORED_BYTES = 1 + FLOAT32_BYTES / 128
 
 
 class SavedActivations:
-    """The tensors that blocks save, on each of `tp` tensor parallel ranks.
+    """The tensors that blocks save, on each of `tensor_ranks`.
 
     Args:
         float8_shares: the share of blocks in which each linear is in float8 (`find_float8_shares`).
@@ -26,50 +26,60 @@ class SavedActivations:
     """
 
     def __init__(
-        self, config: TrainConfig, tp: int, float8_shares: Mapping[str, float], recipe: Float8LinearConfig | None
+        self,
+        config: TrainConfig,
+        tensor_ranks: int,
+        float8_shares: Mapping[str, float],
+        recipe: Float8LinearConfig | None,
     ) -> None:
         training = config.training
-        self._config, self._model, self._tp = config, config.model, tp
+        self._config, self._model, self._tensor_ranks = config, config.model, tensor_ranks
         self._float8_shares, self._recipe = float8_shares, recipe
         self._is_compiled, self._stores_in_float8 = training.compile, config.activation_checkpoint.store_in_float8
         self._compute_bytes = getattr(torch, training.mixed_precision_param).itemsize
-        self._stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
+        self._residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
 
-    def iter_token_bytes(self) -> Iterator[int]:
+    def iter_bytes_per_token(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves, from the first block to the last."""
         checkpoint, layers = self._config.activation_checkpoint, self._model.n_layers
-        input_bytes = int(self._choose_stream_bytes() * self._model.dim) // self._tp
-        most_bytes = self.count_without_checkpoint()
+        input_bytes = int(self._choose_input_bytes() * self._model.dim) // self._tensor_ranks
+        saved_bytes_without = self.count_bytes_without_checkpoint()
         interval = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
-            yield from [most_bytes] * layers
+            yield from [saved_bytes_without] * layers
         elif checkpoint.mode == "memory_budget":
-            yield from [input_bytes + int(checkpoint.memory_budget * (most_bytes - input_bytes))] * layers
+            yield from [input_bytes + int(checkpoint.memory_budget * (saved_bytes_without - input_bytes))] * layers
         elif interval is None:
-            yield from [self._count_saved_by_policy()] * layers
+            yield from [self._count_policy_bytes()] * layers
         else:
-            yield from (input_bytes if number % interval == 0 else most_bytes for number in range(1, layers + 1))
+            yield from (
+                input_bytes if number % interval == 0 else saved_bytes_without for number in range(1, layers + 1)
+            )
 
-    def _choose_stream_bytes(self) -> float:
+    def _choose_input_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
-        return STORED_BYTES if self._stores_in_float8 and self._is_compiled else self._stream_bytes
+        return STORED_BYTES if self._stores_in_float8 and self._is_compiled else self._residual_bytes
 
     def _count_attention_bytes(self) -> tuple[int, int, int]:
         """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self._model.dim, self._model.n_kv_heads * self._model.head_dim
         return queries, keys, self._compute_bytes * queries + FLOAT32_BYTES * self._model.n_heads
 
-    def _count_saved_by_policy(self) -> int:
+    def _count_policy_bytes(self) -> int:
         """Return the bytes per token that the policy of activations/policy.py saves.
 
         The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
         policy saves as codes.
         """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self._model.dim, self._tp
+        (queries, keys, attention), dim, tensor_ranks = (
+            self._count_attention_bytes(),
+            self._model.dim,
+            self._tensor_ranks,
+        )
         experts, shared = self._model.n_experts, self._model.n_shared_experts * self._model.hidden_dim
         stores_codes = self._is_compiled and self._stores_in_float8
-        saved_bytes, stream_bytes = STORED_BYTES if stores_codes else self._compute_bytes, self._choose_stream_bytes()
+        saved_bytes, residual_bytes = STORED_BYTES if stores_codes else self._compute_bytes, self._choose_input_bytes()
         attention += int((saved_bytes - self._compute_bytes) * queries)
         matmuls: float
         if self._is_compiled:
@@ -80,59 +90,63 @@ class SavedActivations:
         else:
             wide = self._model.top_k * 2 * self._model.hidden_dim + shared if experts else self._model.hidden_dim
             matmuls = self._compute_bytes * (keys + dim + wide)
-        scattered = 2 * saved_bytes * dim if tp > 1 else 0
-        return int(stream_bytes * dim + matmuls + attention + scattered) // tp
+        scattered = 2 * saved_bytes * dim if tensor_ranks > 1 else 0
+        return int(residual_bytes * dim + matmuls + attention + scattered) // tensor_ranks
 
-    def count_without_checkpoint(self) -> int:
+    def count_bytes_without_checkpoint(self) -> int:
         """Return the bytes per token that a block saves without checkpointing.
 
         Compiled float8 code does not save an input of a linear that it can cast again from other saved tensors. Eager
         code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
         input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
-        (queries, keys, attention), dim, tp = self._count_attention_bytes(), self._model.dim, self._tp
+        (queries, keys, attention), dim, tensor_ranks = (
+            self._count_attention_bytes(),
+            self._model.dim,
+            self._tensor_ranks,
+        )
         experts, hidden = self._model.n_experts, self._model.hidden_dim
-        saved_bytes, stream_bytes = (
-            (STORED_BYTES, STORED_BYTES) if self._stores_in_float8 else (self._compute_bytes, self._stream_bytes)
+        saved_bytes, residual_bytes = (
+            (STORED_BYTES, STORED_BYTES) if self._stores_in_float8 else (self._compute_bytes, self._residual_bytes)
         )
         # the residual stream before attention, and after it, where compiled code saves attention's output instead
-        streams = (stream_bytes + (saved_bytes if self._is_compiled else stream_bytes)) * dim
+        residual = (residual_bytes + (saved_bytes if self._is_compiled else residual_bytes)) * dim
         if self._config.data.document_mask:  # attention with a mask has as many keys as queries
             keys = queries
-        rotated = saved_bytes * (queries + 2 * keys)
+        attention_inputs = saved_bytes * (queries + 2 * keys)
         attention += int((saved_bytes - self._compute_bytes) * queries)
-        rows = count_networks(self._model)
+        rows = count_feed_forwards_per_token(self._model)
         gates = saved_bytes * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
-        saved, product = self._count_saved_of_float8(tp=1), hidden * rows
-        gathered = dim * tp, self._count_saved_of_float8(tp)
+        saved, product = self._count_saved_of_float8(tensor_ranks=1), hidden * rows
+        gathered = dim * tensor_ranks, self._count_saved_of_float8(tensor_ranks)
         inputs = (
-            (self._compute_share("q_proj", "k_proj", "v_proj"), *gathered),
-            (self._compute_share(wide), *gathered),
-            (self._compute_share(down), product, saved),
+            (self._find_float8_share("q_proj", "k_proj", "v_proj"), *gathered),
+            (self._find_float8_share(wide), *gathered),
+            (self._find_float8_share(down), product, saved),
         )
         linears = sum(
             features * (share * codes + (1 - share) * self._compute_bytes) for share, features, codes in inputs
         )
         if saved < self._compute_bytes:  # attention saves its output
-            linears += self._compute_share("o_proj") * saved * queries
+            linears += self._find_float8_share("o_proj") * saved * queries
         if not self._is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
-            fused = self._compute_share(down) if self._config.float8.fused_producers else 0.0
+            fused = self._find_float8_share(down) if self._config.float8.fused_producers else 0.0
             linears += saved_bytes * product * (1 - fused)
         if experts:  # scores, and the tokens of experts before and after
             linears += saved_bytes * dim * self._model.top_k * 2 + FLOAT32_BYTES * experts
         mask = self._compute_bytes * self._config.training.seq_len if self._config.data.document_mask else 0
-        return int(streams + rotated + attention + gates + linears) // tp + mask
+        return int(residual + attention_inputs + attention + gates + linears) // tensor_ranks + mask
 
-    def _count_saved_of_float8(self, tp: int) -> int:
-        """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
+    def _count_saved_of_float8(self, tensor_ranks: int) -> int:
+        """Return the bytes that a float8 linear saves per element of its input, which `tensor_ranks` ranks gather."""
         if self._recipe is None:
             return 0
         if self._recipe.casts.input.column_source.is_disabled:
             return self._compute_bytes
-        saves = tp > 1 or not self._is_compiled
+        saves = tensor_ranks > 1 or not self._is_compiled
         return int(saves)
 
-    def _compute_share(self, *names: str) -> float:
+    def _find_float8_share(self, *names: str) -> float:
         """Return the share of blocks in which all named linears are in float8."""
         return min(self._float8_shares.get(name, 0.0) for name in names)

@@ -66,7 +66,7 @@ class SearchResult:
     """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
     """The number of layouts that the trainer refuses, by reason."""
-    nearest: tuple[Candidate, int]
+    smallest: tuple[Candidate, int]
     """The layout with the least memory, and its bytes."""
 
 
@@ -80,13 +80,15 @@ class TimedLayout:
     peak_bytes: int
     compute_seconds_per_token: float
     """A lower bound of the simulated time, which adds communication and the optimizer."""
-    _simulated: float | None = None
+    _simulated_seconds_per_token: float | None = None
 
     def simulate_seconds_per_token(self, cluster: Cluster) -> float:
         """Return the simulated time, which is computed once."""
-        if self._simulated is None:
-            self._simulated = predict_step_seconds(self.run, cluster, self.compute_times) / self.run.step_tokens
-        return self._simulated
+        if self._simulated_seconds_per_token is None:
+            self._simulated_seconds_per_token = (
+                predict_step_seconds(self.run, cluster, self.compute_times) / self.run.step_tokens
+            )
+        return self._simulated_seconds_per_token
 
 
 def search(
@@ -106,13 +108,13 @@ def search(
         InputError: the trainer accepts no layout, or the time of no layout is simulated.
     """
     refusals = layouts.refusals.copy()
-    estimated = list(_estimate(layouts.candidates, refusals, set_activity))
+    estimated = list(_estimate_peaks(layouts.candidates, refusals, set_activity))
     if not estimated:
         ranks = f"{layouts.candidates[0].dims.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
         raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
-    candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
-    fitting = [time_compute(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
+    candidate, _, peak_bytes = min(estimated, key=lambda estimate: estimate[2])
+    fitting = [make_timed_layout(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
     bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision == BFLOAT16]
     chosen = [
         *(timed for timed in fitting if timed.candidate.is_configured),
@@ -124,10 +126,10 @@ def search(
         set_activity(f"simulating step {number}")
         rows.append(FittingLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
-    return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
+    return SearchResult(rows, len(fitting), dict(refusals), (candidate, peak_bytes))
 
 
-def _estimate(
+def _estimate_peaks(
     candidates: list[Candidate], refusals: Counter[str], set_activity: SetActivity
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory. Candidates whose time is not simulated count as refused."""
@@ -142,7 +144,7 @@ def _estimate(
         yield candidate, run, estimate_peak(candidate.config, candidate.dims.world_size)
 
 
-def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
+def make_timed_layout(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
     """Return a candidate with its compute time."""
     compute_times = ComputeTimes.from_formulas(run, cluster)
     return TimedLayout(
@@ -152,14 +154,14 @@ def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster
 
 def iter_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
-    waiting = [(timed.compute_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
-    heapify(waiting)
-    while waiting:
-        _, number, is_simulated, fastest = heappop(waiting)
+    heap = [(timed.compute_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
+    heapify(heap)
+    while heap:
+        _, number, is_simulated, fastest = heappop(heap)
         if is_simulated:
             yield fastest
         else:
-            heappush(waiting, (fastest.simulate_seconds_per_token(cluster), number, True, fastest))
+            heappush(heap, (fastest.simulate_seconds_per_token(cluster), number, True, fastest))
 
 
 def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:

@@ -17,7 +17,7 @@ COMPUTE, STORAGE = "compute", "storage"
 CONTENTION_SHARE = 0.12
 """Share of the multiprocessors that a collective occupies. NCCL's rings take 16 to 24 of 132 on Hopper, one per
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
-_WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
+_STREAMS_WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
 
 
 @dataclass(frozen=True)
@@ -102,27 +102,27 @@ class SimulatedTimeline:
 
     def sum_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
         """Return the summed times of the tasks on `stream` and of `kind`; None selects all."""
-        return sum(span.end_s - span.start_s for span in self._select(stream, kind))
+        return sum(span.end_s - span.start_s for span in self._select_spans(stream, kind))
 
     def sum_sent_bytes(self, link: str) -> float:
         """Return the bytes that the rank sends over a link."""
-        return sum(span.task.sent_bytes for span in self._select(link, None))
+        return sum(span.task.sent_bytes for span in self._select_spans(link, None))
 
     def sum_exposed_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
         """Return the time in which tasks on `stream` and of `kind` run while the compute stream is idle."""
-        busy = _merge(self._select(COMPUTE, None))
+        busy = _merge_intervals(self._select_spans(COMPUTE, None))
         total, number = 0.0, 0
-        for start, end in _merge(self._select(stream, kind)):
+        for start, end in _merge_intervals(self._select_spans(stream, kind)):
             total += end - start
             while number < len(busy) and busy[number][1] <= start:
                 number += 1
-            at = number
-            while at < len(busy) and busy[at][0] < end:
-                total -= min(end, busy[at][1]) - max(start, busy[at][0])
-                at += 1
+            index = number
+            while index < len(busy) and busy[index][0] < end:
+                total -= min(end, busy[index][1]) - max(start, busy[index][0])
+                index += 1
         return total
 
-    def _select(self, stream: str | None, kind: str | None) -> Iterator[Span]:
+    def _select_spans(self, stream: str | None, kind: str | None) -> Iterator[Span]:
         return (span for span in self.spans if stream in (None, span.task.stream) and kind in (None, span.task.kind))
 
 
@@ -158,7 +158,7 @@ class ExtrapolatedTimeline(SimulatedTimeline):
         return value + self.further_micro_batches * (value - value_without_last)
 
 
-def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def _merge_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Return the (start, end) of the intervals that `spans` cover, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((span.start_s, span.end_s) for span in spans):
@@ -181,19 +181,19 @@ def simulate(tasks: Sequence[Task], contention: float = CONTENTION_SHARE) -> Sim
     return SimulatedTimeline(tuple(spans))
 
 
-class _Running:
-    """A running task: the seconds of work left at time `since`, and the rate at which they pass."""
+class _RunningTask:
+    """A running task: `left_s` seconds of work at the time `since_s`, and the rate at which they pass."""
 
-    def __init__(self, number: int, left: float, since: float, rate: float) -> None:
-        self.number, self.left, self.since, self.rate = number, left, since, rate
+    def __init__(self, number: int, left_s: float, since_s: float, rate: float) -> None:
+        self.number, self.left_s, self.since_s, self.rate = number, left_s, since_s, rate
 
-    def change_rate(self, rate: float, now: float) -> None:
-        self.left = max(0.0, self.left - (now - self.since) * self.rate)
-        self.since, self.rate = now, rate
+    def change_rate(self, rate: float, now_s: float) -> None:
+        self.left_s = max(0.0, self.left_s - (now_s - self.since_s) * self.rate)
+        self.since_s, self.rate = now_s, rate
 
     @property
-    def ends(self) -> float:
-        return self.since + self.left / self.rate
+    def end_s(self) -> float:
+        return self.since_s + self.left_s / self.rate
 
 
 class _Simulation:
@@ -201,14 +201,14 @@ class _Simulation:
         self._tasks, self._shared_rate = tasks, 1 - contention
         self.starts_s, self.ends_s = [0.0] * len(tasks), [0.0] * len(tasks)
         self._queues: dict[str, deque[int]] = {}
-        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._dependents: list[list[int]] = [[] for _ in tasks]
         self._unfinished = [len(set(task.dependencies)) for task in tasks]
         """The number of dependencies of each task that have not ended."""
         for number, task in enumerate(tasks):
             self._queues.setdefault(task.stream, deque()).append(number)
-            for earlier in set(task.dependencies):
-                self._followers[earlier].append(number)
-        self._running: dict[str, _Running] = {}
+            for dependency in set(task.dependencies):
+                self._dependents[dependency].append(number)
+        self._running: dict[str, _RunningTask] = {}
         self._collectives: Counter[str] = Counter()
         """The number of running collectives, by rank."""
         self._events: list[tuple[float, int]] = []
@@ -219,26 +219,26 @@ class _Simulation:
         for stream in self._queues:
             self._begin(stream, 0.0)
         while self._events:
-            now, number = heapq.heappop(self._events)
+            now_s, number = heapq.heappop(self._events)
             stream = self._tasks[number].stream
             running = self._running.get(stream)
-            if running is None or running.number != number or running.ends != now:
+            if running is None or running.number != number or running.end_s != now_s:
                 continue
             del self._running[stream]
-            self.ends_s[number] = now
+            self.ends_s[number] = now_s
             self._queues[stream].popleft()
-            self._count_collective(stream, -1, now)
-            followers = self._followers[number]
-            for follower in followers:
-                self._unfinished[follower] -= 1
-            for freed in dict.fromkeys((stream, *(self._tasks[follower].stream for follower in followers))):
-                self._begin(freed, now)
+            self._count_collective(stream, -1, now_s)
+            dependents = self._dependents[number]
+            for dependent in dependents:
+                self._unfinished[dependent] -= 1
+            for freed in dict.fromkeys((stream, *(self._tasks[dependent].stream for dependent in dependents))):
+                self._begin(freed, now_s)
         stuck = next((queue[0] for queue in self._queues.values() if queue), None)
         if stuck is not None:
             name = self._tasks[stuck].name
             raise ValueError(f"expected tasks that wait for earlier ones, got {name!r}, which can never begin")
 
-    def _begin(self, stream: str, now: float) -> None:
+    def _begin(self, stream: str, now_s: float) -> None:
         """Begin the stream's next task, if the stream is free and the task need not wait."""
         queue = self._queues[stream]
         if stream in self._running or not queue or self._unfinished[queue[0]]:
@@ -246,26 +246,26 @@ class _Simulation:
         number = queue[0]
         is_slow = stream.startswith(COMPUTE) and self._collectives[_parse_rank(stream)] > 0
         rate = self._shared_rate if is_slow else 1.0
-        self.starts_s[number] = now
-        self._running[stream] = _Running(number, self._tasks[number].seconds, now, rate)
+        self.starts_s[number] = now_s
+        self._running[stream] = _RunningTask(number, self._tasks[number].seconds, now_s, rate)
         self._push_end(stream)
-        self._count_collective(stream, 1, now)
+        self._count_collective(stream, 1, now_s)
 
-    def _count_collective(self, stream: str, change: int, now: float) -> None:
+    def _count_collective(self, stream: str, change: int, now_s: float) -> None:
         """Count a collective that began or ended. The first and the last change the rate of the rank's compute."""
-        if stream.startswith(_WITHOUT_KERNELS):
+        if stream.startswith(_STREAMS_WITHOUT_KERNELS):
             return
         rank = _parse_rank(stream)
         before = self._collectives[rank]
         self._collectives[rank] += change
         compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
         if (before == 0) != (before + change == 0) and compute in self._running:
-            self._running[compute].change_rate(self._shared_rate if change > 0 else 1.0, now)
+            self._running[compute].change_rate(self._shared_rate if change > 0 else 1.0, now_s)
             self._push_end(compute)
 
     def _push_end(self, stream: str) -> None:
         running = self._running[stream]
-        heapq.heappush(self._events, (running.ends, running.number))
+        heapq.heappush(self._events, (running.end_s, running.number))
 
 
 def _parse_rank(stream: str) -> str:

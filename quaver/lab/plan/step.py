@@ -34,7 +34,7 @@ from quaver.lab.plan.compute_time import (
     count_dense_parameters,
     count_expert_parameters,
     count_held_parameters,
-    list_linears,
+    list_linear_sizes,
     predict_block_times,
     predict_embedding_times,
     predict_head_times,
@@ -73,7 +73,7 @@ def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
     float8_parameters = 0.0
-    for name, (inputs, outputs) in list_linears(run.model).items():
+    for name, (inputs, outputs) in list_linear_sizes(run.model).items():
         float8_parameters += run.get_float8_share(name) * inputs * outputs / run.tensor
     dense_bytes = _count_gathered_bytes(run, dense, float8_parameters)
     expert_bytes = _count_gathered_bytes(run, experts, run.get_float8_share(EXPERTS) * experts)
@@ -90,7 +90,7 @@ def _count_gathered_bytes(run: PlannedRun, parameters: float, float8_parameters:
 
     Two sets of codes take as many bytes as bfloat16.
     """
-    return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.has_one_cast else 0)
+    return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.shares_weight_codes else 0)
 
 
 def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[ParameterGroup]]:

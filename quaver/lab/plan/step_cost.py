@@ -45,8 +45,8 @@ def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec 
     # FLOPs do not depend on the precision; times are simulated in bfloat16 and without saving, which depends on states.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
     run = replace(make_planned_run(in_bfloat16, dims), steps_between_saves=0)
-    repeated = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tensor
-    seconds = None
+    recomputed_flops = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tensor
+    simulated_s = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
-        seconds = predict_step_seconds(run, Cluster.from_spec(spec))
-    return StepCost(flops + repeated, repeated, seconds)
+        simulated_s = predict_step_seconds(run, Cluster.from_spec(spec))
+    return StepCost(flops + recomputed_flops, recomputed_flops, simulated_s)

@@ -117,4 +117,4 @@ def make_advice() -> dict:
     cheap = {"change": HOSTILE, "peak_bytes": 100 * MIB, "difference_bytes": 0}
     full = {"change": "full checkpointing", "peak_bytes": 60 * MIB, "difference_bytes": -40 * MIB}
     full |= {"recomputed_flops": 5 * 10**11, "fits": True, "flags": "--activation_checkpoint.mode full"}
-    return {"rows": [plain | cheap, plain | full], "fit_bytes": 64 * MIB, "best": 1}
+    return {"rows": [plain | cheap, plain | full], "fit_bytes": 64 * MIB, "fastest_index": 1}

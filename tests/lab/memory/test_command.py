@@ -44,7 +44,7 @@ def test_8_ranks_predicted_and_estimated(device, ask):
         assert quick["estimated_peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.1)
         assert "estimated within 10%" in printed
         assert "as in fms-fsdp llama2-7b 96 H100" in " ".join(printed.split())
-        assert quick["advice"]["rows"][quick["advice"]["best"]]["fits"] is True
+        assert quick["advice"]["rows"][quick["advice"]["fastest_index"]]["fits"] is True
 
 
 def test_the_title_of_a_page_without_a_config(tmp_path, ask):
@@ -84,11 +84,11 @@ def test_advice_and_what_fits(ask, monkeypatch):
         return [change for change in list_single_changes(*run) if change.name.startswith(FEW)]
 
     monkeypatch.setattr(advise, "list_single_changes", list_few)
-    monkeypatch.setattr(advise, "iter_less_precise", lambda change: [])
+    monkeypatch.setattr(advise, "iter_with_less_precise_storage", lambda change: [])
     printed, written = ask(*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200")
     advice = written["advice"]
-    assert (advice["fit_bytes"], advice["nearest"]) == (1 << 30, None)
-    assert advice["rows"][advice["best"]]["fits"] is True
+    assert (advice["fit_bytes"], advice["smallest_index"]) == (1 << 30, None)
+    assert advice["rows"][advice["fastest_index"]]["fits"] is True
     assert "fastest that fits" in printed
     assert "H200" in advice["device"]
     peaks = {row["change"]: row["peak_bytes"] for row in advice["rows"]}

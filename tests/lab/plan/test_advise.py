@@ -17,7 +17,7 @@ from quaver.lab.model.loss import compute_next_token_loss
 from quaver.lab.model.parallelize import parallelize
 from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
-from quaver.lab.plan.changes import format_flags, gather_least, list_combinations, list_single_changes
+from quaver.lab.plan.changes import format_flags, list_combinations, list_single_changes, with_fewest_gathered_weights
 from quaver.lab.plan.compute_time import count_recomputed_flops
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step_cost import compute_step_cost
@@ -176,14 +176,16 @@ HALF_THE_BATCH = "activations: none checkpointed; local batch size: 1"
 def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
     advice = advise_llama(fit_bytes, training=EAGER, **settings)
     if peak_bytes is None:
-        assert advice.best is None
-        assert advice.rows[advice.nearest].peak_bytes == min(row.peak_bytes for row in advice.rows if row.peak_bytes)
+        assert advice.fastest_index is None
+        assert advice.rows[advice.smallest_index].peak_bytes == min(
+            row.peak_bytes for row in advice.rows if row.peak_bytes
+        )
         assert not any(row.fits for row in advice.rows)
-        assert summarize_advice(advice)[0].startswith("nothing that was tried fits 60 bytes; nearest: ")
+        assert summarize_advice(advice)[0].startswith("nothing that was tried fits 60 bytes; the smallest: ")
         return
-    best = advice.rows[advice.best]
+    best = advice.rows[advice.fastest_index]
     assert (best.change, best.peak_bytes, best.note, best.fits) == (change, peak_bytes, "", True)
-    assert advice.nearest is None
+    assert advice.smallest_index is None
     # What is tried and clearly faster does not fit.
     assert not [row for row in advice.rows if row.fits and row.cost.simulated_s * 1.02 < best.cost.simulated_s]
     load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.flags)]))  # the command parses
@@ -203,7 +205,7 @@ def test_less_precise_storage_comes_after_equally_fast_settings(peaks, fit_bytes
     """A batch of 1 without checkpointing takes 158 bytes; what is less precise is added where that does not fit."""
     peaks.saves = {"residual": 4, "optimizer": 10, "stored": 20}
     advice = advise_llama(fit_bytes, training=EAGER)
-    assert (None if advice.best is None else advice.rows[advice.best].change) == best
+    assert (None if advice.fastest_index is None else advice.rows[advice.fastest_index].change) == best
     singles = {row.change: row.difference_bytes for row in advice.rows if row.change.count(";") == 0}
     assert singles["optimizer states: float8"] == -10
     assert singles["saved activations: float8"] == -20
@@ -216,7 +218,7 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
     assert all(config.training.compile for config in peaks.configs)
     assert peaks.configs[0].activation_checkpoint.mode == "selective"
     assert (advice.rows[0].change, advice.rows[0].difference_bytes) == (AS_CONFIGURED, 0)
-    best = advice.rows[advice.best]
+    best = advice.rows[advice.fastest_index]
     assert (best.change, best.peak_bytes) == ("activations: none checkpointed", 157)
     assert best.difference_bytes == 157 - advice.rows[0].peak_bytes
 
@@ -226,7 +228,7 @@ def test_an_estimate_near_the_limit_is_said_to_be(peaks, fit_bytes, is_near):
     config = replace(load_config(LLAMA_8B), training=EAGER, activation_checkpoint=MODES["none"])
     with patch.object(advise_module, "estimate_peak", lambda config, ranks: peaks.bytes(config)):
         advice = advise(config, 8, fit_bytes=fit_bytes, time_on="H100", quick=True)
-    assert advice.rows[advice.best].peak_bytes == 258
+    assert advice.rows[advice.fastest_index].peak_bytes == 258
     assert any("predict its peak without --quick" in note for note in advice.notes) == is_near
 
 
@@ -249,7 +251,11 @@ def test_gather_least_reshards_always_and_gathers_in_float8(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, dims = resolve_config(config, world_size=2)
     (change,) = (change for change in list_combinations(config, 4) if change.config == config)
-    fewer = gather_least(change, dims)
+    fewer = with_fewest_gathered_weights(change, dims)
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather
-    assert gather_least(fewer, dims) is gather_least(change, resolve_config(config)[1]) is None
+    assert (
+        with_fewest_gathered_weights(fewer, dims)
+        is with_fewest_gathered_weights(change, resolve_config(config)[1])
+        is None
+    )

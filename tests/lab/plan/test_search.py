@@ -13,7 +13,7 @@ from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.checkpoint_time import predict_write_seconds
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
-from quaver.lab.plan.limits import Link, compute_gain, describe_gain, describe_limits, list_links
+from quaver.lab.plan.limits import Link, compute_float8_speedup, describe_float8_speedup, describe_limits, list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, predict_step_seconds, search
@@ -101,7 +101,7 @@ def test_limits_of_a_step_are_described(search_result):
     assert f"computing takes {computing_s / row.timeline.seconds:.0%} of the step" in words
     assert "hidden behind it: " in words
     assert "times bfloat16's speed in the same layout" in words
-    assert not describe_gain(rows[BFLOAT16], CLUSTER)
+    assert not describe_float8_speedup(rows[BFLOAT16], CLUSTER)
 
 
 def test_the_share_of_the_peak_counts_causal_attention(search_result):
@@ -116,13 +116,14 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
 @pytest.mark.parametrize("ranks", [1, 16, 64])
 @pytest.mark.parametrize("network_gbps", [0.1, 10.0, 400.0])
 @pytest.mark.parametrize("gpu", ["h100", "b200"])
-def test_no_gain_is_above_its_bound(ranks, network_gbps, gpu):
+def test_no_speedup_is_above_its_bound(ranks, network_gbps, gpu):
     cluster = Cluster.from_spec(find_device_spec(gpu), network_gbps=network_gbps)
     layouts = make_layouts(ranks, precisions=("tensorwise", "rowwise")).candidates
     for candidate in layouts[1 :: max(1, len(layouts) // 12)]:
         run = make_planned_run(candidate.config, candidate.dims)
-        gain = compute_gain(FittingLayout(candidate, run, 0, searching.simulate_step(run, cluster)), cluster)
-        assert gain.value <= gain.bound
+        row = FittingLayout(candidate, run, 0, searching.simulate_step(run, cluster))
+        speedup = compute_float8_speedup(row, cluster)
+        assert speedup.value <= speedup.max_value
 
 
 def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
@@ -159,7 +160,7 @@ def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
     simulated = []
     spy = lambda *arguments: simulated.append(arguments) or predict_step_seconds(*arguments)  # noqa: E731
     monkeypatch.setattr(searching, "predict_step_seconds", spy)
-    bounded = [searching.time_compute(candidate, run, 0, CLUSTER) for candidate, run, _ in timed]
+    bounded = [searching.make_timed_layout(candidate, run, 0, CLUSTER) for candidate, run, _ in timed]
     first = [row.simulate_seconds_per_token(CLUSTER) for row in islice(searching.iter_by_speed(bounded, CLUSTER), 5)]
     assert first == pytest.approx(sorted(seconds for *_, seconds in timed)[:5])
     assert len(simulated) < len(timed) / 3

@@ -82,7 +82,7 @@ function flops(number) {
 }
 
 function showAdvice(advice) {
-  const { rows, fit_bytes: fit, best } = advice;
+  const { rows, fit_bytes: fit, fastest_index: fastest } = advice;
   const again = {
     label: "computed again", kind: "number", read: (row) => row.recomputed_flops ?? "",
     show: ({ recomputed_flops: more, step_flops: step }) => (isNumber(more)
@@ -97,7 +97,7 @@ function showAdvice(advice) {
       show: (row) => [make("code", { text: row.flags || "" })] },
     { label: "note", kind: "sentence", read: (row) => row.note || "" },
   ];
-  const chosen = isNumber(best) ? rows[best] : null;
+  const chosen = isNumber(fastest) ? rows[fastest] : null;
   const about = [isNumber(fit) ? `It is to fit into ${size(fit)}.` : "", chosen ? `Best is the marked row: ${chosen.change}.`
     : isNumber(fit) ? "No row fits." : ""];
   byId("advice-about").textContent = about.filter(Boolean).join(" ");
