@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.part_context import PartContext
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.persistent_scales import float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.lab.bench.modules import BenchedBlock
+from quaver.lab.bench.block_step import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings.float8 import BFLOAT16

@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.contestants import make_inputs, make_step
 from benchmarks.gpu_parts.part_context import Call, PartContext, Row, catch_failures, make_timing_row
 from quaver import convert_to_float8_training, float8_grouped_mm
 from quaver.activations import store_activations_in_float8
-from quaver.lab.bench.modules import BenchedBlock
+from quaver.lab.bench.block_step import BenchedBlock
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.optim import Float8AdamW
 from quaver.recipes.config import Float8LinearConfig

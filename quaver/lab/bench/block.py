@@ -1,7 +1,7 @@
 """A transformer block in training: time, tokens per second and memory of a step, per recipe against bfloat16.
 
-A step is forward, backward and fused AdamW of one block as `quaver train` builds it (modules.py). Each step casts the
-weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is measured in
+A step is forward, backward and fused AdamW of one block of `quaver train` (block_step.py). Each step casts the weights
+and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is measured in
 one more step after the timed steps (quaver/lab/recorder/allocator.py): exactly on a CPU, as the allocator's peak on a
 GPU. docs/benchmarks.md defines the columns.
 """
@@ -16,8 +16,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from quaver.lab.bench.block_step import OptimizerStep, make_steps
 from quaver.lab.bench.harness import time_alternating
-from quaver.lab.bench.modules import OptimizerStep, make_steps
 from quaver.lab.bench.options import BenchOptions, ModeOptions, RecipeOptions, Size
 from quaver.lab.bench.results import Result, Row, make_contestant_rows
 from quaver.lab.bench.shapes import MODEL_NAMES, format_scaled_name, make_model

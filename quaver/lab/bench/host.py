@@ -68,7 +68,7 @@ class HostBenchmark(LinearOptions):
         return f"{Shape((self.size,) * 3)}, dtype {self.dtype}"
 
 
-class _Operations(TorchDispatchMode):
+class _OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class _Operations(TorchDispatchMode):
 
 def count_operations(call: Callable[[], object]) -> dict[str, int]:
     """Count the operations that one eager call dispatches, the most frequent first."""
-    with _Operations() as operations:
+    with _OperationCounter() as operations:
         call()
     return dict(operations.counts.most_common())
 

@@ -106,9 +106,9 @@ class BenchOptions(Settings):
 
     def make_result(self, rows: list[Row], *, is_complete: bool = True, **fields: Any) -> Result:
         """Return {"benchmark", "environment", "complete", `fields`, "rows"}, ready for JSON."""
-        surroundings = describe_measurement(self.torch_device)
-        surroundings |= {"torchao": version("torchao")} if self.with_torchao else {}
-        head = {"benchmark": self.verb, "environment": surroundings, "complete": is_complete}
+        environment = describe_measurement(self.torch_device)
+        environment |= {"torchao": version("torchao")} if self.with_torchao else {}
+        head = {"benchmark": self.verb, "environment": environment, "complete": is_complete}
         return head | fields | {"rows": rows}
 
     def format_note(self, result: Result) -> str:

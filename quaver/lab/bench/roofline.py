@@ -119,12 +119,12 @@ class Roofline:
         return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
 
 
-def find_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
+def require_device_specs(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
     """Return the devices with these names, each once. Raises InputError for an unknown name, listing the choices."""
     return tuple(dict.fromkeys(require_device_spec(name, option="--device") for name in names))
 
 
-def find_recipes(names: Sequence[str]) -> tuple[str, ...]:
+def canonicalize_recipes(names: Sequence[str]) -> tuple[str, ...]:
     """Return the recipes with these names or aliases, each once. Raises InputError for an unknown name."""
     return tuple(dict.fromkeys(canonicalize_recipe(name) for name in names))
 
@@ -135,14 +135,14 @@ def predict_roofline(settings: RooflineSettings) -> Roofline:
     layers: list[RooflinePrediction] = []
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
-        for name, layer in merge_names(model).items():
+        for name, layer in merge_equal_layers(model).items():
             cost, m = _predict_layer_cost(layer, recipe, spec, tokens, microbatches), _count_rows(layer, tokens)
             layers.append(RooflinePrediction(model.name, name, m, layer.k, layer.n, spec.name, recipe, cost))
         totals.append(_sum_layers(model, recipe, spec, tokens, microbatches))
     return Roofline(settings, tuple(layers), tuple(totals))
 
 
-def merge_names(model: ModelLayers) -> dict[str, LinearGroup]:
+def merge_equal_layers(model: ModelLayers) -> dict[str, LinearGroup]:
     """Return a float8 layer of each shape; layers of one shape are one entry: {"q,o": LinearGroup(...), ...}."""
     groups: dict[tuple[int, int, bool], tuple[LinearGroup, dict[str, None]]] = {}
     for layer in model.layers:

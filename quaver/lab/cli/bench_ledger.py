@@ -17,8 +17,8 @@ from quaver.lab.bench.ledger.counting import (
     ModuleConfig,
     check_recipe,
     check_triton,
-    count_launches,
     is_multiplied,
+    make_ledger,
 )
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES
 from quaver.lab.bench.ledger.ledger import Ledger
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     with show_progress("compiling") as set_activity:
         for name in options.list_contestants():
             set_activity(f"compiling {name} for {options.device}")
-            ledger = count_launches(module_config, name, options.device)
+            ledger = make_ledger(module_config, name, options.device)
             if options.machine_code:
                 set_activity(f"compiling kernels of {name} to machine code")
                 codes |= compile_kernels(ledger, GPU_PROPERTIES[options.device].capability, codes)

@@ -12,9 +12,9 @@ from quaver.lab.bench.roofline import (
     LINEAR_SHARES,
     Roofline,
     RooflineSettings,
-    find_recipes,
-    find_specs,
+    canonicalize_recipes,
     predict_roofline,
+    require_device_specs,
 )
 from quaver.lab.bench.roofline_layers import list_config_layers, list_model_layers
 from quaver.lab.bench.roofline_map import draw_map
@@ -60,7 +60,7 @@ class RooflineOptions(Settings):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise InputError(f"two models are called {twice}; give each --model once, and --config files other names")
-        devices, recipes = find_specs(self.device), find_recipes(self.recipes)
+        devices, recipes = require_device_specs(self.device), canonicalize_recipes(self.recipes)
         return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
 
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings, output = options.resolve(), Path(options.output)
-        pictured = settings.devices if options.pictures is None else find_specs(options.pictures)
+        pictured = settings.devices if options.pictures is None else require_device_specs(options.pictures)
         missing = [spec.name for spec in pictured if spec not in settings.devices]
         if missing:
             raise InputError(f"--pictures must be devices of --device, got {', '.join(missing)}")

@@ -36,7 +36,7 @@ def iter_views(findings: GpuFindings) -> Iterator[str | Table]:
     yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))
     matmuls = [matmul for recipe in findings.recipes for matmul in (*recipe.linear, *recipe.experts)]
     for backend in ("native", "high precision", "exact"):
-        kernels = dict.fromkeys(matmul.how for matmul in matmuls if matmul.backend == backend)
+        kernels = dict.fromkeys(matmul.detail for matmul in matmuls if matmul.backend == backend)
         yield from (f"{backend}: {kernel}" for kernel in kernels)
     if findings.layers is not None:
         columns = ("layers", "count", "in", "out", "float8", "note")

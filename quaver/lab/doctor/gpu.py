@@ -34,7 +34,7 @@ class MatmulOnGpu:
     """output, grad_input or grad_weight."""
     backend: str
     """One of "native", "exact" and "high precision"."""
-    how: str
+    detail: str
     """The kernel, or the reason why it is not native."""
 
 

@@ -64,8 +64,8 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
 
 def recommend_recipe(device: str, findings: list[Finding]) -> str:
     """Recommend recipes for a device from its native matmuls. No time is measured."""
-    here = [finding for finding in findings if finding["device"] == device]
-    native = {finding["recipe"] for finding in here if finding["verdict"] == "native"}
+    device_findings = [finding for finding in findings if finding["device"] == device]
+    native = {finding["recipe"] for finding in device_findings if finding["verdict"] == "native"}
     if not native:
         return "no recipe is faster than bfloat16 on this device; choose the recipe for the GPU that you will train on"
     robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
@@ -89,8 +89,8 @@ def _try_config(config: Float8LinearConfig, device: torch.device) -> tuple[str, 
         return "impossible", str(error).splitlines()[0]
     if worst_db < _MIN_SQNR_DB:
         return "impossible", f"wrong results ({worst_db:.1f} dB)"
-    verdict, how = _describe_backend(config, device)
-    return verdict, f"{how}; worst gradient {worst_db:.1f} dB"
+    verdict, detail = _describe_backend(config, device)
+    return verdict, f"{detail}; worst gradient {worst_db:.1f} dB"
 
 
 def _describe_backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:

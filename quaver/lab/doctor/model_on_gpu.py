@@ -33,7 +33,7 @@ def describe_model_on_gpu(spec: DeviceSpec, path: Path, recipe: str | None) -> G
     if path.name == CONFIG_JSON:
         path = path.parent
     if (path / CONFIG_JSON).is_file():
-        return _describe_hugging_face_model(spec, path, canonicalize_recipe(recipe or "tensorwise"))
+        return _describe_huggingface_model(spec, path, canonicalize_recipe(recipe or "tensorwise"))
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
@@ -43,10 +43,10 @@ def describe_model_on_gpu(spec: DeviceSpec, path: Path, recipe: str | None) -> G
     return _describe_run(spec, load_config(file), recipe)
 
 
-def _describe_hugging_face_model(spec: DeviceSpec, folder: Path, recipe: str) -> GpuFindings:
+def _describe_huggingface_model(spec: DeviceSpec, folder: Path, recipe: str) -> GpuFindings:
     model = build_skeleton(folder, read_config(folder))
-    admits = make_name_filter(DEFAULT_FILTER, find_tied_modules(model))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=admits)
+    module_filter = make_name_filter(DEFAULT_FILTER, find_tied_modules(model))
+    convert_to_float8_training(model, config=recipe, module_filter_fn=module_filter)
     return describe_gpu(spec, model, recipe)
 
 

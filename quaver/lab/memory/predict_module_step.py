@@ -1,6 +1,6 @@
 """Predicts the memory of a training step: the step runs with fake tensors and is recorded like a real one.
 
-    prediction = explain(model, (tokens,), loss=lambda logits: logits.float().mean(), optimizer=torch.optim.AdamW)
+    prediction = predict_step_memory(model, (tokens,), loss=lambda logits: logits.float().mean(), optimizer=AdamW)
     prediction.peak_bytes
 
 The training code itself runs, so it saves, casts, frees and recomputes as in a real step. Only the values are missing.
@@ -124,7 +124,7 @@ class Prediction:
         }
 
 
-def explain(
+def predict_step_memory(
     model: nn.Module,
     inputs: tuple[Any, ...],
     *,
@@ -258,7 +258,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"expected a model on one device, got {name} with {parameter.placements}; explain it before it is "
+                f"expected a model on one device, got {name} with {parameter.placements}; predict it before it is "
                 "sharded, or ask `quaver memory --ranks N` about a run of the trainer"
             )
     return model
@@ -266,7 +266,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _sum(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
-        raise ValueError(f"expected a model that returns a tensor, got {type(output).__name__}; give explain a loss")
+        raise ValueError(f"expected a model that returns a tensor, got {type(output).__name__}; give a loss")
     return output.sum(dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ from quaver.lab.bench.ledger.entries import LedgerEntry, list_entries
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.launches import CompiledGraph
 from quaver.lab.bench.ledger.times import predict_entry_seconds
-from quaver.lab.memory.devices.gpu import imitate_gpu
+from quaver.lab.memory.devices.gpu import simulate_float8_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.memory.train_step.predict_run import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
@@ -91,5 +91,5 @@ def compile_block(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Com
         training=replace(config.training, compile=True),
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
-    with imitate_gpu(), fake_run(config, ranks, FakeMode()) as run:
+    with simulate_float8_gpu(), fake_run(config, ranks, FakeMode()) as run:
         return record_compiled(run.train_step, GPU_PROPERTIES[spec.name])

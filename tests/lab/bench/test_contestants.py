@@ -10,11 +10,11 @@ from torch import nn
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.lab.bench import cast
 from quaver.lab.bench.block import BlockBenchmark
+from quaver.lab.bench.block_step import build_block, make_steps
 from quaver.lab.bench.cast import CAST_KINDS
 from quaver.lab.bench.gemm import GRANULARITIES, Matmul, compute_share_of_peak, list_matmuls
 from quaver.lab.bench.host import count_operations
 from quaver.lab.bench.linear import LinearBenchmark
-from quaver.lab.bench.modules import build_block, make_steps
 from quaver.lab.bench.peer import is_peer_recipe, make_torchao_linear
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import Shape, make_model

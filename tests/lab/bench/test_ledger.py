@@ -13,7 +13,7 @@ from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import BlockCast
 from quaver.lab.bench.ledger import counting
-from quaver.lab.bench.ledger.counting import ModuleConfig, count_launches
+from quaver.lab.bench.ledger.counting import ModuleConfig, make_ledger
 from quaver.lab.bench.ledger.disassembly import Loop, count_issued_instructions
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
@@ -51,7 +51,7 @@ CASES = [
     for name in names
 ]
 
-count_case = cache(lambda part, name: count_launches(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
+count_case = cache(lambda part, name: make_ledger(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
 
 
 def access(size, stride, dtype=torch.float8_e4m3fn):
@@ -101,9 +101,9 @@ def test_matmuls_and_saved_bytes_by_hand():
 
 def test_each_kernel_has_its_source_line_and_the_operations_that_it_fuses():
     entries = count_case("linear", "quaver tensorwise").entries
-    assert all(".py:" in entry.place for entry in entries)
+    assert all(".py:" in entry.location for entry in entries)
     (amax,) = (e for e in entries if e.category == "amax" and not e.is_backward and e.launch.reads[0].elements == M * K)
-    assert "up_proj" in amax.place
+    assert "up_proj" in amax.location
     assert {"abs", "amax"} & set(amax.fuses)
 
 
@@ -164,7 +164,7 @@ def test_float64_is_counted_once_a_column_or_once_an_element():
 def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
     message = f"{recipe}: no float8 matmul of {gpu} takes .* operands would be widened"
     with pytest.raises(NotImplementedError, match=message):
-        count_launches(WORK["linear"], f"quaver {recipe}", gpu)
+        make_ledger(WORK["linear"], f"quaver {recipe}", gpu)
 
 
 def count_launches_in_triton():
@@ -339,7 +339,7 @@ def test_sizes_on_the_command_line_override_a_files(words, sizes, tmp_path):
 
 
 def test_the_command_prints_and_writes(monkeypatch, tmp_path, run_quaver):
-    monkeypatch.setattr(ledger_cli, "count_launches", lambda module_config, name, gpu: count_case("linear", name))
+    monkeypatch.setattr(ledger_cli, "make_ledger", lambda module_config, name, gpu: count_case("linear", name))
     output = tmp_path / "ledger.json"
     words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--kernels", "--output", output]
     printed = run_quaver("bench", "ledger", *words)

@@ -8,7 +8,13 @@ import pytest
 from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
-from quaver.lab.bench.roofline import RooflineSettings, find_recipes, find_specs, merge_names, predict_roofline
+from quaver.lab.bench.roofline import (
+    RooflineSettings,
+    canonicalize_recipes,
+    merge_equal_layers,
+    predict_roofline,
+    require_device_specs,
+)
 from quaver.lab.bench.roofline_layers import (
     ExpertGroup,
     LinearGroup,
@@ -82,7 +88,7 @@ def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
     assert (counts["q_proj", True], counts["q_proj", False]) == (3, 1)
     assert (counts["k_proj", False], counts["lm_head", False]) == (4, 1)
     assert ("k_proj", True) not in counts
-    assert "k" not in ",".join(merge_names(model)).split(",")
+    assert "k" not in ",".join(merge_equal_layers(model)).split(",")
 
 
 def test_no_mixture_multiplies_faster_than_the_peak():
@@ -166,7 +172,9 @@ def test_the_command_writes_and_prints(tmp_path, run_quaver):
 
 def test_the_recorded_predictions_are_the_models(tmp_path):
     models = tuple(list_model_layers(name) for name in ("llama-8b", "llama-70b"))
-    roofline = predict_roofline(RooflineSettings(find_specs(DEVICES), find_recipes(RECIPES), 16384, models))
+    roofline = predict_roofline(
+        RooflineSettings(require_device_specs(DEVICES), canonicalize_recipes(RECIPES), 16384, models)
+    )
     roofline.write(tmp_path)
     expected, recorded = (read_predictions(folder) for folder in (tmp_path, FOLDER))
     assert recorded == expected, "run python -m benchmarks.performance --predict --update-docs"

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import torch
 
-from quaver.lab.memory import explain
+from quaver.lab.memory import predict_step_memory
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.memory.models import build_stack
 from tests.lab.report.records import make_alarm, make_layers, make_tensors
@@ -24,7 +24,7 @@ def predict_small_model(*, layers: int = 3, rows: int = 2048) -> dict:
     inputs = (torch.empty(rows, 256, device="meta"),)
     with torch.device("meta"):
         model = build_stack(layers=layers, width=256, hidden=1024)
-    return explain(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
+    return predict_step_memory(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
 
 
 def make_row(size_bytes: int, **what) -> dict:
@@ -103,9 +103,9 @@ def make_comparison() -> dict:
     more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}
     less = {"module": HOSTILE, "bytes_a": 8 * MIB, "bytes_b": 2 * MIB, "difference_bytes": -6 * MIB}
     rows = [
-        plain | less | {"at": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
-        plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
-        plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
+        plain | less | {"moment": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
+        plain | more | {"moment": "saved", "sentence": "+3 MiB: more of it"},
+        plain | more | {"moment": "peak", "sentence": "+3 MiB: at the peak"},
     ]
     peaks = {"peak_bytes_a": 100 * MIB, "peak_bytes_b": 97 * MIB}
     return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}

@@ -261,11 +261,13 @@ def make_ledger_views():
 
 
 def make_roofline_views():
-    from quaver.lab.bench.roofline import RooflineSettings, find_specs, predict_roofline
+    from quaver.lab.bench.roofline import RooflineSettings, predict_roofline, require_device_specs
     from quaver.lab.bench.roofline_layers import list_model_layers
 
     models = (list_model_layers("llama-70b"),)
-    return bench_roofline.iter_views(predict_roofline(RooflineSettings(find_specs(["H200"]), RECIPES, 16384, models)))
+    return bench_roofline.iter_views(
+        predict_roofline(RooflineSettings(require_device_specs(["H200"]), RECIPES, 16384, models))
+    )
 
 
 TABLES = {

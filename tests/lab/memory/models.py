@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from quaver.lab.memory import explain
-from quaver.lab.memory.train_step.predict_run import CAN_SEE_GATHERS
+from quaver.lab.memory import predict_step_memory
+from quaver.lab.memory.train_step.predict_run import HAS_VISIBLE_RESIZES
 from quaver.lab.recorder.allocator import measure_usage
 
-needs_gathers = pytest.mark.skipif(not CAN_SEE_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+needs_gathers = pytest.mark.skipif(not HAS_VISIBLE_RESIZES, reason="gathers into fake tensors go unseen in this torch")
 CPU = torch.device("cpu")
 WITHIN = 0.03
 """Of a measurement: what predictions are to keep."""
@@ -36,7 +36,7 @@ def build_stack(activation=torch.relu, layers=3, **sizes):
 
 def check_explained(model, inputs, loss, *, optimizer=torch.optim.AdamW, **options):
     """Predict a step, train two, and compare the prediction with the second; returns the prediction."""
-    prediction = explain(model, inputs, loss=loss, optimizer=optimizer, **options)
+    prediction = predict_step_memory(model, inputs, loss=loss, optimizer=optimizer, **options)
     trained_by = optimizer(model.parameters())
 
     def step(mark):

@@ -9,7 +9,7 @@ from torch import nn
 
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.cli.memory_views import iter_comparison_lines
-from quaver.lab.memory import explain
+from quaver.lab.memory import predict_step_memory
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.pitfalls import (
     SavedByRuns,
@@ -28,7 +28,7 @@ def explain_stack(activation=torch.relu, layers=3, **checkpoint):
     model = build_stack(activation, layers)
     if checkpoint:
         apply_activation_checkpointing(model.layers, preserve_rng_state=False, **checkpoint)
-    return explain(model, (torch.empty(128, 64),))
+    return predict_step_memory(model, (torch.empty(128, 64),))
 
 
 def compare_reports(a, b):

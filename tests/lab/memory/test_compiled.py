@@ -15,7 +15,7 @@ from torch._inductor.graph import GraphLowering
 
 from benchmarks.memory import MAX_PREDICTION_ERROR, RECORD, compare
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
-from quaver.lab.memory import explain
+from quaver.lab.memory import predict_step_memory
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_recording
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
@@ -91,7 +91,7 @@ def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted()
     model.compile(fullgraph=True)
     torch.testing.assert_close(model(rows), expected)
     loaded = len(PyCodeCache.modules)
-    prediction = explain(model, (rows,))
+    prediction = predict_step_memory(model, (rows,))
     assert len(PyCodeCache.modules) == loaded
     torch.testing.assert_close(model(rows), expected)
     fresh = _Squaring()
@@ -118,7 +118,7 @@ FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
 def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
     """A graph saves its input, the first matmul's result for silu, and the square for the second weight's gradient."""
     model = nn.Sequential(build_compiled(fullgraph=True), build_compiled(fullgraph=True))
-    prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
+    prediction = predict_step_memory(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
     saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
     assert {row["saved_by"] for row in saved} == {"compiled graph"}
     assert {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in saved} == {
@@ -160,17 +160,17 @@ def test_layers_that_are_alike_are_compiled_once():
 def test_what_each_way_to_compile_saves():
     """Compiled code computes silu again. Breaks in graphs, dynamic shapes and other backends change what is saved."""
     inputs, hidden_bytes = (torch.empty(ROWS, 64),), 4 * ROWS * 128
-    eager, whole = explain(_Squaring(), inputs), explain(build_compiled(), inputs)
+    eager, whole = predict_step_memory(_Squaring(), inputs), predict_step_memory(build_compiled(), inputs)
     for model, more_bytes in (
         (build_compiled(), 0),
         (torch.compile(_Squaring()), 0),
         (build_compiled(_Broken), hidden_bytes),
         (build_compiled(backend="eager"), hidden_bytes),
     ):
-        saved_bytes = explain(model, inputs).saved_by_forward_bytes
+        saved_bytes = predict_step_memory(model, inputs).saved_by_forward_bytes
         assert saved_bytes - whole.saved_by_forward_bytes == pytest.approx(more_bytes, abs=64)
     assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
-    dynamic = explain(build_compiled(dynamic=True), inputs)
+    dynamic = predict_step_memory(build_compiled(dynamic=True), inputs)
     assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=MAX_PREDICTION_ERROR)
 
 
@@ -193,7 +193,7 @@ def test_no_process_is_started(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr("os.posix_spawn", refuse)
-    assert explain(build_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
+    assert predict_step_memory(build_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
 
 
 class _Restless(_Squaring):
@@ -217,13 +217,13 @@ class _Restless(_Squaring):
 def test_refused_compile_options_leave_settings_as_before(options, message):
     before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
     with pytest.raises(NotImplementedError, match=message) as error:
-        explain(build_compiled(**options), (torch.empty(3, 64),))
+        predict_step_memory(build_compiled(**options), (torch.empty(3, 64),))
     assert "\n" not in str(error.value)
     assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
 
 
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
-    monkeypatch.setattr(predict_run, "CAN_SEE_GATHERS", False)
+    monkeypatch.setattr(predict_run, "HAS_VISIBLE_RESIZES", False)
     with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
         predict_memory(TrainConfig(), 2)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quaver import convert_to_float8_training
-from quaver.lab.memory import explain
+from quaver.lab.memory import predict_step_memory
 from tests.lab.memory.models import check_explained
 from tests.thinned import at_night
 
@@ -171,10 +171,10 @@ LARGEST = "gives its largest possible result"
 def test_what_values_decide_is_refused_with_its_place_or_estimated(function, refusal, assumption):
     model = nn.Sequential(nn.Linear(4, 4), _LinearAfter(function))
     with pytest.raises(NotImplementedError, match=refusal) as refused:
-        explain(model, (torch.zeros(9, 4),))
+        predict_step_memory(model, (torch.zeros(9, 4),))
     assert "\n" not in str(refused.value)
     if assumption is not None:
-        prediction = explain(model, (torch.zeros(9, 4),), estimate=True)
+        prediction = predict_step_memory(model, (torch.zeros(9, 4),), estimate=True)
         (note,) = prediction.to_dict()["assumptions"]
         assert assumption in note
 
@@ -185,7 +185,7 @@ def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
             raise ValueError("a number that is read is 1")
         return rows
 
-    prediction = explain(nn.Sequential(_LinearAfter(check)), (torch.zeros(8, 4),))
+    prediction = predict_step_memory(nn.Sequential(_LinearAfter(check)), (torch.zeros(8, 4),))
     assert prediction.to_dict()["reads_answered_by_1"] == 3
     assert prediction.notes == ()
     assert prediction.by_category["parameters"] == 4 * (4 * 4 + 4)
@@ -193,4 +193,4 @@ def test_numbers_that_are_only_checked_are_counted_and_do_no_harm():
 
 def test_errors_of_the_model_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="same reduction dim"):
-        explain(nn.Linear(4, 4), (torch.zeros(2, 5),))
+        predict_step_memory(nn.Linear(4, 4), (torch.zeros(2, 5),))

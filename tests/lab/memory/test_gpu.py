@@ -13,7 +13,7 @@ from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_module_step import explain
+from quaver.lab.memory.predict_module_step import predict_step_memory
 from quaver.lab.memory.train_step.predict_run import predict_memory
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.model.llama import FeedForward, RMSNorm
@@ -101,7 +101,7 @@ def test_autocast_of_a_gpu_keeps_softmax_and_norms_in_float32(compiled):
 
     for device in ("cpu", "cuda"):
         scores = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
-        explain(module, (scores,), autocast=torch.bfloat16, device=device, loss=note_dtypes)
+        predict_step_memory(module, (scores,), autocast=torch.bfloat16, device=device, loss=note_dtypes)
     norm = torch.float32 if autocast.has_gpu_rule("rms_norm") else torch.bfloat16
     assert dtypes["cuda"] == [torch.float32, norm, torch.float32, torch.float32, torch.float64]
     assert dtypes["cpu"] == [*[torch.bfloat16] * 4, torch.float64]
@@ -110,7 +110,7 @@ def test_autocast_of_a_gpu_keeps_softmax_and_norms_in_float32(compiled):
 def test_a_norm_of_a_bfloat16_residual_saves_no_float32_copy():
     source = torch.randn(TOKENS, 256, dtype=torch.bfloat16, requires_grad=True)
     norm = RMSNorm(256, 1e-5)
-    prediction = explain(norm, (source,), autocast=torch.bfloat16, device="cuda")
+    prediction = predict_step_memory(norm, (source,), autocast=torch.bfloat16, device="cuda")
     assert prediction.saved_by_forward_bytes < TOKENS * 256 * 2  # the bytes of such a copy in bfloat16
 
 
@@ -160,7 +160,7 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
 
     monkeypatch.setattr(GraphLowering, "run", inspect_and_run)
     source = torch.randn(TOKENS, 256, requires_grad=True)
-    explain(module, (source,), autocast=torch.bfloat16, device="cuda")
+    predict_step_memory(module, (source,), autocast=torch.bfloat16, device="cuda")
     assert sum(matmuls.values()) == 9, matmuls  # output, grad_input and grad_weight of each linear
     assert (torch.float32, TOKENS * 512) not in buffers
     assert not [node for node in copies if node.meta["val"].numel() > 1], copies

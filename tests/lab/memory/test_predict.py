@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure, predict
 from quaver import convert_to_float8_training, float8_scaling_state
-from quaver.lab.memory import TensorBytes, explain
+from quaver.lab.memory import TensorBytes, predict_step_memory
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.model.parallelize import pretend_mesh
@@ -59,7 +59,7 @@ def test_a_step_by_arithmetic(device):
     with torch.device(device):
         model = Block()
     weights = copy.deepcopy(model.state_dict())
-    prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
+    prediction = predict_step_memory(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
     assert prediction.by_category["parameters"] == WEIGHT_BYTES
     assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
     assert prediction.resident_bytes == 3 * WEIGHT_BYTES + 2 * 4 + 64 * ROWS_BYTES
@@ -82,7 +82,7 @@ def test_persistent_scales_are_copied():
     model = convert_to_float8_training(Block(), config="delayed")
     state = float8_scaling_state(model).state_dict()
     before = copy.deepcopy(state)
-    prediction = explain(model, (torch.empty(128, 64),))
+    prediction = predict_step_memory(model, (torch.empty(128, 64),))
     assert "quaver.cast_with_persistent_scale" in str(prediction.report["saved_for_backward"])
     assert_same(state, before)
 
@@ -104,13 +104,13 @@ def build_sharded_block():
 )
 def test_models_and_losses_that_cannot_be_predicted_are_refused(build, loss, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        explain(build(), (torch.empty(2, 64),), loss=loss)
+        predict_step_memory(build(), (torch.empty(2, 64),), loss=loss)
     with pytest.raises(ValueError, match="expected inputs as a tuple of the forward's arguments, got Tensor"):
-        explain(Block(), torch.empty(1, 64))
+        predict_step_memory(Block(), torch.empty(1, 64))
     with pytest.raises(ValueError, match="a function from parameters to an optimizer, got one; give SGD"):
-        explain(Block(), (torch.empty(1, 64),), optimizer=torch.optim.SGD(Block().parameters()))
+        predict_step_memory(Block(), (torch.empty(1, 64),), optimizer=torch.optim.SGD(Block().parameters()))
     with pytest.raises(ValueError, match="autocast to bfloat16 or float16, or None, got torch.float32"):
-        explain(Block(), (torch.empty(1, 64),), autocast=torch.float32)
+        predict_step_memory(Block(), (torch.empty(1, 64),), autocast=torch.float32)
 
 
 def test_what_gloo_copies_is_counted():

@@ -247,7 +247,7 @@ def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
     assert advice.rows[0].cost is None
 
 
-def test_gather_least_reshards_always_and_gathers_in_float8(tiny_config):
+def test_fewest_gathered_weights_reshards_always_and_gathers_in_float8(tiny_config):
     config = replace(tiny_config, float8=Float8())
     _, dims = resolve_config(config, world_size=2)
     (change,) = (change for change in list_combinations(config, 4) if change.config == config)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.kernels.native_mm import ScaleKind
+from quaver.lab.bench.block_step import BenchedBlock
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.gpu_code import GPU_PROPERTIES, record_compiled
 from quaver.lab.bench.ledger.ledger import Ledger
-from quaver.lab.bench.modules import BenchedBlock
 from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
-from quaver.lab.memory.devices.gpu import imitate_gpu
+from quaver.lab.memory.devices.gpu import simulate_float8_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.settings import Model
@@ -78,7 +78,7 @@ def check_triton() -> None:
         raise InputError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
-def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
+def make_ledger(config: ModuleConfig, name: str, gpu: str) -> Ledger:
     """Compile the forward and the backward for a GPU, and count their launches.
 
     Args:
@@ -93,7 +93,7 @@ def count_launches(config: ModuleConfig, name: str, gpu: str) -> Ledger:
         check_recipe(recipe, gpu)
     if library == "torchao" and not is_peer_recipe(recipe):
         raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
-    with imitate_gpu(), FakeMode():
+    with simulate_float8_gpu(), FakeMode():
         module = _build_module(config)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(config.dtype)

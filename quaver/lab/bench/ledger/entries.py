@@ -48,7 +48,7 @@ class LedgerEntry:
     category: str
     is_backward: bool
     name: str
-    place: str
+    location: str
     fuses: tuple[str, ...]
     launches: int
     read_bytes: int
@@ -93,7 +93,7 @@ def _make_entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int
         category=category,
         is_backward=is_backward,
         name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
-        place=launch.place,
+        location=launch.location,
         fuses=launch.fuses,
         launches=max(1, len(launch.kernels)),
         read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
@@ -164,14 +164,14 @@ def find_scale_kind(entry: LedgerEntry) -> ScaleKind:
     return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
 
 
-def _count_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Count [.., m, k] @ [.., k, n]."""
+def _correct_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+    """Add the FLOPs of [.., m, k] @ [.., k, n]."""
     a, b = find_matrices(entry)
     category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
     return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
 
 
-def _count_grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count tokens [T, K] times the weights of their experts, [E, K, N] or [E * N, K], or a matmul that contracts T."""
     a, b = find_matrices(entry)
     result = entry.launch.writes[0]
@@ -181,7 +181,7 @@ def _count_grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
 
 
-def _count_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count quaver's grouped matmul, preceded by copies of e4m3 codes that are not contiguous along the contracted dim.
 
     quaver's kernel makes the copies (experts/gpu_gemm.py). Contracted tokens are first padded with zeros. A square
@@ -194,7 +194,7 @@ def _count_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
         len(scale.size) == 2 and scale.size[1] > 1 and scale.size[0] != ends.elements for scale in scales
     )
     if along_blocks or not a.dtype is b.dtype is torch.float8_e4m3fn:
-        return _count_grouped_matmul(entry)
+        return _correct_grouped_matmul(entry)
     contracts_tokens = len(result.size) == 3
     is_along = b.size[-1] == a.size[-1] and not (entry.is_backward and b.size[-1] == result.size[-1])
     copied = (a, b) if contracts_tokens else () if is_along else (b,)
@@ -209,22 +209,22 @@ def _count_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
         )
         for operand in copied
     ]
-    return [*copies, *_count_grouped_matmul(entry)]
+    return [*copies, *_correct_grouped_matmul(entry)]
 
 
-def _count_block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a matmul with blockwise scales, preceded by copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
     calls = record_calls(_native_block_mm, entry.launch.reads, find_scale_kind(entry).block_length, is_square)
-    return [operation for call in calls for operation in _count_called_operator(entry, call)]
+    return [operation for call in calls for operation in _make_called_entries(entry, call)]
 
 
-def _count_called_operator(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry]:
+def _make_called_entries(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry]:
     if "scaled_mm" in call.name:
-        return _count_matmul(entry)
+        return _correct_matmul(entry)
     moves_codes = call.reads[0].element_size() == 1
-    is_ours = call.name.startswith("quaver.") and any(
+    is_copied_by_quaver = call.name.startswith("quaver.") and any(
         operand.is_contiguous() for operand in (call.reads[0], call.reads[0].mT)
     )
     keeps_layout = call.reads[0].stride() == call.writes[0].stride() or "pad" in call.name
@@ -235,43 +235,45 @@ def _count_called_operator(entry: LedgerEntry, call: OperatorCall) -> list[Ledge
         launches=call.kernels,
         read_bytes=call.read_bytes,
         written_bytes=call.written_bytes,
-        strided_elements=call.reads[0].numel() if moves_codes and not (is_ours or keeps_layout) else 0,
+        strided_elements=call.reads[0].numel() if moves_codes and not (is_copied_by_quaver or keeps_layout) else 0,
     )
     return [part]
 
 
-def _count_copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a copy of the first argument, codes, into the other layout.
 
     quaver's kernel (quaver/kernels/triton_copy.py) copies codes that are contiguous or whose transpose is; aten copies
     others. A gradient after the first argument only orders the copy, and is not read.
     """
     codes = entry.launch.reads[0]
-    is_ours = is_contiguous(codes) or is_contiguous(codes, transposed=True)
+    is_copied_by_quaver = is_contiguous(codes) or is_contiguous(codes, transposed=True)
     moved = codes.elements * codes.dtype.itemsize
-    strided = 0 if is_ours else codes.elements
+    strided = 0 if is_copied_by_quaver else codes.elements
     return [replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)]
 
 
 def is_contiguous(access: BufferAccess, *, transposed: bool = False) -> bool:
     """Return whether a matrix, or its transpose, is contiguous."""
     size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
-    dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
-    return all(extent == 1 or step == expected for extent, step, expected in zip(size, stride, dense, strict=True))
+    contiguous_stride = (prod(size[dim + 1 :]) for dim in range(len(size)))
+    return all(
+        extent == 1 or step == expected for extent, step, expected in zip(size, stride, contiguous_stride, strict=True)
+    )
 
 
-def _count_group_amaxes(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_group_amaxes(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a second launch, which fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
-def _count_cast_of_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_cast_of_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count two reads of the operand, for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
-def _count_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count one kernel; for 1 x n blocks in both directions of unaligned sizes two, which both read the operand."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
     if written == len(FlatOperands._fields) - 2 and not casts_both_directions_at_once(*operand.size):
@@ -285,7 +287,7 @@ def find_query_and_key(entry: LedgerEntry) -> tuple[BufferAccess, BufferAccess]:
     return reads[0], reads[1]
 
 
-def _count_attention(entry: LedgerEntry) -> list[LedgerEntry]:
+def _correct_attention(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count causal attention, which computes half of the scores."""
     query, key = find_query_and_key(entry)
     sequences, heads, queries, size = query.size
@@ -296,22 +298,22 @@ def _count_attention(entry: LedgerEntry) -> list[LedgerEntry]:
 EntryCorrection = Callable[[LedgerEntry], list[LedgerEntry]]
 
 ENTRY_CORRECTIONS: dict[str, EntryCorrection] = {
-    "quaver.native_block_mm": _count_block_matmul,
-    "quaver.exact_float8_mm": _count_matmul,
-    "quaver.to_column_major": _count_copy_of_codes,
-    "quaver.cast_rowwise": _count_cast_of_two_reads,
-    "quaver.cast_blockwise": _count_cast_of_blocks,
-    "quaver.group_amax": _count_group_amaxes,
-    "quaver.grouped_mm": _count_expert_matmul,
-    "aten._scaled_mm": _count_matmul,
-    "aten._scaled_grouped_mm": _count_grouped_matmul,
-    "aten._grouped_mm": _count_grouped_matmul,
-    "aten.mm": _count_matmul,
-    "aten.bmm": _count_matmul,
-    "aten.addmm": _count_matmul,
-    "mm": _count_matmul,
-    "bmm": _count_matmul,
-    "addmm": _count_matmul,
-    **{f"aten._scaled_dot_product_{kernel}_attention": _count_attention for kernel in (FLASH, CUDNN)},
+    "quaver.native_block_mm": _correct_block_matmul,
+    "quaver.exact_float8_mm": _correct_matmul,
+    "quaver.to_column_major": _correct_copy_of_codes,
+    "quaver.cast_rowwise": _correct_cast_of_two_reads,
+    "quaver.cast_blockwise": _correct_cast_of_blocks,
+    "quaver.group_amax": _correct_group_amaxes,
+    "quaver.grouped_mm": _correct_expert_matmul,
+    "aten._scaled_mm": _correct_matmul,
+    "aten._scaled_grouped_mm": _correct_grouped_matmul,
+    "aten._grouped_mm": _correct_grouped_matmul,
+    "aten.mm": _correct_matmul,
+    "aten.bmm": _correct_matmul,
+    "aten.addmm": _correct_matmul,
+    "mm": _correct_matmul,
+    "bmm": _correct_matmul,
+    "addmm": _correct_matmul,
+    **{f"aten._scaled_dot_product_{kernel}_attention": _correct_attention for kernel in (FLASH, CUDNN)},
 }
 """Corrects the entry of an operator, by the beginning of its name, for work that its arguments do not show."""

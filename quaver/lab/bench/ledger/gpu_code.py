@@ -85,8 +85,8 @@ class _CompilationRecorded(Exception):
 def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[CompiledGraph]:
     """Call code that compiles a forward and its backward for `gpu`, and return both graphs, the forward first.
 
-    Fake tensors must be on, under `imitate_gpu` (quaver/lab/memory/devices/gpu.py). Code that was compiled before is
-    compiled again at its next call ([Note: reset] in compiled.py).
+    Fake tensors must be on, under `simulate_float8_gpu` (quaver/lab/memory/devices/gpu.py). Code that was compiled
+    before is compiled again at its next call ([Note: reset] in compiled.py).
 
     Raises:
         NotImplementedError: `call` compiles anything else, or nothing.

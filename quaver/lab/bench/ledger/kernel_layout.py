@@ -22,7 +22,7 @@ class TileAccess(NamedTuple):
     element_bytes: int
     axes: frozenset[str]
     """The axes in the index."""
-    dense: str
+    unit_stride_axis: str
     """The axis along which elements are adjacent in memory; empty if unknown."""
 
 
@@ -66,7 +66,7 @@ class KernelLayout:
         moved = 0.0
         for access in self.accesses:
             if len(access.axes) == len(self.sizes):
-                adjacent = self.get_block(access.dense, config) if access.dense else 1
+                adjacent = self.get_block(access.unit_stride_axis, config) if access.unit_stride_axis else 1
                 moved += max(access.element_bytes, _SECTOR_BYTES / adjacent)
         return moved
 

@@ -69,7 +69,7 @@ class Launch:
     writes: tuple[BufferAccess, ...]
     fuses: tuple[str, ...]
     """The operators of the model that the node computes."""
-    place: str
+    location: str
     """The source line and the module of the first buffer that it writes."""
     conversions: Mapping[str, str]
     """The operator in the graph that converts to the codes of each buffer of codes."""
@@ -129,7 +129,7 @@ def _make_kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions:
         reads=tuple(_iter_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_iter_accesses(written)),
         fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in origins)),
-        place=_describe_place([part.node for part in written_parts or parts]),
+        location=_describe_location([part.node for part in written_parts or parts]),
         conversions={
             part.node.get_name(): conversions.get(part.node.get_name()) or _find_conversion_in_kernel(part.node)
             for part in parts
@@ -149,7 +149,7 @@ def _make_operator_launch(node: Any, results: Mapping[str, list[BufferAccess]]) 
         reads=tuple(reads),
         writes=tuple(access for access in written if access.elements),
         fuses=tuple(dict.fromkeys(_shorten_name(origin) for origin in _list_origins(operator))),
-        place=_describe_place([operator]),
+        location=_describe_location([operator]),
         conversions={},
         is_reduction=False,
     )
@@ -235,7 +235,7 @@ def _is_float8(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) in FLOAT8_DTYPES
 
 
-def _describe_place(buffers: Sequence[Any]) -> str:
+def _describe_location(buffers: Sequence[Any]) -> str:
     for buffer in buffers:
         node = find_node(buffer)
         file, line = find_source_line(node)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quaver.lab.bench.ledger.launches import BufferAccess
-from quaver.lab.memory.devices.gpu import imitate_gpu
+from quaver.lab.memory.devices.gpu import simulate_float8_gpu
 from quaver.lab.memory.faking.fakes import FakeMode
 
 _KERNELS_OF_OPERATOR = {"aten.constant_pad_nd": 2}
@@ -40,14 +40,14 @@ class OperatorCall(NamedTuple):
 
 def record_calls(function: Callable[..., Any], accesses: Sequence[BufferAccess], *arguments: Any) -> list[OperatorCall]:
     """Return the operators that `function` calls for tensors like `accesses`, without views and allocations."""
-    with imitate_gpu(), FakeMode(), torch.no_grad():
+    with simulate_float8_gpu(), FakeMode(), torch.no_grad():
         tensors = [torch.empty_strided(access.size, access.stride, dtype=access.dtype) for access in accesses]
-        with _Recording() as recording:
+        with _CallRecorder() as recording:
             function(*tensors, *arguments)
     return recording.calls
 
 
-class _Recording(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[OperatorCall] = []

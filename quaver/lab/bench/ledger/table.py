@@ -50,7 +50,7 @@ def iter_kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
             "backward" if entry.is_backward else "forward",
             f"{1e6 * predict_entry_seconds(entry, spec):,.1f}",
             f"{(entry.moved_bytes - entry.reread_bytes) / 1e6:,.1f}{again}",
-            f"{entry.name}\n{entry.place}",
+            f"{entry.name}\n{entry.location}",
             " ".join(fused),
         ]
 

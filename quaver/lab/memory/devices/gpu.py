@@ -27,14 +27,14 @@ from quaver.torch_private.dispatch import implement_operators
 from quaver.torch_private.replacing import replace_attribute
 
 DEVICES = ("cpu", "cuda")
-_IMITATED_CAPABILITY = (9, 0)
+_SIMULATED_CAPABILITY = (9, 0)
 
 
 @contextmanager
-def imitate_gpu() -> Iterator[None]:
+def simulate_float8_gpu() -> Iterator[None]:
     """Treat fake tensors inside the block as tensors on a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
-        stack.enter_context(simulate_gpu(_IMITATED_CAPABILITY))
+        stack.enter_context(simulate_gpu(_SIMULATED_CAPABILITY))
         stack.enter_context(assume_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(use_gpu_autocast())
         stack.enter_context(replace_attribute(F, "rms_norm", _rms_norm))

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quaver.lab.memory.compiling.compiled import leave_out_kernels
-from quaver.lab.memory.devices.gpu import DEVICES, imitate_gpu
-from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_refusal
+from quaver.lab.memory.devices.gpu import DEVICES, simulate_float8_gpu
+from quaver.lab.memory.faking.values import Assumptions, describe_caller, make_dependence_error, make_unsupported_error
 from quaver.lab.recorder.storages import StorageTracker
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.torch_private.dtensor import cache_fake_shapes
@@ -56,7 +56,7 @@ class FakeMode(FakeTensorMode):
         self.reads = 0
         """The number of values that were read ([Note: values that are read])."""
         self.integer_reads: set[str] = set()
-        """The places where integers were read."""
+        """The locations where integers were read."""
         self.integer = 1
         """The answer to reads of integers."""
         self.assumptions: Assumptions | None = None
@@ -112,7 +112,7 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
     fake_mode = FakeMode(device, runs_compiled_code=compiled)
     with ExitStack() as stack:
         if device == "cuda":
-            stack.enter_context(imitate_gpu())
+            stack.enter_context(simulate_float8_gpu())
         stack.enter_context(leave_out_kernels() if compiled else torch.compiler.set_stance("force_eager"))
         stack.enter_context(fake_mode)
         stack.enter_context(_disable_tracing_in_transformers())
@@ -121,7 +121,7 @@ def fake_tensors(device: str = "cpu", *, compiled: bool = False, estimate: bool 
         try:
             yield fake_mode
         except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
-            raise make_refusal(error) from error
+            raise make_unsupported_error(error) from error
         except (RuntimeError, IndexError) as error:
             if isinstance(error, NotImplementedError) or not fake_mode.integer_reads:
                 raise
@@ -200,4 +200,4 @@ def check_integers(run_step: Callable[[], None], fake_mode: FakeMode) -> list[st
     if fake_mode.assumptions is None:
         raise make_dependence_error(fake_mode.integer_reads)
     note = "estimate: sizes depend on an integer that was assumed to be 1, read in"
-    return [f"{note} {place}" for place in fake_mode.integer_reads]
+    return [f"{note} {location}" for location in fake_mode.integer_reads]

@@ -2,7 +2,7 @@
 
 In an estimate, a result whose size depends on values gets the largest possible size. For an operator without a fake
 implementation no bound is known: each of its results is assumed to have the shape and dtype of its first tensor. Errors
-and notes name the operator and its place in the model's code.
+and notes name the operator and its location in the model's code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from quaver.lab.recorder.callers import NOT_MODEL_CODE, get_module_name, shorten
 from quaver.torch_private.tracing import UnsupportedOperatorException
 
 
-def make_refusal(error: Exception) -> NotImplementedError:
+def make_unsupported_error(error: Exception) -> NotImplementedError:
     """Return the error for an operator that fake tensors do not support."""
-    place = _describe_place(list(walk_tb(error.__traceback__)))
-    operator = f"{error.args[0]} in {place}" if place else str(error.args[0])
+    location = _describe_location(list(walk_tb(error.__traceback__)))
+    operator = f"{error.args[0]} in {location}" if location else str(error.args[0])
     if isinstance(error, UnsupportedOperatorException):
         return NotImplementedError(
             f"expected operators with a fake implementation, got {operator}, which has none; give it one with "
@@ -35,12 +35,12 @@ def make_refusal(error: Exception) -> NotImplementedError:
     )
 
 
-def make_dependence_error(places: Iterable[str], error: Exception | None = None) -> NotImplementedError:
+def make_dependence_error(locations: Iterable[str], error: Exception | None = None) -> NotImplementedError:
     """Return the error for a step whose sizes change, or that fails, if an integer that it reads is different."""
     outcome = "other sizes for another integer" if error is None else f"an error ({' '.join(str(error).split())})"
     return NotImplementedError(
         f"expected sizes that do not depend on integers read from tensors, got {outcome} read in "
-        f"{' and in '.join(sorted(places))}; memory can only be predicted without that"
+        f"{' and in '.join(sorted(locations))}; memory can only be predicted without that"
     )
 
 
@@ -73,8 +73,8 @@ class Assumptions:
         return results[0] if len(results) == 1 else results
 
     def _note(self, assumption: str) -> None:
-        place = describe_caller()
-        note = f"estimate: {assumption}" + (f", in {place}" if place else "")
+        location = describe_caller()
+        note = f"estimate: {assumption}" + (f", in {location}" if location else "")
         if note not in self.notes:
             self.notes.append(note)
 
@@ -94,15 +94,15 @@ _LARGEST_RESULTS: dict[Any, Callable[..., Tensor]] = {
 
 
 def describe_caller() -> str:
-    """Return the place of the calling code, as "module layers.0.router (model/moe.py:31)".
+    """Return the location of the calling code, as "module layers.0.router (model/moe.py:31)".
 
-    It is empty if no frame is the model's. An autograd node in C++ has no frame, so the place of code in backward is
+    It is empty if no frame is the model's. An autograd node in C++ has no frame, so the location of code in backward is
     the call of `backward`.
     """
-    return _describe_place(list(walk_stack(sys._getframe(1)))[::-1])
+    return _describe_location(list(walk_stack(sys._getframe(1)))[::-1])
 
 
-def _describe_place(frames: list[tuple[FrameType, int]]) -> str:
+def _describe_location(frames: list[tuple[FrameType, int]]) -> str:
     model_frames = [(frame, line) for frame, line in frames if not get_module_name(frame).startswith(NOT_MODEL_CODE)]
     if not model_frames:
         return ""

@@ -1,6 +1,7 @@
 """Compares two predictions: the tensors that take more bytes in one run, saved for backward or alive at its peak.
 
-    comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
+    a, b = predict_step_memory(model, inputs), predict_step_memory(other, inputs)
+    comparison = compare(a, b, label_a="bfloat16", label_b="rowwise")
     print(comparison.rows[0].sentence)
 
 Rows of both reports are aligned by module (equal layers merged), operator, the parameter it was applied to, category,
@@ -33,7 +34,7 @@ _UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")
 class TensorDifference:
     """Equal tensors of all layers, if their bytes differ between two runs."""
 
-    at: str
+    moment: str
     """saved: saved for backward when that takes the most bytes; peak: alive at the peak."""
     category: str
     module: str
@@ -97,7 +98,7 @@ class TensorDifference:
         if self.source:
             yield f"made at {self.source}"
         saved_by = f"{'the ' if self.saved_by in _UNNAMED_SAVERS else ''}{self.saved_by or 'other code'}"
-        yield f"saved by {saved_by}" if self.at == "saved" else "alive at the peak"
+        yield f"saved by {saved_by}" if self.moment == "saved" else "alive at the peak"
         if self.first_use is not None:
             line = self.first_use.get("source")
             at = f" at {line}" if line else ""
@@ -124,8 +125,8 @@ class Comparison:
     different moments of the step."""
 
     def list_rows(self, moment: str) -> tuple[TensorDifference, ...]:
-        """Return the rows with this `TensorDifference.at`, "saved" or "peak"."""
-        return tuple(row for row in self.rows if row.at == moment)
+        """Return the rows with this `TensorDifference.moment`, "saved" or "peak"."""
+        return tuple(row for row in self.rows if row.moment == moment)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -182,11 +183,11 @@ def _fold(row: Row) -> Row:
     return merge_layers([row])[0]
 
 
-def _iter_differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
+def _iter_differences(moment: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
     for described, aligned in _align(rows_a, rows_b):
         if aligned.difference_bytes:
             runs = (rows_b, rows_a) if aligned.difference_bytes > 0 else (rows_a, rows_b)
-            yield _make_difference(at, described, aligned, SavedByRuns(*runs))
+            yield _make_difference(moment, described, aligned, SavedByRuns(*runs))
 
 
 def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows, _AlignedRows]]:
@@ -210,12 +211,14 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
         yield max(aligned, key=lambda rows: sign * rows.difference_bytes), merged
 
 
-def _make_difference(at: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
+def _make_difference(
+    moment: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns
+) -> TensorDifference:
     layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
     row = _choose_typical(described.b if aligned.difference_bytes > 0 else described.a)
     shown = _fold(row) if layers > 1 else row
     return TensorDifference(
-        at=at,
+        moment=moment,
         **{name: shown[name] for name in ("category", "module", "operator", "dtype")},
         **{name: shown.get(name) or "" for name in ("of", "source", "saved_by")},
         shape=tuple(shown["shape"]),
@@ -225,5 +228,5 @@ def _make_difference(at: str, described: _AlignedRows, aligned: _AlignedRows, ru
         count_a=sum(row["count"] for row in aligned.a),
         count_b=sum(row["count"] for row in aligned.b),
         layers=layers,
-        hint=find_hint(row, runs) if at == "saved" else "",
+        hint=find_hint(row, runs) if moment == "saved" else "",
     )

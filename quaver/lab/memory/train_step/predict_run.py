@@ -30,7 +30,7 @@ from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 
-CAN_SEE_GATHERS = TorchVersion(torch.__version__) >= "2.13"
+HAS_VISIBLE_RESIZES = TorchVersion(torch.__version__) >= "2.13"
 """Whether resizes of fake storages are visible. They are not in torch 2.11, and 2.12 was not tried."""
 
 COMPARED_NOTE = "job.compare: the parameters and the optimizer state of the other model come on top"
@@ -79,7 +79,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
         InputError, OSError: the run itself would refuse its model or its ranks.
         NotImplementedError: something cannot be predicted.
     """
-    if ranks > 1 and not CAN_SEE_GATHERS:
+    if ranks > 1 and not HAS_VISIBLE_RESIZES:
         raise NotImplementedError(
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"

@@ -69,8 +69,8 @@ function showComparison(runs, comparison, colors) {
   byId("compare-categories").append(
     sumsTable("categories", "By what it is for", runs, labels, colors, (row) => ratio(row.a, row.b)));
   if (!comparison) return;
-  for (const moment of new Set(comparison.rows.map((row) => row.at || ""))) {
-    const rows = comparison.rows.filter((row) => (row.at || "") === moment);
+  for (const moment of new Set(comparison.rows.map((row) => row.moment || ""))) {
+    const rows = comparison.rows.filter((row) => (row.moment || "") === moment);
     byId("compare-rows").append(differenceTable(moment, rows, comparison, colors));
   }
 }

@@ -1,11 +1,11 @@
-"""Tests `explain` on models with a replaced forward, and on checkpoints with a policy of the user's."""
+"""Tests `predict_step_memory` on models with a replaced forward, and on checkpoints with a policy of the user's."""
 
 import pytest
 import torch
 from torch import nn
 
 from quaver import convert_to_float8_training
-from quaver.lab.memory import explain
+from quaver.lab.memory import predict_step_memory
 from tests.isolated import isolated
 from tests.library.third_party.checkpointed import Block
 from tests.thinned import at_night
@@ -19,7 +19,7 @@ def explain_closures(recipe):
         forward = module.forward
         module.forward = lambda input, forward=forward: forward(input)
         try:
-            explain(model, (input,))
+            predict_step_memory(model, (input,))
         except Exception as error:  # noqa: BLE001 - as good as a result
             print("refused:", type(error).__name__, error)
         del module.forward
@@ -46,6 +46,6 @@ def test_a_replaced_forward_is_explained_or_refused_and_leaves_no_trace(recipe):
 ])  # fmt: skip
 def test_the_peak_with_a_users_checkpoint_is_the_same_at_each_call(recipe, policy, nesting):
     block = convert_to_float8_training(Block(policy, nesting), config=recipe)
-    peaks = {explain(block, (torch.randn(24, 32, requires_grad=True),)).step_peak_bytes for _ in range(2)}
+    peaks = {predict_step_memory(block, (torch.randn(24, 32, requires_grad=True),)).step_peak_bytes for _ in range(2)}
     assert len(peaks) == 1
     assert peaks.pop() > 0
