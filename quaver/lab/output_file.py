@@ -40,18 +40,20 @@ def check_outputs(*outputs: Output) -> None:
     The check changes nothing on the disk, so a command whose arguments are refused later has written nothing.
 
     Raises:
-        InputError: an output cannot be written, is another output too, or would replace a file of a run or one that is
-            no earlier output of its kind.
+        InputError: an output cannot be written, is a FIFO or a socket, is another output too, or would replace a file
+            of a run or one that is no earlier output of its kind.
     """
     targets: set[Path] = set()
     for path, option, kind in outputs:
         _check_names(path, option)
+        target = _resolve(path)
         if path.is_dir():
             raise InputError(f"{option} must be a file to write, got the folder {path}")
+        if target.is_fifo() or target.is_socket():  # not a pipe that is open already, such as /dev/stdout
+            raise InputError(f"{option} must be a file to write, got {path}, which waits for another process")
         if _is_device(path):
             _check_access(path, path, option)
             continue
-        target = _resolve(path)
         _check_folder(target.parent, path, option)
         if target in targets:
             raise InputError(f"{option} must be a file that no other option names, got {str(path)!r}")
@@ -117,15 +119,15 @@ def _check_names(path: Path, option: str) -> None:
 
 
 def _check_folder(folder: Path, path: Path, option: str) -> None:
-    nearest = next(existing for existing in (folder, *folder.parents) if existing.exists())
-    if not nearest.is_dir():
-        raise InputError(f"{option}: cannot write {path}: {nearest} is not a folder")
-    _check_access(nearest, path, option)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"{option}: cannot write {path}: {existing} is not a folder")
+    _check_access(existing, path, option)
 
 
-def _check_access(nearest: Path, path: Path, option: str) -> None:
-    if not os.access(nearest, os.W_OK):
-        raise InputError(f"{option}: cannot write {path}: {nearest} is not writable")
+def _check_access(existing: Path, path: Path, option: str) -> None:
+    if not os.access(existing, os.W_OK):
+        raise InputError(f"{option}: cannot write {path}: {existing} is not writable")
 
 
 def _check_replaceable(target: Path, option: str, kind: str) -> None:
@@ -134,6 +136,6 @@ def _check_replaceable(target: Path, option: str, kind: str) -> None:
     if kind not in _SIGNATURES_BY_KIND:
         raise InputError(f"{option}: {str(target)!r} exists already; give another file or remove it")
     with target.open("rb") as file:
-        beginning = file.read(64)
-    if beginning and not _SIGNATURES_BY_KIND[kind].match(beginning):
+        first_bytes = file.read(64)
+    if first_bytes and not _SIGNATURES_BY_KIND[kind].match(first_bytes):
         raise InputError(f"{option}: {target} exists and is no {kind} of quaver; give another file or remove it")

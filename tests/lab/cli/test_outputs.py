@@ -30,6 +30,11 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     file.touch()
     with pytest.raises(InputError, match=f"^--png: cannot write {file}/a/b: {file} is not a folder$"):
         check_outputs(Output(file / "a" / "b", "--png", "PNG picture"))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    for fifo in (tmp_path / "fifo", tmp_path / "link"):
+        with pytest.raises(InputError, match=f"^--output must be a file to write, got {fifo}, which waits for"):
+            check_outputs(Output(fifo))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for path, nearest in ((file, tmp_path), (tmp_path / "a" / "b", tmp_path), (Path("/dev/null"), "/dev/null")):
         with pytest.raises(InputError, match=f"^--output: cannot write {path}: {nearest} is not writable$"):
