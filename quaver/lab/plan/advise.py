@@ -11,6 +11,7 @@ equal; then the setting with fewer changes wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 
@@ -122,7 +123,7 @@ def advise(
     search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, set_activity or (lambda activity: None))
     search.notes += [f"peaks are estimated, within {ESTIMATE_ERROR:.0%}"] if quick else []
     search.try_single_changes()
-    fastest = None if fit_bytes is None else search.find_fastest_fitting()
+    fastest = None if fit_bytes is None else search.find_fastest_fitting(fit_bytes, can_estimate=device == "cuda")
     rows = search.rows
     if (
         quick
@@ -169,12 +170,41 @@ class _AdviceSearch:
         least = min((self.rows[index].difference_bytes or 0 for index in less_precise), default=0)
         self._storage_saving_bytes = -min(0, least)
 
-    def find_fastest_fitting(self) -> int | None:
-        """Try combinations, the fastest first, and return the index of the first that fits."""
+    def find_fastest_fitting(self, fit_bytes: int, *, can_estimate: bool) -> int | None:
+        """Try combinations, the fastest first, and return the index of the first that fits.
+
+        Args:
+            can_estimate: leave out combinations that cannot fit by `estimate_peak`, which is for a GPU.
+        """
         changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_sequences)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
+        if can_estimate:
+            smallest = {config: self._estimate_smallest(change) for config, change in by_config.items()}
+            peak_bytes, change = min(smallest.values(), key=lambda estimate: estimate[0])
+            if peak_bytes > (1 + ESTIMATE_ERROR) * fit_bytes:
+                self.notes.append(f"no combination can fit: the smallest is {change.name}, and no other was predicted")
+                self._try(change)
+                return None
+            by_config = {
+                config: change
+                for config, change in by_config.items()
+                if smallest[config][0] <= (1 + ESTIMATE_ERROR) * fit_bytes
+            }
         costs = [(change, self._compute_cost(config)) for config, change in by_config.items()]
         return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
+
+    def _estimate_smallest(self, change: Change) -> tuple[int, Change]:
+        """Return the lowest estimate of a change, of fewer gathered weights and of less precise storage with it.
+
+        It is 0 if the trainer refuses the change, which a prediction then reports.
+        """
+        fewer = with_fewest_gathered_weights(change, self._dims)
+        variants = [change, *iter_with_less_precise_storage(change), *([] if fewer is None else [fewer])]
+        estimates = []
+        for variant in variants:
+            with suppress(InputError, NotImplementedError):
+                estimates += [] if variant.config is None else [(estimate_peak(variant.config, self._ranks), variant)]
+        return min(estimates, key=lambda estimate: estimate[0], default=(0, change))
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""

@@ -149,7 +149,8 @@ class FakePeaks:
 @pytest.fixture
 def peaks():
     peaks = FakePeaks()
-    with patch.object(advise_module, "predict_memory", peaks.predict):
+    estimate = lambda config, ranks: peaks.bytes(config)  # noqa: E731
+    with patch.multiple(advise_module, predict_memory=peaks.predict, estimate_peak=estimate):
         yield peaks
 
 
@@ -181,6 +182,8 @@ def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
             row.peak_bytes for row in advice.rows if row.peak_bytes
         )
         assert not any(row.fits for row in advice.rows)
+        (combination,) = (row.change for row in advice.rows if "activations: full; " in row.change)
+        assert f"no combination can fit: the smallest is {combination}, and no other was predicted" in advice.notes
         assert summarize_advice(advice)[0].startswith("nothing that was tried fits 60 bytes; the smallest: ")
         return
     best = advice.rows[advice.fastest_index]
@@ -226,8 +229,7 @@ def test_every_setting_is_predicted_once_as_the_run_is(peaks):
 @pytest.mark.parametrize(("fit_bytes", "is_near"), [(260, True), (1000, False)])
 def test_an_estimate_near_the_limit_is_said_to_be(peaks, fit_bytes, is_near):
     config = replace(load_config(LLAMA_8B), training=EAGER, activation_checkpoint=MODES["none"])
-    with patch.object(advise_module, "estimate_peak", lambda config, ranks: peaks.bytes(config)):
-        advice = advise(config, 8, fit_bytes=fit_bytes, time_on="H100", quick=True)
+    advice = advise(config, 8, fit_bytes=fit_bytes, time_on="H100", quick=True)
     assert advice.rows[advice.fastest_index].peak_bytes == 258
     assert any("predict its peak without --quick" in note for note in advice.notes) == is_near
 
