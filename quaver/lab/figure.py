@@ -32,4 +32,4 @@ def open_figure(image: Path, size: tuple[float, float], *, title: str | None = N
         if title is not None:
             figure.suptitle(title, fontsize=10, parse_math=False)
         yield figure
-        figure.savefig(image, dpi=150)
+        figure.savefig(image, dpi=150, metadata={"Software": None})

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.patheffects
-import matplotlib.style
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from quaver.lab.bench.roofline import Roofline
+from quaver.lab.figure import open_figure
 from quaver.roofline.cost import predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 
@@ -30,16 +29,14 @@ _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")
 
 def draw_map(roofline: Roofline, spec: DeviceSpec, image: Path) -> None:
     """Write a PNG of the predictions for `spec`: the same bytes for the same predictions and versions."""
-    with matplotlib.style.context(["default", {"font.size": 9, "axes.titlesize": 10}]):
-        make_figure(roofline, spec).savefig(image, dpi=110, metadata={"Software": None})
+    with open_figure(image, (1.8 + 3.6 * len(roofline.settings.recipes), 4.9)) as figure:
+        draw_panels(figure, roofline, spec)
 
 
-def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
-    """Make a figure with one panel for each recipe."""
-    recipes, shared = roofline.settings.recipes, roofline.settings.microbatches
-    figure = Figure(figsize=(1.8 + 3.6 * len(recipes), 4.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    weights = "in forward and backward" if shared is None else f"once in {shared} microbatches"
+def draw_panels(figure: Figure, roofline: Roofline, spec: DeviceSpec) -> None:
+    """Draw one panel for each recipe."""
+    recipes, microbatches = roofline.settings.recipes, roofline.settings.microbatches
+    weights = "in forward and backward" if microbatches is None else f"once in {microbatches} microbatches"
     widened = "" if spec.float8_tflops is not None else "; float8 is widened and multiplied in bfloat16"
     figure.suptitle(
         f"{spec.name}: predicted speedup of a float8 linear over bfloat16, forward and backward{widened}\n"
@@ -48,14 +45,13 @@ def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
     )
     axes = figure.subplots(1, len(recipes), squeeze=False)[0]
     for axis, recipe in zip(axes, recipes, strict=True):
-        mesh = _draw_speedups(axis, recipe, spec, shared)
-        axis.set_title(recipe, fontweight="bold")
-    bar = figure.colorbar(mesh, ax=list(axes), ticks=_SPEEDUP_LEVELS, shrink=0.8, aspect=30, pad=0.02)
-    bar.ax.set_title("speedup", fontsize=9)
-    bar.ax.set_yticklabels([f"{level:g}x" for level in _SPEEDUP_LEVELS])
-    border = Line2D([], [], color="black", linewidth=2.2, label="float8 as fast as bfloat16")
-    figure.legend(handles=[border], loc="outside lower center", frameon=False)
-    return figure
+        mesh = _draw_speedups(axis, recipe, spec, microbatches)
+        axis.set_title(recipe, fontweight="bold", fontsize=10)
+    colorbar = figure.colorbar(mesh, ax=list(axes), ticks=_SPEEDUP_LEVELS, shrink=0.8, aspect=30, pad=0.02)
+    colorbar.ax.set_title("speedup", fontsize=9)
+    colorbar.ax.set_yticklabels([f"{level:g}x" for level in _SPEEDUP_LEVELS])
+    break_even = Line2D([], [], color="black", linewidth=2.2, label="float8 as fast as bfloat16")
+    figure.legend(handles=[break_even], loc="outside lower center", frameon=False)
 
 
 def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int | None) -> Any:
@@ -69,9 +65,9 @@ def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int |
     mesh = axis.contourf(sizes, tokens, speedups, levels=_SPEEDUP_LEVELS, cmap=_COLORMAP, norm=norm, extend="both")
     levels = [level for level in _SPEEDUP_LEVELS if level != 1]
     lines = axis.contour(sizes, tokens, speedups, levels=levels, colors="0.25", linewidths=0.5)
-    border = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)
+    break_even = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)
     labels = [*axis.clabel(lines, fmt="%gx", fontsize=7, inline_spacing=2)]
-    for label in [*labels, *axis.clabel(border, fmt="1x", fontsize=9, inline_spacing=2)]:
+    for label in [*labels, *axis.clabel(break_even, fmt="1x", fontsize=9, inline_spacing=2)]:
         label.set_path_effects(_OUTLINE)
     axis.set(xlabel="K = N (features; 1k = 1024)", ylabel="M (tokens)", box_aspect=1)
     axis.set_xscale("log", base=2)

@@ -279,24 +279,21 @@ def _predict_peak(config: TrainConfig, ranks: int, device: str) -> int:
     return predict_memory(config, ranks, device).prediction.peak_bytes
 
 
-def _sort_by_time(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
+def _sort_by_time(costs: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
     """Sort by simulated time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
-    places = enumerate(changes)
-    known = [(cost.simulated_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
-    groups: list[list[int]] = []
-    slowest = -1.0
-    for time, place in sorted(known):
-        if time > slowest:
-            groups.append([])
-            slowest = time * EQUAL_TIME_RATIO
-        groups[-1].append(place)
-    return [
-        [changes[i][0] for i in sorted(group, key=lambda i: (_count_changes(changes[i][0]), i))] for group in groups
+    timed = [
+        (cost.simulated_s or float(cost.step_flops), index, change)
+        for index, (change, cost) in enumerate(costs)
+        if cost is not None
     ]
-
-
-def _count_changes(change: Change) -> int:
-    return sum(label != AS_CONFIGURED for label in change.labels)
+    groups: list[list[tuple[int, int, Change]]] = []
+    longest = -1.0
+    for time, index, change in sorted(timed, key=lambda item: item[:2]):
+        if time > longest:
+            groups.append([])
+            longest = time * EQUAL_TIME_RATIO
+        groups[-1].append((sum(label != AS_CONFIGURED for label in change.labels), index, change))
+    return [[change for _, _, change in sorted(group, key=lambda item: item[:2])] for group in groups]
 
 
 def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:

@@ -4,6 +4,7 @@ import csv
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
@@ -22,7 +23,7 @@ from quaver.lab.bench.roofline_layers import (
     list_config_layers,
     list_model_layers,
 )
-from quaver.lab.bench.roofline_map import make_figure
+from quaver.lab.bench.roofline_map import draw_panels
 from quaver.roofline.cost import predict_linear_cost
 from quaver.roofline.device_specs import find_device_spec
 
@@ -145,7 +146,8 @@ def test_the_csv_adds_up(small, tmp_path):
 
 
 def test_the_picture_marks_the_border(llama_8b):
-    figure = make_figure(predict_one(llama_8b, 16384), H200)
+    figure = Figure()
+    draw_panels(figure, predict_one(llama_8b, 16384), H200)
     by_tokens, bar = figure.axes
     assert "H200" in figure.get_suptitle()
     assert "not measured" in figure.get_suptitle()
