@@ -112,7 +112,7 @@ class CastBenchmark(ShapeOptions, OperandOptions):
         with torch.no_grad():
             expected = _select_codes(casts["PyTorch", "eager"](source))
             codes = {contestant: _select_codes(cast(source)) for contestant, cast in casts.items()}
-            same = {contestant: _has_same_codes(actual, expected) for contestant, actual in codes.items()}
+            same_codes = {contestant: _has_same_codes(actual, expected) for contestant, actual in codes.items()}
             del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
             calls: dict[tuple[str, str], Callable[[], object]] = {
                 (COPY_LIBRARY, ""): lambda: target.copy_(inputs.next())
@@ -126,7 +126,7 @@ class CastBenchmark(ShapeOptions, OperandOptions):
             share_of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
             row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
             row |= {"floor_bytes_per_element": floor, "gb_per_s": rate, "share_of_copy": share_of_copy}
-            row |= {"same_codes": same.get((library, mode)), "input_copies": len(inputs)}
+            row |= {"same_codes": same_codes.get((library, mode)), "input_copies": len(inputs)}
             rows.append(row)
         return rows
 

@@ -86,37 +86,25 @@ def list_config_layers(path: Path) -> ModelLayers:
 
 
 def _list_layers(
-    name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1, experts: int = 0
+    run_name: str, model_settings: Model, float8: Float8, *, seq_len: int, split: int = 1, experts: int = 0
 ) -> ModelLayers:
-    model = make_meta_llama(shape)
+    model = make_meta_llama(model_settings)
     filters = {field: getattr(float8, field) for field in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
     linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
     readers = Counter(_find_input(linear) for linear in linears)
-    counts = Counter(
-        _make_expert_layer(linear, experts, shape.top_k)
-        if _is_expert_stack(linear)
-        else _make_layer(linear, readers[_find_input(linear)], split)
-        for linear in linears
-    )
-    layers = tuple(replace(layer, count=count) for layer, count in counts.items())
+    groups: Counter[LinearGroup] = Counter()
+    for linear in linears:
+        k, n = linear.in_features, linear.out_features
+        if ".experts." in linear.name:
+            name = linear.name[linear.name.index("experts.") :]
+            groups[ExpertGroup(name, k, n, 0, linear.converted, 1, experts, model_settings.top_k)] += 1
+            continue
+        leaf = linear.name.removesuffix(".weight").rpartition(".")[2]
+        k, n = (k // split, n) if SPLIT_DIMS.get(leaf) == 1 else (k, n // split)
+        groups[LinearGroup(leaf, k, n, 0, linear.converted, readers[_find_input(linear)])] += 1
+    layers = tuple(replace(group, count=count) for group, count in groups.items())
     flops = sum(linear.flops_per_token for linear in linears)
-    return ModelLayers(name, layers, flops / count_training_flops_per_token(shape, seq_len))
-
-
-def _make_layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
-    leaf = linear.name.removesuffix(".weight").rpartition(".")[2]
-    k, n = linear.in_features, linear.out_features
-    k, n = (k // split, n) if SPLIT_DIMS.get(leaf) == 1 else (k, n // split)
-    return LinearGroup(leaf, k, n, 0, linear.converted, readers)
-
-
-def _is_expert_stack(linear: LayerReport) -> bool:
-    return ".experts." in linear.name
-
-
-def _make_expert_layer(stack: LayerReport, experts: int, top_k: int) -> ExpertGroup:
-    name = stack.name[stack.name.index("experts.") :]
-    return ExpertGroup(name, stack.in_features, stack.out_features, 0, stack.converted, 1, experts, top_k)
+    return ModelLayers(run_name, layers, flops / count_training_flops_per_token(model_settings, seq_len))
 
 
 def _find_input(linear: LayerReport) -> tuple[str, object]:

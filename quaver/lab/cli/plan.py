@@ -19,7 +19,7 @@ from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE, FittingLayout, SearchResult, search
 from quaver.lab.plan.unsimulated import iter_unsimulated
-from quaver.lab.plan.write_run import check_target, write_run
+from quaver.lab.plan.write_run import check_run_files, write_run
 from quaver.lab.runs.provenance import describe_measurement
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import split_options
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         )
         layouts.drop_unmultiplied(spec)
         if options.write is not None:
-            check_target(config, options.gpus, options.nodes_of, Path(options.write))
+            check_run_files(config, options.gpus, options.nodes_of, Path(options.write))
         with show_progress("planning") as set_activity:
             result = search(layouts, cluster, memory, top=options.top, set_activity=set_activity)
         if not result.rows:

@@ -42,9 +42,7 @@ class SurveyedLinear:
         return next((recipe for recipe in recipes if self.find_worst(recipe)[1] >= budget_db), HIGH_PRECISION)
 
 
-def survey_linears(
-    model: nn.Module, forward_backward: Callable[[], Any], recipes: Sequence[str] = DYNAMIC_RECIPES
-) -> list[SurveyedLinear]:
+def survey_linears(model: nn.Module, forward_backward: Callable[[], Any]) -> list[SurveyedLinear]:
     """Run `forward_backward` once and survey every `nn.Linear` of `model` that it calls, in the order of the calls.
 
     The model computes in high precision, and its operands are cast for the survey. The gradients of the call remain.
@@ -53,7 +51,7 @@ def survey_linears(
         InputError: no linear was called with gradients.
     """
     linears: dict[str, SurveyedLinear] = {}
-    with hook_linears(model, partial(_observe_linear, linears, recipes)):
+    with hook_linears(model, partial(_observe_linear, linears)):
         forward_backward()
     surveyed = [
         linear for linear in linears.values() if all("grad_output" in operands for operands in linear.sqnr_db.values())
@@ -86,26 +84,18 @@ def hook_linears(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Te
 
 
 def _observe_linear(
-    linears: dict[str, SurveyedLinear],
-    recipes: Sequence[str],
-    name: str,
-    linear: nn.Module,
-    input: Tensor,
-    output: Tensor,
+    linears: dict[str, SurveyedLinear], name: str, linear: nn.Module, input: Tensor, output: Tensor
 ) -> None:
     weight = linear.get_parameter("weight")
     surveyed = linears.setdefault(name, SurveyedLinear(name))
     surveyed.multiply_adds += input.numel() * weight.shape[0]
     for operand, hp in (("input", input), ("weight", weight)):
-        surveyed.add(operand, compute_what_if(hp.to(output.dtype), operand, recipes, direction="both"))
-    output.register_hook(
-        lambda grad: surveyed.add("grad_output", compute_what_if(grad, "grad_output", recipes, direction="both"))
-    )
+        surveyed.add(operand, compute_what_if(hp.to(output.dtype), operand, DYNAMIC_RECIPES, direction="both"))
 
+    def observe_gradient(grad_output: Tensor) -> None:
+        surveyed.add("grad_output", compute_what_if(grad_output, "grad_output", DYNAMIC_RECIPES, direction="both"))
 
-def sort_recipes(preferred: str, recipes: Sequence[str] = DYNAMIC_RECIPES) -> list[str]:
-    """Sort `recipes` by how many of a linear's matmuls run in float8, most first; `preferred` comes before all."""
-    return sorted(recipes, key=lambda recipe: (recipe != preferred, -len(find_scale_kinds(recipe))))
+    output.register_hook(observe_gradient)
 
 
 def choose_recipes(
@@ -122,13 +112,13 @@ def choose_recipes(
         experts: names of layers that were not surveyed. They get the recipe of most linears, or stay in high precision
             if no linear reaches the budget.
     """
-    order = sort_recipes(preferred)
+    order = sorted(DYNAMIC_RECIPES, key=lambda recipe: (recipe != preferred, -len(find_scale_kinds(recipe))))
     chosen = {linear.name: linear.choose_recipe(budget_db, order) for linear in surveyed if not is_skipped(linear.name)}
     in_float8 = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
     if not in_float8:
         return LayerRecipes(preferred, dict.fromkeys((*chosen, *experts), HIGH_PRECISION))
-    rest = max(order, key=in_float8.count)
-    return LayerRecipes(rest, {name: recipe for name, recipe in chosen.items() if recipe != rest})
+    most_frequent = max(order, key=in_float8.count)
+    return LayerRecipes(most_frequent, {name: recipe for name, recipe in chosen.items() if recipe != most_frequent})
 
 
 def compute_float8_share(

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -29,8 +29,14 @@ _MIN_SQNR_DB = 20.0
 """A wrong result has about 0 dB, and the coarsest recipe about 24."""
 
 
-Finding = dict[str, str]
-"""One recipe tried on one device: device, recipe, verdict ("native", "exact" or "impossible") and detail."""
+class Finding(TypedDict):
+    """One recipe that was tried on one device."""
+
+    device: str
+    recipe: str
+    verdict: str
+    """native, exact or impossible."""
+    detail: str
 
 
 def diagnose(*, try_compile: bool = True) -> dict[str, Any]:

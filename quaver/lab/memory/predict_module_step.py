@@ -177,7 +177,9 @@ def predict_step_memory(
             if fake_optimizer is not None:
                 fake_optimizer.step()
             fake.zero_grad(set_to_none=True)
-            _drop_gradients(arguments)
+            for tensor in tree_leaves(arguments):
+                if isinstance(tensor, Tensor):
+                    tensor.grad = None
 
         return predict_module_step(run_step, fake, fake_optimizer, fake_mode)
 
@@ -275,9 +277,3 @@ def _check_loss(loss: Any) -> None:
         is_tensor = isinstance(loss, Tensor)
         described = f"{list(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
         raise ValueError(f"expected a loss of one number that depends on a parameter, got {described}")
-
-
-def _drop_gradients(arguments: Any) -> None:
-    for tensor in tree_leaves(arguments):
-        if isinstance(tensor, Tensor):
-            tensor.grad = None

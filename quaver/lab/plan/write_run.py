@@ -12,7 +12,7 @@ from quaver.runtime.errors import InputError
 from quaver.runtime.files import write_new_folder
 
 
-def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
+def check_run_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
     """Check, before a search, that `write_run` could write any layout of `config` to `path`.
 
     The layout does not affect the launch files. Existing launch files must have the same content.
@@ -24,8 +24,8 @@ def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
     texts = make_launch_files(config, ranks, gpus_per_node, path)
     if path.exists() or path.is_symlink():
         raise FileExistsError(f"{str(path)!r} exists already; give another file or remove it")
-    for file, text in _place_beside(path, texts).items():
-        _has_content(file, text.encode())
+    for file, text in _key_by_file(path, texts).items():
+        _check_content(file, text.encode())
 
 
 def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *, comment: str) -> list[Path]:
@@ -50,11 +50,12 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     resolve_config(config, world_size=ranks)
     texts = {
         path: format_config(config, comment),
-        **_place_beside(path, make_launch_files(config, ranks, gpus_per_node, path)),
+        **_key_by_file(path, make_launch_files(config, ranks, gpus_per_node, path)),
     }
     contents = {file: text.encode() for file, text in texts.items()}
-    missing = [file for file, content in contents.items() if not _has_content(file, content)]
-    for file in missing:
+    for file, content in contents.items():
+        _check_content(file, content)
+    for file in [file for file in contents if not file.exists()]:
         with write_new_folder(file, file=file.name) as folder:
             partial = folder / file.name
             partial.write_bytes(contents[file])
@@ -71,15 +72,12 @@ def format_config(config: TrainConfig, comment: str) -> str:
     return "\n".join([*lines, "", tomli_w.dumps(list_changed_settings(config))])
 
 
-def _place_beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
+def _key_by_file(path: Path, texts: dict[str, str]) -> dict[Path, str]:
     """Key `texts` by file instead of by ending."""
     return {path.with_name(path.stem + suffix): text for suffix, text in texts.items()}
 
 
-def _has_content(path: Path, content: bytes) -> bool:
-    """Return whether `path` is a file with this content. Raises FileExistsError if it exists and is anything else."""
-    if not path.exists() and not path.is_symlink():
-        return False
-    if path.is_file() and path.read_bytes() == content:
-        return True
-    raise FileExistsError(f"{str(path)!r} exists already, with another content; give another file or remove it")
+def _check_content(path: Path, content: bytes) -> None:
+    """Raise FileExistsError if `path` exists and is not a file with this content."""
+    if (path.exists() or path.is_symlink()) and not (path.is_file() and path.read_bytes() == content):
+        raise FileExistsError(f"{str(path)!r} exists already, with another content; give another file or remove it")

@@ -165,13 +165,13 @@ def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
             start = labels.get(target[0], len(names)) if target else len(names)
             if start < len(names) - 1:  # the last branch of a program jumps to itself
                 spans.append((start, len(names)))
-    innermost = [span for span in spans if not any(inner != span and _contains(span, inner) for inner in spans)]
+    innermost = [
+        (start, stop)
+        for start, stop in spans
+        if not any(start <= inner[0] and inner[1] <= stop and inner != (start, stop) for inner in spans)
+    ]
     loops = tuple(Loop(stop - start, sum(map(_count_loaded_bytes, names[start:stop]))) for start, stop in innermost)
     return Counter(names), loops, sum(map(_count_loaded_bytes, names))
-
-
-def _contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _count_loaded_bytes(instruction: str) -> int:
