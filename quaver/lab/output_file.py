@@ -40,8 +40,8 @@ def check_outputs(*outputs: Output) -> None:
     The check changes nothing on the disk, so a command whose arguments are refused later has written nothing.
 
     Raises:
-        InputError: an output cannot be written, is a FIFO or a socket, is another output too, or would replace a file
-            of a run or one that is no earlier output of its kind.
+        InputError: an output cannot be written, is a FIFO or a socket, or is named twice; or it would replace a file of
+            a run, or a file that is no earlier output of its kind.
     """
     targets: set[Path] = set()
     for path, option, kind in outputs:

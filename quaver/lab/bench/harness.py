@@ -24,7 +24,7 @@ _DEFAULT_CACHE_BYTES = 64 << 20
 _MAX_ROTATION_BYTES = 512 << 20
 """Bounds the memory of all copies where a server's L3 is large. No GPU comes near: a B200's L2 has 126 MiB."""
 _MAX_ROTATION_COPIES = 256
-"""With an unknown cache it is the limit of inputs below 0.5 MiB, which a CPU reads in 50 us at 10 GB/s."""
+"""Bounds the copies of inputs below 0.5 MiB where the cache is unknown. A CPU reads 0.5 MiB in 50 us at 10 GB/s."""
 
 
 @dataclass(frozen=True)

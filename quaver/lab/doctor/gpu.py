@@ -52,7 +52,7 @@ class LayersOnGpu:
     """Layers that differ only in the number of their block."""
 
     name: str
-    """With * for the number."""
+    """The name of the layer, with * for the number of its block."""
     count: int
     in_features: int
     out_features: int

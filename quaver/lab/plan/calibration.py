@@ -3,7 +3,7 @@
 MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold GPU. A GPU
 that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
-table of rates at a power limit was found. So `sustained_share` is fitted so that the simulated time of one published
+table of rates at a power limit was found, so `sustained_share` is fitted: with it the simulated time of one published
 run equals its measured time. The times of attention, linears (with casts and launches) and recomputation are divided by
 it. All other published runs are predicted, not fitted (docs/experiments/published-runs.md).
 """

@@ -20,8 +20,8 @@ _FIELD_BOUNDS: dict[str, tuple[float, float]] = {
     "link_gb_per_s": (0.1, 1e6),
     "compute_capability": (10, 1000),
 }
-"""The least and the largest value of each number, far from those of any GPU: beyond them is a wrong unit or exponent.
-Bounds that are int are of integers."""
+"""The least and the largest value of each number. A value outside has a wrong unit or exponent: no GPU comes near.
+Integer bounds belong to integers."""
 _BLOCK_LENGTHS = (32, 128)
 _REQUIRED_FIELDS = tuple(
     field.name for field in fields(DeviceSpec) if field.default is MISSING and field.name != "float8_tflops"

@@ -16,7 +16,7 @@ _SIMULATED_DEPTHS = (2, 4)
 
 
 def predict_step_seconds(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes | None = None) -> float:
-    """Return the seconds of `simulate(build_tasks(run, cluster, compute_times))`, and those that checkpoints add.
+    """Return the seconds of `simulate(build_tasks(run, cluster, compute_times))` plus a step's share of checkpoints.
 
     Args:
         compute_times: of a microbatch, by default from the formulas of compute_time.py.

@@ -180,7 +180,7 @@ def list_layouts(
 
 
 def list_precisions(spec: DeviceSpec, recipes: Sequence[str] = ()) -> list[str]:
-    """Return bfloat16 and the recipes that a search tries on a GPU: `recipes`, by default those that suit the GPU.
+    """Return bfloat16 and `recipes`, which a search tries on a GPU; by default the recipes that suit the GPU.
 
     Raises:
         InputError: the GPU does not multiply float8 with the scales of one of `recipes`.

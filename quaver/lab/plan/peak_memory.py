@@ -165,47 +165,45 @@ class PeakEstimate:
         In the feed-forward of a block the gradients of the module after it are reduced, and the weights of the block
         before it are gathered. At the end of a block it has the gradients of all its weights.
         """
-        saved, tables, parameter = self._list_saved_by_blocks(), self._count_rope_table_bytes(), self.parameter_bytes
+        saved, parameter, blocks = self._list_saved_by_blocks(), self.parameter_bytes, self.model.n_layers
         head = 0 if self.model.tie_word_embeddings else self.embedding_elements
-        reduced_head_bytes = self._count_reduced_bytes(head)
-        reduced_block_bytes, gathered = self._count_reduced_bytes(self.padded_block_elements), self.gathered_block_bytes
-        block_gradient_bytes = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
-        whole_block = self._count_gradient_bytes(self.block_elements)
-        embedding_gradient_bytes = parameter * self.embedding_elements // self.dims.shard
-        tied = self._count_tied_gradient_bytes() + tables
+        reduced_head, reduced_block = map(self._count_reduced_bytes, (head, self.padded_block_elements))
+        gathered, block_gradients = self.gathered_block_bytes, self._count_gradient_bytes(self.block_elements)
+        head_shard, embedding_shard = (parameter * size // self.dims.shard for size in (head, self.embedding_elements))
+        block_shard = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
+        kept_before_last = (blocks - 1) * self.kept_block_bytes
 
-        def add_held(gradients: int) -> int:
-            return tied + max(self.held_gradient_bytes, gradients)
+        def count_alive(gradient_shards: int, saved_before: list[int]) -> int:
+            """Return what is alive beside a block: its predecessors' saved tensors, and gradients that were reduced."""
+            gradients = self._count_tied_gradient_bytes() + max(self.held_gradient_bytes, gradient_shards)
+            return gradients + self._count_rope_table_bytes() + sum(saved_before)
 
-        kept = [self.kept_block_bytes] * len(saved)
-        head_gradient_bytes = parameter * head // self.dims.shard
-        reduced_before_first = self.count_parameter_bytes() - embedding_gradient_bytes - block_gradient_bytes
-        last = add_held(head_gradient_bytes) + sum(saved[:-1]) + sum(kept[:-1])
-        first = add_held(reduced_before_first) + self.kept_block_bytes
-        last_forward, first_forward = (size + self._count_feed_forward_bytes(size) for size in (saved[-1], saved[0]))
-        is_only = self.model.n_layers == 1
+        def count_feed_forward(index: int) -> int:
+            return saved[index] + self._count_feed_forward_bytes(saved[index])
+
+        last = count_alive(head_shard, saved[:-1]) + kept_before_last
+        first = count_alive(self.count_parameter_bytes() - embedding_shard - block_shard, []) + self.kept_block_bytes
+        first += gathered
         moments = {
             "feed-forward of the last block": last
             + self.kept_block_bytes
             + 2 * gathered
-            + last_forward
-            + reduced_head_bytes,
+            + count_feed_forward(-1)
+            + reduced_head,
             "end of the last block": last
-            + whole_block
-            + max(gathered + reduced_block_bytes, 2 * gathered + reduced_head_bytes),
+            + block_gradients
+            + max(gathered + reduced_block, 2 * gathered + reduced_head),
             "feed-forward of the first block": first
-            + gathered
-            + first_forward
-            + (reduced_head_bytes if is_only else reduced_block_bytes),
-            "end of the first block": first + gathered + whole_block + reduced_block_bytes,
+            + count_feed_forward(0)
+            + (reduced_head if blocks == 1 else reduced_block),
+            "end of the first block": first + block_gradients + reduced_block,
         }
-        if self.model.n_layers > 2:
-            second_last = add_held(head_gradient_bytes + block_gradient_bytes) + sum(saved[:-2]) + sum(kept[:-1])
-            second_last += 2 * gathered + reduced_block_bytes
-            second_last_forward = saved[-2] + self._count_feed_forward_bytes(saved[-2])
+        if blocks > 2:
+            second_last = count_alive(head_shard + block_shard, saved[:-2]) + kept_before_last
+            second_last += 2 * gathered + reduced_block
             moments |= {
-                "feed-forward of the second last block": second_last + second_last_forward,
-                "end of the second last block": second_last + whole_block,
+                "feed-forward of the second last block": second_last + count_feed_forward(-2),
+                "end of the second last block": second_last + block_gradients,
             }
         return moments
 
@@ -216,10 +214,10 @@ class PeakEstimate:
         rank then copies its part. The gradient of a tied projection is added out of place.
         """
         tp, elements = self.dims.tensor, self.embedding_elements
-        others = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
+        reduced_gradients = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
         is_cast = self.embedding_bytes < FLOAT32_BYTES  # as a whole, before a rank copies its part
         copies = (tp if is_cast else 1) * (tp > 1) + int(self.model.tie_word_embeddings)
-        size = self._count_tied_gradient_bytes() + max(self.held_gradient_bytes, others)
+        size = self._count_tied_gradient_bytes() + max(self.held_gradient_bytes, reduced_gradients)
         size += (FLOAT32_BYTES * tp + copies * self.embedding_bytes) * elements
         return {
             "embedding": size

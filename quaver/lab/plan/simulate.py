@@ -203,7 +203,7 @@ class _Simulation:
         self._queues: dict[str, deque[int]] = {}
         self._dependents: list[list[int]] = [[] for _ in tasks]
         self._unfinished = [len(set(task.dependencies)) for task in tasks]
-        """The number of dependencies of each task that have not ended."""
+        """The number of unfinished dependencies of each task."""
         for number, task in enumerate(tasks):
             self._queues.setdefault(task.stream, deque()).append(number)
             for dependency in set(task.dependencies):

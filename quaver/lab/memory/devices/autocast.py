@@ -4,7 +4,7 @@ Autocast to a lower precision computes other operators in float32 on a GPU than 
 exp, pow, sum and their like. Their float32 inputs and results are part of a step's memory. Operators that are absent
 here have the same rule on both devices, or differ in a way that changes no dtype of a transformer.
 
-The lists are those of ATen/autocast_mode.h in PyTorch 2.13. An older version has fewer rules, and gets only its own.
+The lists are from ATen/autocast_mode.h of PyTorch 2.13. An older version has fewer rules, and gets only its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def use_gpu_autocast() -> Iterator[None]:
 
 
 def cast_to_float32(values: Any) -> Any:
-    """Cast the floating-point tensors in nested lists, tuples and dicts to float32, except those of float64."""
+    """Cast the floating-point tensors in nested lists, tuples and dicts to float32. float64 stays."""
     return tree_map_only(Tensor, lambda tensor: tensor.float() if _may_cast(tensor) else tensor, values)
 
 
