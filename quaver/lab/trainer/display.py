@@ -55,8 +55,10 @@ class Display:
             self._print_line_of_step(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
-            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
-            self._print_line_of_step(record, "  ".join((loss, norm, describe_memory(record), speed, tflops, used)))
+            tflops, utilization = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
+            self._print_line_of_step(
+                record, "  ".join((loss, norm, describe_memory(record), speed, tflops, utilization))
+            )
 
     def print_skipped_step(self, step: int, model: str, reason: str) -> None:
         """Report a step that was skipped."""

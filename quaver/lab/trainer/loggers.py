@@ -43,13 +43,13 @@ class _Wandb:
     """
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], resume_step: int | None) -> None:
-        identity, is_new = _choose_wandb_id(folder)
+        run_id, is_new = _load_or_create_wandb_id(folder)
         self._run = importlib.import_module("wandb").init(
-            project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
+            project=project, dir=str(folder), name=folder.name, id=run_id, resume="allow", config=settings
         )
         self._run.define_metric("*", step_metric="step")  # its own step counts the calls of log
         if is_new and resume_step is not None:
-            print_line(f"{_WANDB_NAME}: a new run, {identity}, begins after step {resume_step}")
+            print_line(f"{_WANDB_NAME}: a new run, {run_id}, begins after step {resume_step}")
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log({**scalars, "step": step})
@@ -58,18 +58,18 @@ class _Wandb:
         self._run.finish()
 
 
-def _choose_wandb_id(folder: Path) -> tuple[str, bool]:
+def _load_or_create_wandb_id(folder: Path) -> tuple[str, bool]:
     """Return the id under which a resumed run continues its curves, and whether it is new and was stored now.
 
     It is stored in the run folder, because runs in different folders may have the same name.
     """
     path = folder / WANDB_ID_FILE
-    if path.exists() and (identity := path.read_text(encoding="utf-8").strip()):
-        return identity, False
-    identity = uuid4().hex[:16]
+    if path.exists() and (run_id := path.read_text(encoding="utf-8").strip()):
+        return run_id, False
+    run_id = uuid4().hex[:16]
     with replace_file(path) as partial:
-        partial.write_text(identity + "\n", encoding="utf-8")
-    return identity, True
+        partial.write_text(run_id + "\n", encoding="utf-8")
+    return run_id, True
 
 
 class Loggers:

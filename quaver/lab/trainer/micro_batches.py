@@ -41,7 +41,7 @@ def accumulate_gradients(model: nn.Module, config: TrainConfig, batches: list[_B
     elif isinstance(model, FSDPModule):
         stays_gathered = reduce == "last" and config.parallelism.fsdp_reshard_after_forward == "never"
         try:
-            yield _reduce_last(model, batches, reduce, stays_gathered)
+            yield _iter_reducing_last(model, batches, reduce, stays_gathered)
         finally:  # also after an error, for an evaluation
             _set_reduction(model, reduce, stays_gathered, is_last=True)
     else:
@@ -49,7 +49,9 @@ def accumulate_gradients(model: nn.Module, config: TrainConfig, batches: list[_B
             yield batches
 
 
-def _reduce_last(model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool) -> Iterator[_Batch]:
+def _iter_reducing_last(
+    model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool
+) -> Iterator[_Batch]:
     for number, batch in enumerate(batches, 1):
         _set_reduction(model, reduce, stays_gathered, is_last=number == len(batches))
         yield batch
@@ -67,22 +69,22 @@ def _set_reduction(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_l
 @contextmanager
 def _sum_in_float32(model: nn.Module) -> Iterator[None]:
     """Add up the gradients of bfloat16 parameters in float32 in the block."""
-    sums: dict[Tensor, Tensor] = {}
+    float32_grads: dict[Tensor, Tensor] = {}
 
-    def add(parameter: Tensor) -> None:
+    def add_in_float32(parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
-        if grad is not None and parameter in sums:
-            sums[parameter].add_(grad)
+        if grad is not None and parameter in float32_grads:
+            float32_grads[parameter].add_(grad)
         elif grad is not None:
-            sums[parameter] = grad.float()
+            float32_grads[parameter] = grad.float()
 
     weights = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
-    hooks = [weight.register_post_accumulate_grad_hook(add) for weight in weights]
+    hooks = [weight.register_post_accumulate_grad_hook(add_in_float32) for weight in weights]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    while sums:  # frees each sum as soon as its rounded copy exists
-        parameter, total = sums.popitem()
-        parameter.grad = total.to(parameter.dtype)
+    while float32_grads:  # frees each sum as soon as its rounded copy exists
+        parameter, grad = float32_grads.popitem()
+        parameter.grad = grad.to(parameter.dtype)

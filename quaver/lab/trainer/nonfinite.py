@@ -31,7 +31,7 @@ class NonFiniteOperand:
     """The name of the module."""
     operand: str
     """input, weight, bias or output, or the gradient of one, such as grad_weight."""
-    position: int = field(default=0, compare=False, repr=False)
+    check_number: int = field(default=0, compare=False, repr=False)
     """The number of the check in the step, the same on every rank: the operand with the lowest one came first."""
     in_float8: "NonFiniteOperand | None" = field(default=None, compare=False, repr=False)
     """The first non-finite operand of a float8 module, which a monitor's alarm names."""
@@ -40,7 +40,7 @@ class NonFiniteOperand:
         return f"{self.operand} of {self.module}"
 
 
-def describe_nonfinite(
+def locate_nonfinite(
     model: nn.Module,
     forward_backward: Callable[[], object],
     all_gather_objects: Callable[[NonFiniteOperand | None], list[NonFiniteOperand | None]],
@@ -52,8 +52,9 @@ def describe_nonfinite(
     """
     operands = [operand for operand in all_gather_objects(find_nonfinite(model, forward_backward)) if operand]
     float8_operands = [operand.in_float8 for operand in operands if operand.in_float8]
-    position = attrgetter("position")
-    first, in_float8 = (min(group, key=position, default=None) for group in (operands, float8_operands))
+    first, in_float8 = (
+        min(group, key=attrgetter("check_number"), default=None) for group in (operands, float8_operands)
+    )
     if first is None:
         return "but in no module when the step was repeated eagerly"
     return f"first in {first}" + (f"; of float8 modules first in {in_float8}" if in_float8 not in (None, first) else "")
@@ -83,21 +84,21 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], object]) -> 
 
 @dataclass
 class _NonFiniteSearch:
-    float8: set[str]
+    float8_modules: set[str]
     """The names of modules that compute in float8."""
     first_operand: NonFiniteOperand | None = None
     first_in_float8: NonFiniteOperand | None = None
-    checks: int = 0
+    check_count: int = 0
 
     def check(self, module: str, operand: str, values: Any) -> None:
-        self.checks += 1
+        self.check_count += 1
         values = values if isinstance(values, tuple) else (values,)
-        if self.first_operand is not None and (self.first_in_float8 is not None or module not in self.float8):
+        if self.first_operand is not None and (self.first_in_float8 is not None or module not in self.float8_modules):
             return
         if not all(is_finite(value) for value in values):
-            nonfinite = NonFiniteOperand(module, operand, self.checks)
+            nonfinite = NonFiniteOperand(module, operand, self.check_count)
             self.first_operand = self.first_operand or nonfinite
-            if module in self.float8:
+            if module in self.float8_modules:
                 self.first_in_float8 = self.first_in_float8 or nonfinite
 
 

@@ -34,16 +34,15 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not config.is_muon:
         return _make_adamw(parameters, model, config)
-    hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
-    matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
+    block_parameters = set(model.get_submodule("model.layers").parameters())
+    muon_parameters = [p for p in parameters if p.dim() == 2 and p in block_parameters]
+    adamw_parameters = [p for p in parameters if p.dim() != 2 or p not in block_parameters]
     muon_class: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    stepped_by_muon = set(matrices)
-    rest = [parameter for parameter in parameters if parameter not in stepped_by_muon]
-    muon = muon_class(matrices, lr=config.lr, **options)
+    muon = muon_class(muon_parameters, lr=config.lr, **options)
     if isinstance(muon, Float8Muon):
         muon.name_parameters(model)
-    return CombinedOptimizer(muon, _make_adamw(rest, model, config))
+    return CombinedOptimizer(muon, _make_adamw(adamw_parameters, model, config))
 
 
 def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -54,9 +53,9 @@ def _make_adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimi
     betas = (config.beta1, config.beta2)
     if config.has_float8_states:
         embeddings = find_embedding_weights(model)
-        in_float32 = [p for p in groups[0]["params"] if p in embeddings]
+        embedding_weights = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
-        groups.append({"params": in_float32, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
+        groups.append({"params": embedding_weights, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
     # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
     groups = [group for group in groups if group["params"]]
     if config.has_float8_states:

@@ -32,7 +32,7 @@ class Outputs:
     scales: JsonLinesWriter | None
     """float8_scales.jsonl, for recipes with persistent scales."""
     display: Display
-    profiling: Profiler
+    profiler: Profiler
     alarms: RunAlarms
     failures: OutputFailures
 
@@ -139,11 +139,11 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
         **({"measures_memory": True} if result.is_memory_measured else {}),
         **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
         **read_device_memory(run.device),
-        **_find_fullest_expert(model),
+        **_summarize_expert_load(model),
     }
 
 
-def _find_fullest_expert(model: TrainedModel) -> dict[str, float]:
-    """Return the load of the fullest expert of any layer, relative to the mean."""
+def _summarize_expert_load(model: TrainedModel) -> dict[str, float]:
+    """Return the load of the fullest expert of any layer, relative to the mean, as a field of metrics.jsonl."""
     load = model.expert_load
     return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}

@@ -24,17 +24,17 @@ class PrecisionSchedule:
         if not self._entries:
             return
         blocks = list(self._model.iter_blocks())
-        block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-        steps, high_precision = self._config.training.steps, self._config.training.mixed_precision_param
-        wanted = {
-            name: list_high_precision_matmuls(self._entries, step, steps, block_of.get(id(module)), len(blocks))
+        block_index = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+        steps, hp_name = self._config.training.steps, self._config.training.mixed_precision_param
+        matmuls_by_module = {
+            name: list_high_precision_matmuls(self._entries, step, steps, block_index.get(id(module)), len(blocks))
             for name, module in iter_float8_modules(self._model)
         }
-        switch_high_precision_matmuls(self._model, wanted.__getitem__)
-        matmul_sets = set(wanted.values())
+        switch_high_precision_matmuls(self._model, matmuls_by_module.__getitem__)
+        matmul_sets = set(matmuls_by_module.values())
         if matmul_sets == {()}:
             self.precision = self._name
         elif matmul_sets == {tuple(MATMULS)}:
-            self.precision = high_precision
+            self.precision = hp_name
         else:
-            self.precision = f"{self._name} and {high_precision}"
+            self.precision = f"{self._name} and {hp_name}"

@@ -77,16 +77,16 @@ def catch_stop_signals(launcher_pid: int) -> Iterator[SignalRequests]:
     after a SIGTERM.
     """
     requests = SignalRequests()
-    numbers: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers += (signal.SIGHUP,)
+        signals += (signal.SIGHUP,)
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and requests.must_stop:
-            signal.default_int_handler(number, frame)
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and requests.must_stop:
+            signal.default_int_handler(signum, frame)
         requests.must_stop = True
 
-    with _install_handlers(numbers, stop), _stop_with_launcher(requests, launcher_pid):
+    with _install_handlers(signals, request_stop), _stop_with_launcher(requests, launcher_pid):
         yield requests
 
 
@@ -115,24 +115,24 @@ def count_snapshot_signals() -> Iterator[SignalRequests]:
     """Count each SIGUSR1 in the block, which would otherwise end the process, as a request for a memory snapshot."""
     requests = SignalRequests()
 
-    def count(_signal: int, _frame: FrameType | None) -> None:
+    def count_request(_signal: int, _frame: FrameType | None) -> None:
         requests.snapshot_count += 1
 
-    with _install_handlers((signal.SIGUSR1,), count):
+    with _install_handlers((signal.SIGUSR1,), count_request):
         yield requests
 
 
 @contextmanager
-def _install_handlers(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
+def _install_handlers(signals: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    previous = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
     finally:
-        for number, previous_handler in previous.items():
-            signal.signal(number, previous_handler)
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)
 
 
 @dataclass
@@ -156,27 +156,27 @@ class Watchdog:
         if not seconds:
             yield
             return
-        is_over = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(seconds, phase, is_over), name="watchdog", daemon=True)
+        is_done = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(seconds, phase, is_done), name="watchdog", daemon=True)
         watcher.start()
         try:
             yield
         finally:
-            is_over.set()
+            is_done.set()
             watcher.join()
 
-    def _watch(self, seconds: float, phase: str, is_over: threading.Event) -> None:
+    def _watch(self, seconds: float, phase: str, is_done: threading.Event) -> None:
         is_reported = False
-        while not is_over.wait(seconds):
-            place = f"its stacks are in {self.path}"
+        while not is_done.wait(seconds):
+            outcome = f"its stacks are in {self.path}"
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)  # machines may not share the first rank's disk
                 with self.path.open("a", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file=file, all_threads=True)
             except OSError as error:
-                place = f"its stacks could not be written to {self.path}: {error.strerror or error}"
+                outcome = f"its stacks could not be written to {self.path}: {error.strerror or error}"
             if not is_reported:
-                print_to_stderr(f"{phase} takes longer than {seconds:g} s; {place}")
+                print_to_stderr(f"{phase} takes longer than {seconds:g} s; {outcome}")
                 is_reported = True
 
 
@@ -220,7 +220,7 @@ def raise_recompile_limit(config: TrainConfig, models: Iterable[Llama]) -> Itera
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     torch.compiler.reset()
-    phases_of_block = 2 ** len(MATMULS) if config.float8.high_precision_schedule else 1
+    precisions_per_block = 2 ** len(MATMULS) if config.float8.high_precision_schedule else 1
     blocks = sum(len(list(model.iter_blocks())) for model in models)
-    with recompile_limit(MAX_BLOCK_VARIANTS * phases_of_block * blocks):
+    with recompile_limit(MAX_BLOCK_VARIANTS * precisions_per_block * blocks):
         yield

@@ -183,9 +183,9 @@ def _is_whole_trace(trace: Path) -> bool:
 def list_persistent_scales(model: nn.Module) -> list[Tensor]:
     """Return every tensor of the persistent scales and histories that the linears of `model` share."""
     linear_slots = [module.scale_slots for module in model.modules() if isinstance(module, Float8Linear)]
-    states = {
+    slots_by_id = {
         id(slots.conversion_slots): slots.conversion_slots
         for slots in linear_slots
         if isinstance(slots, LinearScaleSlots)
     }
-    return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]
+    return [value for slots in slots_by_id.values() for value in vars(slots).values() if isinstance(value, Tensor)]

@@ -28,12 +28,12 @@ class RunEnd:
         """Why the run ended before its last step: an error or an alarm."""
         self.summary: dict[str, Any] = {}
 
-    def note_last_step(self, alarm: str) -> None:
+    def set_status(self, alarm: str) -> None:
         """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
         self.status = RunStatus.FINISHED if self._run.has_ended else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
         self.reason = alarm or None
 
-    def note_error(self, error: Exception) -> None:
+    def set_error(self, error: Exception) -> None:
         """Set the status of a run that `error` ended."""
         if isinstance(error, NonFiniteError):
             self.status = RunStatus.NONFINITE
@@ -96,7 +96,7 @@ def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd
             raise
     except Exception as error:
         ending_error = error
-        end.note_error(error)
+        end.set_error(error)
         is_writable = not isinstance(error, NotWrittenError)
         raise
     finally:

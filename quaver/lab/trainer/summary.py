@@ -40,9 +40,9 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
     config, dims = run.config, run.dims
     seconds = compute_median_after_warmup(model.step_seconds) if model.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
-    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
+    utilization: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        used = compute_utilization(model.flops_per_token, tokens_per_s / dims.world_size, run.peak)
+        utilization = compute_utilization(model.flops_per_token, tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
         "skipped_steps": run.progress.skipped_steps.get(model.name, 0),
@@ -50,7 +50,7 @@ def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
         **({"validation_loss_hp": model.validation.loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
-        **used,
+        **utilization,
         "compiled_graphs": model.compiled_graphs if config.training.compile else None,
         "peak_memory_bytes": model.peak.peak_bytes,
         "peak_memory_source": model.peak.source + rank,

@@ -72,7 +72,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
         ):
             print_run_description(run, outputs.display)
             _train_steps(run, outputs, requests)
-            end.note_last_step(alarm=run.ranks.all_gather_objects(outputs.alarms.stop_reason)[0])
+            end.set_status(alarm=run.ranks.all_gather_objects(outputs.alarms.stop_reason)[0])
         return end.summary
     finally:
         run.folder.release()
@@ -105,8 +105,8 @@ def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> b
     step = run.progress.step
     has_error = run.checkpoints.has_error or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
-    is_first_here = step == run.began_at_step  # ranks load at different speeds
-    with run.watch_phase(f"the agreement before step {step + 1}", is_slow=is_first_here):
+    is_first_in_process = step == run.began_at_step  # ranks load at different speeds
+    with run.watch_phase(f"the agreement before step {step + 1}", is_slow=is_first_in_process):
         return run.ranks.holds_on_any(must_end, run.device)
 
 
@@ -114,29 +114,29 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
     """Run one step of every model, on the same batches, and record it."""
     training, progress = run.config.training, run.progress
     batches = _to_device(run.data.make_step_batches(training, progress.consumed_sequences, run.dims), run.device)
-    is_first_here = step == run.began_at_step + 1
+    is_first_in_process = step == run.began_at_step + 1
     models = run.models if step % 2 else run.models[::-1]
     for model in models:
         reset_device_peaks(run.device)
         with (
-            run.watch_phase(f"step {step} of {model.name}", is_slow=is_first_here),
-            outputs.profiling.profile(step, model.name, model.model, model.optimizer),
+            run.watch_phase(f"step {step} of {model.name}", is_slow=is_first_in_process),
+            outputs.profiler.profile(step, model.name, model.model, model.optimizer),
         ):
-            measure_memory = is_memory_due(run, model, step, outputs.profiling)
+            measure_memory = is_memory_due(run, model, step, outputs.profiler)
             try:
                 result = model.train_step(step, batches, measure_memory=measure_memory)
             except NonFiniteError as error:
                 outputs.write_nonfinite(RecordKind.NONFINITE_STEP, model, step, str(error))
                 error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
-        outputs.record_step(model, step, result, is_loss_spike=_note_result(run, model, result))
-        if is_first_here and (reason := explain_eager_blocks(model)):
+        outputs.record_step(model, step, result, is_loss_spike=_update_progress(run, model, result))
+        if is_first_in_process and (reason := explain_eager_blocks(model)):
             outputs.display.print_line(f"{model.name}: {reason}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 
 
-def _note_result(run: TrainingRun, model: TrainedModel, result: StepResult) -> bool:
+def _update_progress(run: TrainingRun, model: TrainedModel, result: StepResult) -> bool:
     """Count a skipped step, or add the loss to the recent ones, in the progress; return whether the loss is a spike."""
     progress = run.progress
     if result.nonfinite_reason:
@@ -182,11 +182,11 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     return f"; {checkpoint}; if it fails again, give an earlier checkpoint.load_step, or begin again"
 
 
-def is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
+def is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiler: Profiler) -> bool:
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
-    is_countable = model.has_countable_memory or not profiling.is_traced(step)
+    is_countable = model.has_countable_memory or not profiler.is_traced(step)
     return run.ranks.is_first and is_reached and is_countable and model.peak.peak_bytes is None
 
 

@@ -39,7 +39,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate_gradients
-from quaver.lab.trainer.nonfinite import NonFiniteError, describe_nonfinite
+from quaver.lab.trainer.nonfinite import NonFiniteError, locate_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -189,7 +189,7 @@ class TrainedModel:
         synchronize(self.device)
         start = time.perf_counter()
         with peak_context as peak:
-            loss, grad_norm, rate, nonfinite_reason = self._update(step, batches)
+            loss, grad_norm, rate, nonfinite_reason = self._run_step(step, batches)
             synchronize(self.device)
         seconds = time.perf_counter() - start
         if not nonfinite_reason:  # the peak of a skipped step includes its repetition in `_skip_step`
@@ -199,7 +199,7 @@ class TrainedModel:
             self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds, nonfinite_reason, is_memory_measured)
 
-    def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
+    def _run_step(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
         config = self.config
         rate = compute_learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         for group in self.optimizer.param_groups:
@@ -259,10 +259,9 @@ class TrainedModel:
         """Discard a non-finite step, and return where it became so. Raises NonFiniteError if the run must stop."""
         training = self.config.training
         with self.monitor.repeating() if self.monitor else nullcontext():
-            place = describe_nonfinite(
-                self.model, partial(self.forward_backward, batches), self.ranks.all_gather_objects
-            )
-        reason = f"loss {loss:.4f} and gradient norm {grad_norm:.4f}, {place}"
+            forward_backward = partial(self.forward_backward, batches)
+            location = locate_nonfinite(self.model, forward_backward, self.ranks.all_gather_objects)
+        reason = f"loss {loss:.4f} and gradient norm {grad_norm:.4f}, {location}"
         where = f"{self.name}: step {step} has {reason}"
         self.scaling.forget_recorded_amaxes()
         pop_expert_load(self._routers, self.ranks.all_reduce)

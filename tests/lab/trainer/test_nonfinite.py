@@ -111,4 +111,4 @@ def test_positions_order_what_ranks_find():
     with torch.no_grad():
         early.first.weight[0, 0] = torch.nan
         late.second.weight[0, 0] = torch.nan
-    assert find_operand(early).position < find_operand(late).position
+    assert find_operand(early).check_number < find_operand(late).check_number
