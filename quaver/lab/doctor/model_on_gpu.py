@@ -11,7 +11,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.export.files import CONFIG_JSON, read_config
 from quaver.lab.doctor.gpu import GpuFindings, describe_gpu
-from quaver.lab.huggingface.export_source import build_skeleton
+from quaver.lab.huggingface.export_source import build_meta_model
 from quaver.lab.model.float8 import convert_model, make_linear_config
 from quaver.lab.model.llama import make_meta_llama
 from quaver.lab.runs.file_names import CONFIG_FILE
@@ -44,7 +44,7 @@ def describe_model_on_gpu(spec: DeviceSpec, path: Path, recipe: str | None) -> G
 
 
 def _describe_huggingface_model(spec: DeviceSpec, folder: Path, recipe: str) -> GpuFindings:
-    model = build_skeleton(folder, read_config(folder))
+    model = build_meta_model(folder, read_config(folder))
     module_filter = make_name_filter(DEFAULT_FILTER, find_tied_modules(model))
     convert_to_float8_training(model, config=recipe, module_filter_fn=module_filter)
     return describe_gpu(spec, model, recipe)

@@ -76,15 +76,15 @@ def read_hf_config(config: dict[str, Any]) -> Model:
         NotImplementedError: quaver's Llama does not support the model.
         InputError: a value is missing, has a wrong type, or does not fit the others.
     """
-    kind = _check_architecture(config)
+    architecture = _read_architecture(config)
     names, fixed, experts = _SIZE_NAMES, _FIXED_FIELDS, {}
-    if kind is MIXTURE:
+    if architecture is MIXTURE:
         config = _MIXTURE_DEFAULTS | config
         names, fixed = _SIZE_NAMES | _EXPERT_SIZE_NAMES, _MIXTURE_FIXED_FIELDS
-        experts = {"n_shared_experts": _get(config, "n_shared_experts", "an integer of 0 or more", 1)}
-    for name, only in fixed.items():
-        _check_fixed(config, name, only)
-    sizes = {ours: _get(config, theirs, "a positive integer") for theirs, ours in names.items()}
+        experts = {"n_shared_experts": _get_checked(config, "n_shared_experts", "an integer of 0 or more", 1)}
+    for name, supported in fixed.items():
+        _check_fixed(config, name, supported)
+    sizes = {name: _get_checked(config, hf_name, "a positive integer") for hf_name, name in names.items()}
     width, heads = sizes["dim"], sizes["n_heads"]
     if config.get("head_dim") is not None and config["head_dim"] * heads != width:
         raise NotImplementedError(
@@ -94,10 +94,10 @@ def read_hf_config(config: dict[str, Any]) -> Model:
     settings = {
         **sizes,
         **experts,
-        "n_kv_heads": _get(config, "num_key_value_heads", "a positive integer", heads),
-        "norm_eps": float(_get(config, "rms_norm_eps", "a number", 1e-6)),
-        "tie_word_embeddings": _get(config, "tie_word_embeddings", "true or false", False),
-        **_read_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
+        "n_kv_heads": _get_checked(config, "num_key_value_heads", "a positive integer", heads),
+        "norm_eps": float(_get_checked(config, "rms_norm_eps", "a number", 1e-6)),
+        "tie_word_embeddings": _get_checked(config, "tie_word_embeddings", "true or false", False),
+        **_read_rope_settings(config, 0.5 if architecture is MIXTURE else 1.0),
     }
     with reraise_as_input_error("config.json does not make a model: "):
         return Model(**settings)
@@ -115,26 +115,26 @@ def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[s
     if model.rope_scaling:
         scaling = {
             "rope_type": "llama3",
-            **{theirs: getattr(model, ours) for theirs, ours in _ROPE_SCALING_NAMES.items()},
+            **{hf_name: getattr(model, name) for hf_name, name in _ROPE_SCALING_NAMES.items()},
         }
         scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
     model_type, architecture = MIXTURE if model.n_experts else DENSE
-    kind_fields: dict[str, Any] = {**_FIXED_FIELDS}
+    architecture_fields: dict[str, Any] = {**_FIXED_FIELDS}
     if model.n_experts:
-        kind_fields = {
+        architecture_fields = {
             **_MIXTURE_FIXED_FIELDS,
-            **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZE_NAMES.items()},
+            **{hf_name: getattr(model, name) for hf_name, name in _EXPERT_SIZE_NAMES.items()},
         }
-        kind_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL_ROTARY: 1.0}
+        architecture_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL_ROTARY: 1.0}
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        **{theirs: getattr(model, ours) for theirs, ours in _SIZE_NAMES.items()},
+        **{hf_name: getattr(model, name) for hf_name, name in _SIZE_NAMES.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        **kind_fields,
+        **architecture_fields,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {
@@ -147,11 +147,11 @@ def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[s
     }
 
 
-def _check_architecture(config: dict[str, Any]) -> tuple[str, str]:
+def _read_architecture(config: dict[str, Any]) -> tuple[str, str]:
     """Return DENSE or MIXTURE."""
     architectures, model_type = config.get("architectures"), config.get("model_type")
-    kind = next((kind for kind in (DENSE, MIXTURE) if kind[0] == model_type), None)
-    if kind is None or architectures not in (None, [kind[1]]):
+    supported = next((known for known in (DENSE, MIXTURE) if known[0] == model_type), None)
+    if supported is None or architectures not in (None, [supported[1]]):
         raise NotImplementedError(
             f"config.json must describe a {DENSE[1]} (model_type {DENSE[0]!r}) or a {MIXTURE[1]} (model_type "
             f"{MIXTURE[0]!r}), got {architectures!r} (model_type {model_type!r}); quaver trains no other architecture"
@@ -161,21 +161,21 @@ def _check_architecture(config: dict[str, Any]) -> tuple[str, str]:
             "config.json must have no quantization_config: quaver trains weights in float32, bfloat16 or float16; "
             "dequantize the model first"
         )
-    return kind
+    return supported
 
 
-def _check_fixed(config: dict[str, Any], name: str, only: object, absent: object = None) -> None:
-    value = config.get(name, absent)
-    if value is not None and value != only:
+def _check_fixed(config: dict[str, Any], name: str, supported: object, default: object = None) -> None:
+    value = config.get(name, default)
+    if value is not None and value != supported:
         raise NotImplementedError(
-            f"{name} in config.json must be {json.dumps(only)}, got {value!r}; quaver's Llama supports no other value"
+            f"{name} in config.json must be {json.dumps(supported)}, got {value!r}; quaver supports no other value"
         )
 
 
-def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, Any]:
+def _read_rope_settings(config: dict[str, Any], default_factor: float) -> dict[str, Any]:
     """Return the [model] settings of the rotary embeddings; `rope_scaling` has priority, as in transformers.
 
-    `absent_factor` is the default of partial_rotary_factor.
+    `default_factor` is the default of partial_rotary_factor.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -183,25 +183,25 @@ def _read_rope_settings(config: dict[str, Any], absent_factor: float) -> dict[st
     unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
     if unknown:
         raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {join_names(unknown)}")
-    _check_fixed(config | rope, _PARTIAL_ROTARY, 1.0, absent_factor)
-    theta = _get(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
+    _check_fixed(config | rope, _PARTIAL_ROTARY, 1.0, default_factor)
+    theta = _get_checked(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
     settings = {"rope_theta": float(theta)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise NotImplementedError(f"the rope_type in config.json must be 'default' or 'llama3', got {kind!r}")
-    if kind == "default" or _get(rope, "factor", "a number") == 1:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise NotImplementedError(f"the rope_type in config.json must be 'default' or 'llama3', got {rope_type!r}")
+    if rope_type == "default" or _get_checked(rope, "factor", "a number") == 1:
         return settings
-    settings |= {ours: float(_get(rope, theirs, "a number")) for theirs, ours in _ROPE_SCALING_NAMES.items()}
-    context = _get(rope, _ORIGINAL_CONTEXT, "a positive integer", config.get("max_position_embeddings"))
+    settings |= {name: float(_get_checked(rope, hf_name, "a number")) for hf_name, name in _ROPE_SCALING_NAMES.items()}
+    context = _get_checked(rope, _ORIGINAL_CONTEXT, "a positive integer", config.get("max_position_embeddings"))
     return {**settings, "rope_original_max_position": context}
 
 
-def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
-    """Return the value of `name`, which passes `_VALUE_CHECKS[kind]`; null means absent. Raises InputError if not."""
+def _get_checked(config: dict[str, Any], name: str, requirement: str, default: Any = None) -> Any:
+    """Return the value of `name`; null means absent. Raises InputError if it fails `_VALUE_CHECKS[requirement]`."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise InputError(f"{name} in config.json must be {kind}, but is missing")
-    if not _VALUE_CHECKS[kind](value):
-        raise InputError(f"{name} in config.json must be {kind}, got {value!r}")
+        raise InputError(f"{name} in config.json must be {requirement}, but is missing")
+    if not _VALUE_CHECKS[requirement](value):
+        raise InputError(f"{name} in config.json must be {requirement}, got {value!r}")
     return value

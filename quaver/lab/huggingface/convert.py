@@ -64,12 +64,13 @@ _DERIVED_BUFFER_NAME = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.i
 
 
 @dataclass(frozen=True)
-class CheckedModel:
-    """One model of a checkpoint, after `open_checkpoint` has checked it."""
+class SavedModel:
+    """One model of a checkpoint that `open_saved_model` has checked."""
 
     weights_path: Path
     """The model's folder in the checkpoint."""
     model: Model
+    """The [model] section of its settings."""
     record: dict[str, Any]
 
     def open_weights(self) -> CheckpointWeights:
@@ -120,7 +121,7 @@ def export_hf(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 1000**3,
     tokenizer: Path | None = None,
-) -> CheckedModel:
+) -> SavedModel:
     """Write the model `name` of `checkpoint`, or its first model, as the new folder `target`.
 
     Args:
@@ -136,16 +137,16 @@ def export_hf(
         NotWrittenError: the weights cannot be written.
     """
     check_is_new(target)
-    copied = list_tokenizer_files(tokenizer) if tokenizer else []
-    checked = open_checkpoint(find_checkpoint(checkpoint) or checkpoint, name)
-    config = make_hf_config(checked.model, dtype=dtype, usage=find_usage_settings(checked))
+    tokenizer_files = list_tokenizer_files(tokenizer) if tokenizer else []
+    saved = open_saved_model(find_checkpoint(checkpoint) or checkpoint, name)
+    config = make_hf_config(saved.model, dtype=dtype, usage=find_usage_settings(saved))
     with write_new_folder(target) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
-            for key, tensor in chain(checked.open_weights().items(), make_empty_shared_experts(checked.model).items())
+            for key, tensor in chain(saved.open_weights().items(), make_empty_shared_experts(saved.model).items())
         )
-        write_model(partial, rounded, config, copied, max_shard_bytes)
-    return checked
+        write_model(partial, rounded, config, tokenizer_files, max_shard_bytes)
+    return saved
 
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
@@ -178,22 +179,22 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
         raise InputError(f"{str(folder)!r} does not have the tensors that its config requires: {join_names(wrong)}")
 
 
-def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
+def open_saved_model(checkpoint: Path, name: str | None) -> SavedModel:
     """Read the record of a checkpoint and the list of its tensors, and compare the tensors with its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
     names, name = record["models"], make_file_name(name) if name else name
     if name is not None and name not in names:
         raise InputError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
-    checked = CheckedModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
-    stored = read_metadata(CheckpointReader(checked.weights_path)).state_dict_metadata
+    saved = SavedModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
+    stored = read_metadata(CheckpointReader(saved.weights_path)).state_dict_metadata
     shapes = {
         name.removeprefix("model."): list(tensor.size)
         for name, tensor in stored.items()
         if isinstance(tensor, TensorStorageMetadata)
     }
-    _check_shapes(shapes, make_stored_state(checked.model), checked.weights_path)
-    return checked
+    _check_shapes(shapes, make_stored_state(saved.model), saved.weights_path)
+    return saved
 
 
 def make_section(section: type[Section], record: dict[str, Any], checkpoint: Path) -> Section:
@@ -215,12 +216,12 @@ def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def find_usage_settings(checked: CheckedModel) -> dict[str, Any]:
+def find_usage_settings(saved: SavedModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
-    if "huggingface" in checked.record:
-        return _select_usage_settings(checked.record["huggingface"])
-    scaling = checked.model.rope_scaling
-    longest = checked.record["config"]["training"]["seq_len"]
+    if "huggingface" in saved.record:
+        return _select_usage_settings(saved.record["huggingface"])
+    scaling = saved.model.rope_scaling
+    longest = saved.record["config"]["training"]["seq_len"]
     if scaling:
         longest = max(longest, int(scaling.factor * scaling.original_max_position))
-    return {"eos_token_id": checked.record["data"]["eos_id"], "max_position_embeddings": longest}
+    return {"eos_token_id": saved.record["data"]["eos_id"], "max_position_embeddings": longest}

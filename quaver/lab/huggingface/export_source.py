@@ -48,23 +48,23 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
-    model = build_skeleton(folder, config)
-    admits = make_name_filter(filter_fqns, find_tied_modules(model))
+    model = build_meta_model(folder, config)
+    filter_fn = make_name_filter(filter_fqns, find_tied_modules(model))
     with reraise_as_input_error():
         float8_config = resolve_config(recipe)
-    convert_to_float8_training(model, config=float8_config, module_filter_fn=admits)
+    convert_to_float8_training(model, config=float8_config, module_filter_fn=filter_fn)
 
     def make_hp_model() -> nn.Module:
         model_class, _ = _find_model_class(folder, config)
         with _blame_folder(folder):
-            loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        return loaded
+            hp_model: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        return hp_model
 
     origin = {"source": "a Hugging Face folder", "step": None}
     return ExportSource(model, weights, config, make_hp_model, origin, list_copied_files(folder))
 
 
-def build_skeleton(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+def build_meta_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Build the model of a Hugging Face folder on the meta device. Raises as `open_huggingface_source`."""
     model_class, model_config = _find_model_class(folder, config)
     with torch.device("meta"), _blame_folder(folder):

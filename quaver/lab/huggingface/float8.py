@@ -16,7 +16,7 @@ from torch import nn
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.lab.huggingface.config import make_hf_config
-from quaver.lab.huggingface.convert import CheckedModel, find_usage_settings, make_section, open_checkpoint
+from quaver.lab.huggingface.convert import SavedModel, find_usage_settings, make_section, open_saved_model
 from quaver.lab.huggingface.export_source import ExportSource
 from quaver.lab.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.model.float8 import convert_filtered
@@ -41,12 +41,12 @@ def make_run_source(
     Raises:
         OSError, InputError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
-    checked = open_checkpoint(checkpoint, name)
-    config = make_section(Float8, checked.record, checkpoint)
-    decisions = _list_decisions(checked, config)
+    saved = open_saved_model(checkpoint, name)
+    config = make_section(Float8, saved.record, checkpoint)
+    decisions = _list_decisions(saved, config)
     if recipe is None and not decisions:
         raise InputError(
-            f"the model {checked.weights_path.name!r} was trained in high precision: give the recipe whose codes to "
+            f"the model {saved.weights_path.name!r} was trained in high precision: give the recipe whose codes to "
             "export, for example --recipe rowwise"
         )
     if decisions and tuple(filter_fqns) != DEFAULT_FILTER:
@@ -54,28 +54,28 @@ def make_run_source(
             f"--filter-fqns must be its default, {list(DEFAULT_FILTER)}, for a float8 run, which chose its linears; "
             f"got {list(filter_fqns)}"
         )
-    model = make_meta_llama(checked.model)
+    model = make_meta_llama(saved.model)
     decide = partial(_decide_as_run, decisions) if decisions else make_name_filter(filter_fqns)
     if recipe is None:
         convert_filtered(model, _without_all_gather(config), decide)
-        _load_scales(model, CheckpointReader(checked.weights_path))
+        _load_scales(model, CheckpointReader(saved.weights_path))
     else:
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
-    progress = checked.record["progress"]
+    progress = saved.record["progress"]
 
     def make_hp_model() -> nn.Module:
-        loaded, tensors = Llama(checked.model), checked.open_weights()
-        state = {name: tensors.read_stored(name) for name in make_stored_state(checked.model)}
-        loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
-        return loaded
+        hp_model, tensors = Llama(saved.model), saved.open_weights()
+        state = {name: tensors.read_stored(name) for name in make_stored_state(saved.model)}
+        hp_model.load_state_dict(state, strict=False)  # a tied weight is stored once
+        return hp_model
 
     return ExportSource(
         model=model,
-        weights=ChainMap(make_empty_shared_experts(checked.model), typing.cast(Any, checked.open_weights())),
-        config=make_hf_config(checked.model, dtype="bfloat16", usage=find_usage_settings(checked)),
+        weights=ChainMap(make_empty_shared_experts(saved.model), typing.cast(Any, saved.open_weights())),
+        config=make_hf_config(saved.model, dtype="bfloat16", usage=find_usage_settings(saved)),
         make_hp_model=make_hp_model,
-        origin={"source": f"{checkpoint.name}/{checked.weights_path.name} of quaver train", "step": progress["step"]},
-        rounded_from=_choose_forward_dtype(checked, config),
+        origin={"source": f"{checkpoint.name}/{saved.weights_path.name} of quaver train", "step": progress["step"]},
+        rounded_from=_choose_forward_dtype(saved, config),
     )
 
 
@@ -89,19 +89,19 @@ def _without_all_gather(config: Float8) -> Float8:
     )
 
 
-def _list_decisions(checked: CheckedModel, config: Float8) -> dict[str, FilterDecision]:
+def _list_decisions(saved: SavedModel, config: Float8) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
-    is_of_run = "huggingface" not in checked.record
+    is_of_run = "huggingface" not in saved.record
     if (
         not is_of_run
         or not config.enable_float8_linear
-        or checked.weights_path.name in ("bfloat16", "float32", "float16")
+        or saved.weights_path.name in ("bfloat16", "float32", "float16")
     ):
         return {}
-    report = checked.record.get("conversion_report")
+    report = saved.record.get("conversion_report")
     if report is None:
         raise InputError(
-            f"{str(checked.weights_path.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; "
+            f"{str(saved.weights_path.parent / RECORD_FILE)!r} is damaged: conversion_report is missing; "
             f"{CHECKPOINT_HINT}"
         )
     return {
@@ -119,21 +119,21 @@ def _decide_as_run(decisions: dict[str, FilterDecision], module: nn.Module, name
 def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
     """Load the persistent scales that the checkpoint has. The export raises an error for a missing scale."""
     scaling = float8_scaling_state(model)
-    saved = read_metadata(reader).state_dict_metadata
-    state = {name: tensor for name, tensor in scaling.state_dict().items() if f"float8.{name}" in saved}
+    stored_keys = read_metadata(reader).state_dict_metadata
+    state = {name: tensor for name, tensor in scaling.state_dict().items() if f"float8.{name}" in stored_keys}
     if state:
         load_state({"float8": state}, reader)
         set_scales(scaling, state, Path(reader.path))
 
 
-def _choose_forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
+def _choose_forward_dtype(saved: SavedModel, config: Float8) -> torch.dtype | None:
     """Return the dtype in which FSDP2 gathered weights, or None if it did not change the dtype.
 
     See [Note: precision under FSDP2] in quaver/lab/model/parallelize.py.
     """
-    checkpoint = checked.weights_path.parent
-    tensor_parallel = make_section(Parallelism, checked.record, checkpoint).tensor_parallel_degree
-    if checked.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
+    checkpoint = saved.weights_path.parent
+    tensor_parallel = make_section(Parallelism, saved.record, checkpoint).tensor_parallel_degree
+    if saved.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, make_section(Training, checked.record, checkpoint).mixed_precision_param)
+    dtype: torch.dtype = getattr(torch, make_section(Training, saved.record, checkpoint).mixed_precision_param)
     return dtype
