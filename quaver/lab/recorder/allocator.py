@@ -46,17 +46,17 @@ class MemoryBlock:
     """One allocation."""
 
     size_bytes: int
-    born_ns: int
-    returns_ns: float
+    allocated_ns: int
+    operator_end_ns: float
     """When the operation that requested it returned."""
-    is_of_collective: bool
+    is_collective_buffer: bool
     """Whether a process group may hold it: an internal buffer, or one that FSDP2 sends or receives."""
-    dies_ns: float = math.inf
+    released_ns: float = math.inf
 
     @property
     def is_scratch(self) -> bool:
         """See [Note: scratch]."""
-        return self.dies_ns <= self.returns_ns
+        return self.released_ns <= self.operator_end_ns
 
 
 @dataclass
@@ -137,19 +137,19 @@ def _record_mark() -> None:
         pass
 
 
-def _check_one_step(marks: int, left_bytes: int) -> None:
-    if marks != 1:
-        raise RuntimeError(f"expected one mark between forward and backward, got {marks}")
-    if left_bytes:
-        raise RuntimeError(f"the step left {left_bytes} bytes behind; measure one that repeats, after a warm-up")
+def _check_one_step(mark_count: int, leftover_bytes: int) -> None:
+    if mark_count != 1:
+        raise RuntimeError(f"expected one mark between forward and backward, got {mark_count}")
+    if leftover_bytes:
+        raise RuntimeError(f"the step left {leftover_bytes} bytes behind; measure one that repeats, after a warm-up")
 
 
 def _compute_usage(nodes: list[Any], allow_leftover: bool) -> Usage:
     blocks = _read_blocks(nodes)
     marks = [node.start_time_ns for node in nodes if node.name == MARK_NAME]
     # Buffers of collectives are excluded, since a gloo thread holds its last one until its next work.
-    left = [block for block in _select_alive(blocks, math.inf) if not block.is_of_collective]
-    _check_one_step(len(marks), 0 if allow_leftover else _sum_bytes(left))
+    leftover = [block for block in _select_alive(blocks, math.inf) if not block.is_collective_buffer]
+    _check_one_step(len(marks), 0 if allow_leftover else _sum_bytes(leftover))
     tensors = [block for block in blocks if not block.is_scratch]
     return Usage(_find_peak_bytes(blocks), _find_peak_bytes(tensors), _sum_bytes(_select_alive(blocks, marks[0])))
 
@@ -178,12 +178,12 @@ def _read_blocks(nodes: list[Any]) -> list[MemoryBlock]:
         event = node.typed[1]
         if event.device.type != "cpu" or not event.alloc_size:
             continue
-        unseen = 0 if total_before is None else total_before + event.alloc_size - event.total_allocated
+        unseen_bytes = 0 if total_before is None else total_before + event.alloc_size - event.total_allocated
         total_before = event.total_allocated
-        if unseen > 0:
-            _release_unseen(live, unseen, node.start_time_ns)
+        if unseen_bytes > 0:
+            _release_unseen(live, unseen_bytes, node.start_time_ns)
         if event.ptr in live:
-            live.pop(event.ptr).dies_ns = node.start_time_ns
+            live.pop(event.ptr).released_ns = node.start_time_ns
         if event.alloc_size > 0:
             block = live[event.ptr] = MemoryBlock(event.alloc_size, node.start_time_ns, *_find_requester(node))
             blocks.append(block)
@@ -192,12 +192,12 @@ def _read_blocks(nodes: list[Any]) -> list[MemoryBlock]:
 
 def _release_unseen(live: dict[int, MemoryBlock], size_bytes: int, now_ns: int) -> None:
     """Release one or two buffers of collectives with this total size. If there are none, older memory was freed."""
-    buffers = [pointer for pointer, block in live.items() if block.is_of_collective]
+    buffers = [pointer for pointer, block in live.items() if block.is_collective_buffer]
     for count in (1, 2):
         for pointers in itertools.combinations(buffers, count):
             if sum(live[pointer].size_bytes for pointer in pointers) == size_bytes:
                 for pointer in pointers:
-                    live.pop(pointer).dies_ns = now_ns
+                    live.pop(pointer).released_ns = now_ns
                 return
 
 
@@ -218,17 +218,17 @@ def _find_requester(node: Any) -> tuple[float, bool]:
     converting = list(itertools.dropwhile(lambda operation: operation.name in _CONVERTERS, operations))[:1]
     elementwise = [operation for operation in converting if operation.name in _ELEMENTWISE]
     requesters = matmuls or elementwise or operations
-    is_of_collective = any(parent.name.startswith(_COLLECTIVE_PREFIXES) for parent in parents)
-    return requesters[0].end_time_ns if requesters else -math.inf, is_of_collective
+    is_collective_buffer = any(parent.name.startswith(_COLLECTIVE_PREFIXES) for parent in parents)
+    return requesters[0].end_time_ns if requesters else -math.inf, is_collective_buffer
 
 
 def _find_peak_bytes(blocks: list[MemoryBlock]) -> int:
-    steps: list[tuple[float, int]] = [(block.born_ns, block.size_bytes) for block in blocks]
-    steps += [(block.dies_ns, -block.size_bytes) for block in blocks]
-    sums = itertools.accumulate(size_bytes for _, size_bytes in sorted(steps))  # releases first at equal times
-    return max(sums, default=0)
+    changes: list[tuple[float, int]] = [(block.allocated_ns, block.size_bytes) for block in blocks]
+    changes += [(block.released_ns, -block.size_bytes) for block in blocks]
+    live_bytes = itertools.accumulate(size_bytes for _, size_bytes in sorted(changes))  # releases first at equal times
+    return max(live_bytes, default=0)
 
 
 def _select_alive(blocks: list[MemoryBlock], time_ns: float) -> list[MemoryBlock]:
-    born = [block for block in blocks if block.born_ns <= time_ns]
-    return [block for block in born if time_ns < block.dies_ns or block.dies_ns == math.inf]
+    allocated = [block for block in blocks if block.allocated_ns <= time_ns]
+    return [block for block in allocated if time_ns < block.released_ns or block.released_ns == math.inf]

@@ -38,7 +38,7 @@ class Caller(NamedTuple):
 
     line: str
     """The file's path from its outermost package on, as "quaver/linear/module.py:123"; empty if unknown."""
-    communicates: bool
+    is_collective_buffer: bool
     """Whether the result is a buffer of a collective."""
     under_policy: bool
     """Whether a selective checkpoint called its policy for the operator."""
@@ -54,21 +54,21 @@ _ALLOCATE_CODE = allocate_collective_buffer.__code__
 
 def find_caller() -> Caller:
     """Return the call of the operator that is being dispatched."""
-    communicates = under_policy = False
+    is_collective_buffer = under_policy = False
     frame = sys._getframe(1)
     while frame is not None:
         name = get_module_name(frame)
         if name.startswith(NOT_MODEL_CODE):
             function = frame.f_code.co_name
-            communicates = communicates or name == COLLECTIVES_MODULE or frame.f_code is _ALLOCATE_CODE
+            is_collective_buffer = is_collective_buffer or name == COLLECTIVES_MODULE or frame.f_code is _ALLOCATE_CODE
             under_policy = under_policy or (name == _CHECKPOINT_MODULE and function == "__torch_dispatch__")
             if (name, function) == _ENGINE_FUNCTION:
                 break
         elif name:  # code that torch generates at runtime has no module name
             line = f"{shorten_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
-            return Caller(line, communicates, under_policy)
+            return Caller(line, is_collective_buffer, under_policy)
         frame = frame.f_back  # type: ignore[assignment]
-    return Caller("", communicates, under_policy)
+    return Caller("", is_collective_buffer, under_policy)
 
 
 def get_module_name(frame: FrameType) -> str:

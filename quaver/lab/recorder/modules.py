@@ -66,9 +66,9 @@ class ModuleTracker:
         """The modules whose forward runs, the innermost last. In backward, the modules of a recomputation."""
         self.compiled: set[str] = set()
         """The names of the compiled modules that are followed."""
-        self._numbers: list[int] = []
-        self._names: list[str] = []
-        self._undo = ExitStack()
+        self._sequence_numbers: list[int] = []
+        self._module_names: list[str] = []
+        self._exit_stack = ExitStack()
         self._owners: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._lines: dict[int, str] = {}
@@ -85,7 +85,7 @@ class ModuleTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._undo.close()
+        self._exit_stack.close()
         self.stack.clear()
 
     @property
@@ -101,8 +101,8 @@ class ModuleTracker:
         number = get_sequence_number(node)
         if number >= _NO_SEQUENCE_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE_MODULES)
-        index = bisect_right(self._numbers, number)
-        return self._names[index - 1] if index else OUTSIDE_MODULES
+        index = bisect_right(self._sequence_numbers, number)
+        return self._module_names[index - 1] if index else OUTSIDE_MODULES
 
     def find_parameter(self, key: int) -> str:
         """Return the name of the current module's parameter with the storage `key`, or an empty string."""
@@ -131,10 +131,10 @@ class ModuleTracker:
                 self.stack.pop()
                 self._mark()
 
-        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        self._exit_stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
         # always_call, since a checkpoint ends its recomputation early by raising an error that it catches
-        self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+        self._exit_stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _mark(self) -> None:
-        self._numbers.append(next_sequence_number())
-        self._names.append(self.stack[-1] if self.stack else OUTSIDE_MODULES)
+        self._sequence_numbers.append(next_sequence_number())
+        self._module_names.append(self.stack[-1] if self.stack else OUTSIDE_MODULES)

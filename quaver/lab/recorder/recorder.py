@@ -79,7 +79,7 @@ class Allocation:
     """The name of the parameter with this storage, sharded or gathered."""
     category: str | None = None
     """One of CATEGORIES. None means a saved activation while autograd holds it, and otherwise a temporary."""
-    communicates: bool = False
+    is_collective_buffer: bool = False
     """Whether it is a buffer of a collective."""
     under_policy: bool = False
     """Whether a selective checkpoint called its policy for the operator."""
@@ -174,7 +174,7 @@ class Recorder(StorageTracker):
             self.initial[allocation] = size_bytes
             self._live[key] = allocation
             return
-        called = find_caller()
+        caller = find_caller()
         allocation = Allocation(
             key,
             operator.removesuffix(".default"),
@@ -182,10 +182,10 @@ class Recorder(StorageTracker):
             self.spans[-1][0],
             shape,
             dtype,
-            line=called.line or self._find_line_of_node(),
+            line=caller.line or self._find_line_of_node(),
             operand=self._operand,
-            communicates=called.communicates or operator.startswith(_COLLECTIVE_PREFIXES),
-            under_policy=called.under_policy,
+            is_collective_buffer=caller.is_collective_buffer or operator.startswith(_COLLECTIVE_PREFIXES),
+            under_policy=caller.under_policy,
         )
         self._live[key] = allocation
         if self._open_phases:

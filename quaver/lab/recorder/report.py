@@ -35,8 +35,11 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
     totals = [sum(row[2:]) for row in timeline]
     saved_event = _find_saved_peak(recorder)
     peak_event = _find_maximum(totals)
-    saved = [item for item in _replay(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
-    rows = _merge_equal(_make_saved_row(allocation, *state, recorder.modules.compiled) for allocation, state in saved)
+    rows = _merge_equal(
+        _make_saved_row(allocation, size_bytes, save_count, recorder.modules.compiled)
+        for allocation, (size_bytes, save_count) in _replay(recorder, saved_event).items()
+        if _is_saved(allocation, save_count)
+    )
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,
@@ -60,17 +63,17 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
     return report
 
 
-def get_category(allocation: Allocation, saved: int) -> str:
-    """Return the category of an allocation while autograd has saved it `saved` times."""
+def get_category(allocation: Allocation, save_count: int) -> str:
+    """Return the category of an allocation while autograd has saved it `save_count` times."""
     if allocation.category is not None:
         return allocation.category
-    if _is_saved(allocation, saved):
+    if _is_saved(allocation, save_count):
         return "saved_activations"
-    return "communication" if allocation.communicates else "temporaries"
+    return "communication" if allocation.is_collective_buffer else "temporaries"
 
 
-def _is_saved(allocation: Allocation, saved: int) -> bool:
-    return saved > 0 or allocation.held_from_forward
+def _is_saved(allocation: Allocation, save_count: int) -> bool:
+    return save_count > 0 or allocation.held_from_forward
 
 
 def _iter_timeline(recorder: Recorder) -> Iterator[list[Any]]:
@@ -81,11 +84,11 @@ def _iter_timeline(recorder: Recorder) -> Iterator[list[Any]]:
         state[allocation] = (size_bytes, 0)
         totals[get_category(allocation, 0)] += size_bytes
     yield [0, 0.0, *totals.values()]
-    for event, (t_us, allocation, size_bytes, saved) in enumerate(recorder.log, 1):
-        before_bytes, before_saved = state.get(allocation, (0, 0))
-        totals[get_category(allocation, before_saved)] -= before_bytes
-        totals[get_category(allocation, saved)] += size_bytes
-        state[allocation] = (size_bytes, saved)
+    for event, (t_us, allocation, size_bytes, save_count) in enumerate(recorder.log, 1):
+        before_bytes, before_count = state.get(allocation, (0, 0))
+        totals[get_category(allocation, before_count)] -= before_bytes
+        totals[get_category(allocation, save_count)] += size_bytes
+        state[allocation] = (size_bytes, save_count)
         yield [event, round(t_us, 1), *totals.values()]
 
 
@@ -104,8 +107,8 @@ def count_added_bytes(recorder: Recorder, event: int) -> int:
 
 def _find_saved_peak(recorder: Recorder) -> int:
     live_bytes, by_event, state = 0, [0], dict[Allocation, int]()
-    for _, allocation, size_bytes, saved in recorder.log:
-        now = size_bytes if _is_saved(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
+    for _, allocation, size_bytes, save_count in recorder.log:
+        now = size_bytes if _is_saved(allocation, save_count) and allocation.category not in NOT_FOR_BACKWARD else 0
         live_bytes += now - state.get(allocation, 0)
         state[allocation] = now
         by_event.append(live_bytes)
@@ -116,9 +119,9 @@ def _find_maximum(values: list[int]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _make_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
+def _make_row(allocation: Allocation, size_bytes: int, save_count: int) -> dict[str, Any]:
     return {
-        "category": get_category(allocation, saved),
+        "category": get_category(allocation, save_count),
         "bytes": size_bytes,
         "count": 1,
         "operator": allocation.operator,
@@ -131,24 +134,26 @@ def _make_row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, 
     }
 
 
-def _make_saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
+def _make_saved_row(
+    allocation: Allocation, size_bytes: int, save_count: int, compiled: Collection[str]
+) -> dict[str, Any]:
     use = allocation.first_use
     first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
-    saved_by = _name_saver(allocation, saved)
+    saved_by = _name_saver(allocation, save_count)
     if saved_by == "autograd" and allocation.saved_in in compiled:
         saved_by = COMPILED_GRAPH
     saver = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
-    return {**_make_row(allocation, size_bytes, saved), **saver}
+    return {**_make_row(allocation, size_bytes, save_count), **saver}
 
 
-def _name_saver(allocation: Allocation, saved: int) -> str:
+def _name_saver(allocation: Allocation, save_count: int) -> str:
     """Return the mechanism that saved the allocation. If a recomputation is its first reader, it is a checkpoint."""
-    if allocation.under_policy and not saved:
+    if allocation.under_policy and not save_count:
         return "selective policy"
     use = allocation.first_use
     if allocation.category is None and use is not None and use.phase == "recompute":
         return "checkpoint"
-    return "autograd" if saved else "other code"
+    return "autograd" if save_count else "other code"
 
 
 def _name_operand(allocation: Allocation) -> str:
@@ -181,8 +186,8 @@ def _list_spans(recorder: Recorder) -> list[list[Any]]:
 
     Both are equal if it has no events.
     """
-    ends = [*recorder.spans, ("", len(recorder.log))]
-    return [[phase, start, end] for (phase, start), (_, end) in pairwise(ends) if end > start or phase == "optimizer"]
+    starts = [*recorder.spans, ("", len(recorder.log))]
+    return [[phase, start, end] for (phase, start), (_, end) in pairwise(starts) if end > start or phase == "optimizer"]
 
 
 def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -193,8 +198,8 @@ def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         New rows by bytes in descending order.
     """
-    folded = [{name: _mask_numbers(name, value) for name, value in row.items()} for row in rows]
-    return _merge((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
+    masked = [{name: _mask_numbers(name, value) for name, value in row.items()} for row in rows]
+    return _merge((repr({**row, "bytes": 0, "count": 0}), row) for row in masked)
 
 
 def _mask_numbers(name: str, value: Any) -> Any:

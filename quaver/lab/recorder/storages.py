@@ -49,9 +49,9 @@ class StorageTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
         self._ignored: dict[int, weakref.ref[UntypedStorage]] = {}  # buffers of a collective's backend
-        self._undo: ExitStack | None = None
+        self._exit_stack: ExitStack | None = None
         """Removes the patch of `resize_` when the mode ends; None while it is off."""
-        self._among_fakes = False  # whether storages on the meta device belong to fake tensors
+        self._has_fake_tensors = False  # whether storages on the meta device belong to fake tensors
         self._lock = threading.RLock()
         """Held while the records change: a thread of a collective's backend may release a storage at any time."""
 
@@ -85,18 +85,18 @@ class StorageTracker(TorchDispatchMode):
             self._sizes.clear()
 
     def __enter__(self) -> Any:
-        if self._undo is not None:
+        if self._exit_stack is not None:
             raise RuntimeError(f"this {type(self).__name__} is on already; make another one")
-        self._among_fakes = is_fake_mode_on()
-        with ExitStack() as undo:
-            undo.enter_context(self._patch_resize())
+        self._has_fake_tensors = is_fake_mode_on()
+        with ExitStack() as exit_stack:
+            exit_stack.enter_context(self._patch_resize())
             entered = super().__enter__()
-            self._undo = undo.pop_all()
+            self._exit_stack = exit_stack.pop_all()
         return entered
 
     def __exit__(self, *error: Any) -> None:
-        undo, self._undo = self._undo, None
-        with undo or ExitStack():
+        exit_stack, self._exit_stack = self._exit_stack, None
+        with exit_stack or ExitStack():
             super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -107,7 +107,7 @@ class StorageTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         arguments = [*_iter_tensors(args), *_iter_tensors(tuple(kwargs.values()))]
         for tensor in arguments:
-            if not self._is_backend_buffer(tensor, func):
+            if not self._ignore_backend_buffer(tensor, func):
                 self.follow(tensor, str(func) if func is _LIFT_OPERATOR else None)
         self.on_operator_called(func, arguments)
         result = func(*args, **kwargs)
@@ -130,9 +130,9 @@ class StorageTracker(TorchDispatchMode):
             elif before_bytes != size_bytes:
                 self.on_storage_resized(key, size_bytes, before_bytes)
 
-    def _is_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
+    def _ignore_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
         """Return whether this is a collective's buffer. The mode first sees it when it is waited for."""
-        if self._among_fakes:  # torch's fake process group allocates none
+        if self._has_fake_tensors:  # torch's fake process group allocates none
             return False
         key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
         if key is None or key in self._sizes or key in self._ignored:
@@ -159,7 +159,7 @@ class StorageTracker(TorchDispatchMode):
         return replace_attribute(UntypedStorage, "resize_", resize_and_report)
 
     def _on_resize(self, storage: UntypedStorage, before_bytes: int) -> None:
-        if storage.device.type == "meta" and not self._among_fakes:
+        if storage.device.type == "meta" and not self._has_fake_tensors:
             return
         key = storage_key(storage)
         with self._lock:
@@ -199,9 +199,9 @@ class TensorBytes(StorageTracker):
     def on_storage_released(self, key: int, size_bytes: int) -> None:
         self.live_bytes -= self._counted.pop(key)
 
-    def _count(self, key: int, more_bytes: int) -> None:
-        self._counted[key] = self._counted.get(key, 0) + more_bytes
-        self.live_bytes += more_bytes
+    def _count(self, key: int, change_bytes: int) -> None:
+        self._counted[key] = self._counted.get(key, 0) + change_bytes
+        self.live_bytes += change_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 

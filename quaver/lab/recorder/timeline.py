@@ -102,19 +102,19 @@ def _categorize_gradients_and_state(recorder: Recorder, model: nn.Module, optimi
         owners[parameter] = module = name.rpartition(".")[0]
         if parameter.grad is not None:
             recorder.categorize("gradients", [parameter.grad], module)
-    for trained, state in () if optimizer is None else optimizer.state.items():
+    for weight, state in () if optimizer is None else optimizer.state.items():
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        recorder.categorize("optimizer_state", tensors, owners.get(trained, ""))
+        recorder.categorize("optimizer_state", tensors, owners.get(weight, ""))
 
 
 def _follow_optimizer(stack: ExitStack, recorder: Recorder, model: nn.Module, optimizer: Optimizer) -> None:
-    def before(*_: Any) -> None:
+    def begin_step(*_: Any) -> None:
         _categorize_gradients_and_state(recorder, model, None)
         recorder.in_optimizer = True
 
-    def after(*_: Any) -> None:
+    def end_step(*_: Any) -> None:
         recorder.in_optimizer = False
         _categorize_gradients_and_state(recorder, model, optimizer)
 
-    stack.callback(optimizer.register_step_pre_hook(before).remove)
-    stack.callback(optimizer.register_step_post_hook(after).remove)
+    stack.callback(optimizer.register_step_pre_hook(begin_step).remove)
+    stack.callback(optimizer.register_step_post_hook(end_step).remove)

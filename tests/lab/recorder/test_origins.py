@@ -129,5 +129,5 @@ def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
     log = [(timeline.get_allocation(event), alive[event] - alive[event - 1]) for event in range(1, len(alive))]
     gathered = {(event.parameter, size) for event, size in log if event.category == "gathered_weights" and size > 0}
     assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
-    sizes = {size for event, size in log if event.communicates and event.category is None}
+    sizes = {size for event, size in log if event.is_collective_buffer and event.category is None}
     assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

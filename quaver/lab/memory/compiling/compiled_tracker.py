@@ -93,7 +93,7 @@ class CompiledTracker(ModuleTracker):
 
         self.compiled.add(name)
         module._compiled_call_impl = call
-        self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
+        self._exit_stack.callback(setattr, module, "_compiled_call_impl", compiled)
 
 
 class Recording(NamedTuple):
