@@ -56,11 +56,11 @@ def _describe_numerics(run: RunData) -> str:
         return NO_STATISTICS_NOTE
     samples, tensors = format_count(len(record.steps), "sample"), format_count(len(record.tensors), "tensor")
     where = f"{samples} of {tensors}, up to step {record.steps[-1]:,}"
-    non_finite = describe_first_nonfinite(record)
+    nonfinite = describe_first_nonfinite(record)
     if run.alarms:
         first, number = run.alarms[0], format_count(len(run.alarms), "alarm")
         return f"{number} in {where}; the first at step {first['step']:,}: {first['message']}"
-    return f"no alarm in {where}" + (f"; but {non_finite}" if non_finite else "")
+    return f"no alarm in {where}" + (f"; but {nonfinite}" if nonfinite else "")
 
 
 def is_healthy(run: RunData) -> bool | None:
@@ -74,12 +74,12 @@ def describe_first_nonfinite(record: Record) -> str:
     """Say when and where the first non-finite elements were seen; "" if there were none."""
     if "nonfinite" not in record.statistics:
         return ""
-    bad = record.statistics["nonfinite"] > 0
-    if not bad.any():
+    is_nonfinite = record.statistics["nonfinite"] > 0
+    if not is_nonfinite.any():
         return ""
-    sample = int(bad.any(1).argmax())
+    sample = int(is_nonfinite.any(1).argmax())
     layers = list(dict.fromkeys(tensor["layer"] for tensor in record.tensors))
-    tensors = [record.tensors[position] for position in np.flatnonzero(bad[sample]).tolist()]
+    tensors = [record.tensors[position] for position in np.flatnonzero(is_nonfinite[sample]).tolist()]
     first = min(tensors, key=lambda tensor: make_order_key(layers.index(tensor["layer"]), tensor["operand"]))
     more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
     return f"NaN or infinities since step {record.steps[sample]:,}, in {format_tensor_name(first)}{more}"
@@ -98,14 +98,14 @@ def list_facts(run: RunData) -> list[tuple[str, str]]:
 
     skipped = (record.get("model", "") for record in run.records if record.get("kind") == RecordKind.SKIPPED_STEP)
     facts += [(label_model("skipped steps", model), f"{count:,}") for model, count in Counter(skipped).items()]
-    for key, label, shown in (
+    for key, label, format_values in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),
         ("validation_loss", "validation loss", lambda values: f"{values[-1]:.4f}"),
         ("tokens_per_s", "median tokens/s", lambda values: f"{compute_median_after_warmup(values):,.0f}"),
     ):
         records = [record for record in run.records if key != "tokens_per_s" or not record.get("measures_memory")]
         for curve in collect_curves(records, key):
-            facts.append((label_model(label, curve.model), shown(curve.values)))
+            facts.append((label_model(label, curve.model), format_values(curve.values)))
     label, memory = select_memory_curves(run)
     if memory:
         facts.append((label, format_bytes(max(max(curve.values) for curve in memory))))
@@ -121,9 +121,9 @@ def _list_numerics_facts(run: RunData) -> list[tuple[str, str]]:
         for tensor, step, value in (
             find_worst_cells(record, statistic, 1) if statistic.name in record.statistics else []
         ):
-            ends = "lowest" if statistic.is_low_worse else "highest"
+            extreme = "lowest" if statistic.is_low_worse else "highest"
             where = "" if value == "0" else f", {format_tensor_name(record.tensors[tensor])}, step {step:,}"
-            facts.append((f"{ends} {statistic.title}", f"{value}{where}"))
+            facts.append((f"{extreme} {statistic.title}", f"{value}{where}"))
     return facts
 
 

@@ -14,7 +14,7 @@ from quaver.numerics.record import Record, encode_counts
 
 MAX_WORST_CELLS = 25
 """Rows of the table of worst cells."""
-MAX_TRIALS = 500
+MAX_WHATIF_ROWS = 500
 """Rows of the table of other recipes."""
 SQNR_NAME = STATISTICS[0].name
 MAX_HISTOGRAM_BYTES = 400_000
@@ -50,13 +50,13 @@ def make_maps(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, 
         "samples": len(steps),
         "tensors": _encode_tensors(record.tensors),
         "rows": None if len(grid.rows) == len(record.tensors) else grid.rows,
-        "columns": [[steps[first] for first in grid.column_edges[:-1]], [steps[at] for at in last]],
+        "columns": [[steps[first] for first in grid.column_edges[:-1]], [steps[index] for index in last]],
         "maps": {
             statistic.name: _make_map(encode_statistic(record, statistic, limits[statistic.name]), grid)
             for statistic in shown
         },
         "worst": {statistic.name: find_worst_cells(record, statistic) for statistic in shown},
-        "whatif": _list_trials(record),
+        "whatif": _make_whatif_table(record),
         "histograms": _list_histograms(record, alarms, int(share * MAX_HISTOGRAM_BYTES)),
     }
 
@@ -126,18 +126,18 @@ def find_worst_cells(record: Record, statistic: Statistic, max_cells: int = MAX_
     return cells[:max_cells]
 
 
-def _list_trials(record: Record) -> dict[str, Any]:
+def _make_whatif_table(record: Record) -> dict[str, Any]:
     """Return the SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
     rows = []
     if record.whatif and SQNR_NAME in record.statistics:
-        tried = np.stack(list(record.whatif.values()))
-        has_trial = np.logical_or.reduce(~np.isnan(tried))
-        for tensor in np.flatnonzero(has_trial.any(0)).tolist():
-            sample = int(np.flatnonzero(has_trial[:, tensor])[-1])
-            values = (record.statistics[SQNR_NAME][sample, tensor], *tried[:, sample, tensor])
+        sqnr_db = np.stack(list(record.whatif.values()))
+        is_measured = np.logical_or.reduce(~np.isnan(sqnr_db))
+        for tensor in np.flatnonzero(is_measured.any(0)).tolist():
+            sample = int(np.flatnonzero(is_measured[:, tensor])[-1])
+            values = (record.statistics[SQNR_NAME][sample, tensor], *sqnr_db[:, sample, tensor])
             rows.append([tensor, int(record.steps[sample]), *map(_round_decibels, values)])
     rows.sort(key=lambda row: np.inf if row[2] is None else row[2])
-    return {"recipes": list(record.whatif), "rows": rows[:MAX_TRIALS]}
+    return {"recipes": list(record.whatif), "rows": rows[:MAX_WHATIF_ROWS]}
 
 
 def _round_decibels(value: float) -> float | None:
@@ -154,10 +154,11 @@ def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], max_bytes
         samples = sorted(record.histograms)
         bins = record.histograms[samples[-1]].before.shape[1]
         count = min(len(samples), max(1, max_bytes // (2 * bins * len(record.tensors))))
-        chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, count)}
-        tensors = _find_worst_tensors(record, max(1, max_bytes // (2 * bins * len(chosen))))
-        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _find_alarm_histograms(record, samples, alarms)
-        rows = [_encode_histogram(record, at, tensor) for at, tensor in sorted(wanted)]
+        evenly_spaced = {samples[round(index)] for index in np.linspace(len(samples) - 1, 0, count)}
+        tensors = _find_worst_tensors(record, max(1, max_bytes // (2 * bins * len(evenly_spaced))))
+        cells = {(sample, tensor) for sample in evenly_spaced for tensor in tensors}
+        cells |= _find_alarm_histograms(record, samples, alarms)
+        rows = [_encode_histogram(record, sample, tensor) for sample, tensor in sorted(cells)]
     return {"samples": len(record.histograms), "kept": [row for row in rows if row[3]]}
 
 
@@ -171,15 +172,15 @@ def _find_alarm_histograms(
     record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]
 ) -> set[tuple[int, int]]:
     """Return (sample, tensor) of the first histogram at or after each alarm's start, for every cast of its operand."""
-    wanted = set()
+    cells = set()
     for alarm in alarms:
-        at = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
-        wanted |= {
-            (at, position)
+        first = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
+        cells |= {
+            (first, position)
             for position, tensor in enumerate(record.tensors)
             if (tensor["layer"], tensor["operand"]) == (alarm["layer"], alarm["operand"])
         }
-    return wanted
+    return cells
 
 
 def _encode_histogram(record: Record, sample: int, tensor: int) -> list[Any]:
@@ -189,10 +190,10 @@ def _encode_histogram(record: Record, sample: int, tensor: int) -> list[Any]:
     used = np.flatnonzero(before + after)
     if not used.size:
         return [tensor, step, 0, "", ""]
-    part = slice(int(used[0]), int(used[-1]) + 1)
+    used_bins = slice(int(used[0]), int(used[-1]) + 1)
     return [
         tensor,
         step,
-        histogram.low + part.start,
-        *(encode_counts(counts[part].tolist()) for counts in (before, after)),
+        histogram.low + used_bins.start,
+        *(encode_counts(counts[used_bins].tolist()) for counts in (before, after)),
     ]

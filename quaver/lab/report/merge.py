@@ -50,17 +50,17 @@ def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: i
     tensors_per_row = max(1, -(-per_sample * columns // cells))
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if tensors_per_row == 1:
-        return Grid(edges, [[at] for at in range(len(kinds))])
+        return Grid(edges, [[position] for position in range(len(kinds))])
     groups = _group_positions_by_kind(kinds)
     return Grid(edges, [row for group in groups for row in _split_into_chunks(group, tensors_per_row)])
 
 
 def _group_positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:
     """Return the positions of each kind, in the order in which kinds first occur."""
-    order = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
-    positions = sorted(range(len(kinds)), key=lambda at: order[kinds[at]])
-    return [list(same) for _, same in groupby(positions, key=lambda at: order[kinds[at]])]
+    order = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+    positions = sorted(range(len(kinds)), key=lambda position: order[kinds[position]])
+    return [list(group) for _, group in groupby(positions, key=lambda position: order[kinds[position]])]
 
 
 def _split_into_chunks(positions: list[int], size: int) -> list[list[int]]:
-    return [positions[at : at + size] for at in range(0, len(positions), size)]
+    return [positions[start : start + size] for start in range(0, len(positions), size)]

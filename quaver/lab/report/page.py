@@ -14,7 +14,7 @@ from quaver.lab.report.maps import Limits, find_limits, make_maps
 from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
 from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, collect_curves, thin_curve
-from quaver.lab.report.statistics import STATISTICS
+from quaver.lab.report.statistics import STATISTICS, Statistic
 from quaver.lab.runs.json_lines import RecordKind
 
 _PAGE_FILES = PageFiles(
@@ -33,7 +33,7 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
     """
     limits = find_limits([run.numerics for run in runs if run.numerics])
     data = {
-        "statistics": [_make_statistic(name, limits) for name in limits],
+        "statistics": [_make_statistic(stat, limits[stat.name]) for stat in STATISTICS if stat.name in limits],
         "colors": make_palette(),
         "special": SPECIAL_COLORS,
         "runs": [_make_run(run, limits, 1 / len(runs)) for run in runs],
@@ -41,10 +41,9 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
     write_page(path, _PAGE_FILES, title=" and ".join(run.label for run in runs), data=data)
 
 
-def _make_statistic(name: str, limits: Limits) -> dict[str, Any]:
-    (statistic,) = (known for known in STATISTICS if known.name == name)
+def _make_statistic(statistic: Statistic, limits: tuple[float, float]) -> dict[str, Any]:
     fields = {field: getattr(statistic, field) for field in ("name", "title", "unit", "is_low_worse", "scale")}
-    return fields | {"limits": limits[name]}
+    return fields | {"limits": limits}
 
 
 def _make_run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:

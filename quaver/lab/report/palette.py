@@ -13,4 +13,4 @@ SPECIAL_COLORS = {"light": ("#dfe6ec", "#00a37a", "#0a84ff"), "dark": ("#2b333d"
 def make_palette(count: int = 32) -> list[str]:
     """Return colors of the scale from dark to light, without its ends, which would look like a page's background."""
     colors = matplotlib.colormaps[COLORMAP]
-    return [to_hex(colors(0.06 + 0.9 * at / (count - 1))) for at in range(count)]
+    return [to_hex(colors(0.06 + 0.9 * index / (count - 1))) for index in range(count)]

@@ -36,8 +36,8 @@ def collect_curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
 
 def thin_curve(curve: Curve) -> Curve:
     """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
-    points = _find_extremes(curve.values, MAX_CURVE_COLUMNS)
-    return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
+    indices = _find_extremes(curve.values, MAX_CURVE_COLUMNS)
+    return Curve(curve.model, [curve.steps[index] for index in indices], [curve.values[index] for index in indices])
 
 
 def _find_extremes(values: Sequence[float], columns: int) -> list[int]:
@@ -46,5 +46,5 @@ def _find_extremes(values: Sequence[float], columns: int) -> list[int]:
     array = np.array(values)
     edges = np.linspace(0, len(array), columns + 1).astype(int).tolist()
     spans = list(zip(edges, edges[1:], strict=False))
-    ends = [first + int(extreme(array[first:last])) for first, last in spans for extreme in (np.argmin, np.argmax)]
-    return sorted({0, *ends, len(array) - 1})
+    extremes = [first + int(extreme(array[first:last])) for first, last in spans for extreme in (np.argmin, np.argmax)]
+    return sorted({0, *extremes, len(array) - 1})

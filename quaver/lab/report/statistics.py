@@ -51,10 +51,10 @@ class Statistic:
     def find_limits(self, runs: Iterable[Float64Array]) -> tuple[float, float]:
         """Return the ends of one scale for the finite values of all `runs`; an empty interval is widened to 1."""
         finite = [scaled[np.isfinite(scaled)] for scaled in map(self.apply_scale, runs)]
-        ends = [(values.min(), values.max()) for values in finite if values.size]
+        ranges = [(values.min(), values.max()) for values in finite if values.size]
         low, high = self.bounds
-        if ends:
-            low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
+        if ranges:
+            low, high = np.clip([min(low for low, _ in ranges), max(high for _, high in ranges)], low, high)
         return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
 
     def encode(self, values: Float64Array, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> CellBytes:
