@@ -30,7 +30,7 @@ from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict_module_step import Prediction, predict_module_step
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.model.llama import Attention, Block, FeedForward, make_rope_tables
-from quaver.lab.model.parallelize import pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh
 from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.settings import Model, Optimizer
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -194,7 +194,7 @@ def measure(
 def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
     """Predict a training step of the case on the first of its ranks. Runs and compiles no kernel."""
     with (
-        pretend_mesh(ParallelDims(shard=case.ranks)) as mesh,
+        open_fake_mesh(ParallelDims(shard=case.ranks)) as mesh,
         fake_tensors(device, compiled=case.compiled) as fake_mode,
     ):
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)

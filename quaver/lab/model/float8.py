@@ -61,26 +61,26 @@ def make_filter(model: Llama, config: Float8, *, tokens: int, device: torch.devi
         InputError: an entry of filter_fqns matches no linear.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
-    for skipped in config.filter_fqns:
-        if not any(skipped in name for name in names):
+    for entry in config.filter_fqns:
+        if not any(entry in name for name in names):
             raise InputError(
-                f"float8.filter_fqns entry {skipped!r} is part of no linear's name; the linears are {', '.join(names)}"
+                f"float8.filter_fqns entry {entry!r} is part of no linear's name; the linears are {', '.join(names)}"
             )
-    automatic = None
+    auto_filter_fn = None
     if config.auto_filter:
         target = device if is_cuda_device(device) else None
         with reraise_as_input_error():
-            automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
+            auto_filter_fn = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
 
     skipped_blocks = _find_skipped_blocks(model, config)
 
     def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
-        for skipped in config.filter_fqns:
-            if skipped in fqn:
-                return FilterDecision(convert=False, reason=f"float8.filter_fqns has {skipped!r}")
+        for entry in config.filter_fqns:
+            if entry in fqn:
+                return FilterDecision(convert=False, reason=f"float8.filter_fqns has {entry!r}")
         if module in skipped_blocks:
             return FilterDecision(convert=False, reason=skipped_blocks[module])
-        return automatic(module, fqn) if automatic else True
+        return auto_filter_fn(module, fqn) if auto_filter_fn else True
 
     return decide
 
@@ -164,11 +164,9 @@ def _find_skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
     """Return the modules of the first and last blocks that stay in high precision, with the reason."""
     blocks = list(model.iter_blocks())
     first, last = config.skip_first_layers, config.skip_last_layers
-    ends = {
-        f"float8.skip_last_layers = {last}": blocks[len(blocks) - last :],
-        f"float8.skip_first_layers = {first}": blocks[:first],
-    }
-    return {module: reason for reason, end in ends.items() for block in end for module in block.modules()}
+    skipped = [(block, f"float8.skip_last_layers = {last}") for block in blocks[len(blocks) - last :]]
+    skipped += [(block, f"float8.skip_first_layers = {first}") for block in blocks[:first]]
+    return {module: reason for block, reason in skipped for module in block.modules()}
 
 
 def find_layer_name(model: nn.Module, name: str) -> str:

@@ -18,8 +18,8 @@ from quaver.lab.model.mixture import Router
 def allocate(model: Llama, device: torch.device) -> None:
     """Give `model`, which is on the meta device, uninitialized storage on `device`."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    known = {id(buffer) for router in routers for buffer in router.buffers()}
-    buffers = [name for name, buffer in model.named_buffers() if id(buffer) not in known]
+    router_buffers = {id(buffer) for router in routers for buffer in router.buffers()}
+    buffers = [name for name, buffer in model.named_buffers() if id(buffer) not in router_buffers]
     if buffers:
         raise NotImplementedError(f"buffers have no initial values here: {', '.join(buffers)}")
     model.to_empty(device=device)
@@ -34,7 +34,7 @@ def initialize(model: Llama, seed: int) -> None:
         for name, parameter in model.named_parameters():
             value = make_initial_value(name, parameter.shape, choose_init_std(name, model.config), seed)
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(take_local_part(value, parameter))
+                parameter.to_local().copy_(take_local_shard(value, parameter))
             else:
                 parameter.copy_(value)
 
@@ -48,7 +48,7 @@ def make_initial_value(name: str, shape: torch.Size, std: float, seed: int) -> T
     return torch.empty(shape).normal_(std=std, generator=generator)
 
 
-def take_local_part(value: Tensor, parameter: DTensor) -> Tensor:
+def take_local_shard(value: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of `value`, a whole parameter, with the placements of `parameter`; a view.
 
     Tensor parallelism splits first and FSDP2 splits the result, although FSDP's dim comes first in the mesh. So a dim
@@ -57,11 +57,11 @@ def take_local_part(value: Tensor, parameter: DTensor) -> Tensor:
     coordinate = parameter.device_mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError("this rank is not in the parameter's mesh")
-    part = value
+    shard = value
     for axis in reversed(range(parameter.device_mesh.ndim)):
         dim = getattr(parameter.placements[axis], "dim", None)  # of Shard and of FSDP2's strided Shard
         if dim is not None:
-            chunks = part.chunk(parameter.device_mesh.size(axis), dim)
+            chunks = shard.chunk(parameter.device_mesh.size(axis), dim)
             index = coordinate[axis]
-            part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
-    return part
+            shard = chunks[index] if index < len(chunks) else shard.narrow(dim, 0, 0)
+    return shard

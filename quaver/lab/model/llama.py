@@ -129,8 +129,8 @@ class Attention(nn.Module):
         if mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         # CUDA's kernel for masks needs as many key heads as query heads; otherwise torch saves all scores.
-        group = query.shape[1] // key.shape[1]
-        key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+        queries_per_key = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(queries_per_key, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ def count_training_flops_per_token(config: Model, seq_len: int) -> int:
     half of it.
     """
     matrices = sum(math.prod(shape) for _, shape in list_block_weights(config) if len(shape) == 2)
-    in_block = matrices + config.top_k * count_expert_elements(config)
-    linear_weights = config.n_layers * in_block + config.dim * config.vocab_size
+    weights_per_block = matrices + config.top_k * count_expert_elements(config)
+    linear_weights = config.n_layers * weights_per_block + config.dim * config.vocab_size
     return 6 * linear_weights + count_attention_flops_per_token(config, seq_len)
 
 

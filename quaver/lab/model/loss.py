@@ -66,11 +66,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        counted = (targets != IGNORE_INDEX).sum()
+        token_count = (targets != IGNORE_INDEX).sum()
         total = logits.new_zeros((), dtype=torch.float32)
         for rows, row_targets in _iter_slices(logits, targets):
             total += F.cross_entropy(rows.float(), row_targets, reduction="sum")
-        return total / counted
+        return total / token_count
 
     @staticmethod
     @once_differentiable
@@ -102,42 +102,42 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
 
 def _compute_split_loss(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, vocab_size = logits.device_mesh, logits.shape[-1]
-    first_token = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard splits as torch.chunk does
+    vocab_start = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard splits as torch.chunk does
     local = logits.to_local().flatten(0, 1)
-    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first_token, vocab_size, mesh.get_group())
+    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), vocab_start, vocab_size, mesh.get_group())
     return loss
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `logits` [tokens, columns of this rank]; column 0 is `first_token` of the vocabulary."""
+    """Cross entropy of `logits` [tokens, columns of this rank]; column 0 is token `vocab_start` of the vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first_token: int, vocab_size: int, group: ProcessGroup
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, vocab_size: int, group: ProcessGroup
     ) -> Tensor:
-        parts = _compute_parts(logits, targets - first_token)
-        largest, sums, chosen = all_gather(parts, 0, group).unflatten(0, (-1, len(parts))).unbind(1)
-        top = largest.amax(0)
-        whole_sum = (sums * (largest - top).exp()).sum(0)
-        ctx.save_for_backward(logits, targets, top, whole_sum)
-        ctx.first_token = first_token
+        parts = _compute_parts(logits, targets - vocab_start)
+        rank_max, rank_sum, rank_target = all_gather(parts, 0, group).unflatten(0, (-1, len(parts))).unbind(1)
+        max_logit = rank_max.amax(0)
+        exp_sum = (rank_sum * (rank_max - max_logit).exp()).sum(0)
+        ctx.save_for_backward(logits, targets, max_logit, exp_sum)
+        ctx.vocab_start = vocab_start
         is_counted = targets != IGNORE_INDEX
-        losses = torch.where(is_counted, top - chosen.sum(0) + whole_sum.log(), 0)
+        losses = torch.where(is_counted, max_logit - rank_target.sum(0) + exp_sum.log(), 0)
         is_outside = is_counted & ((targets < 0) | (targets >= vocab_size))
         return losses.masked_fill(is_outside, torch.nan).sum() / is_counted.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, targets, top, whole_sum = ctx.saved_tensors
+        logits, targets, max_logit, exp_sum = ctx.saved_tensors
         is_counted = targets != IGNORE_INDEX
         grad_losses = torch.where(is_counted, grad / is_counted.sum(), 0)
         # Dynamo does not trace a backward that writes over what the forward saved.
-        written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
-        vectors = targets - ctx.first_token, top, grad_losses / whole_sum, grad_losses
-        for rows, *vectors_of_slice, result in _iter_slices(logits, *vectors, written):
+        grad_logits = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
+        vectors = targets - ctx.vocab_start, max_logit, grad_losses / exp_sum, grad_losses
+        for rows, *vectors_of_slice, result in _iter_slices(logits, *vectors, grad_logits):
             result.copy_(_compute_gradient(rows, *vectors_of_slice))
-        return written.detach(), None, None, None, None
+        return grad_logits.detach(), None, None, None, None
 
 
 def _compute_parts(logits: Tensor, row_targets: Tensor) -> Tensor:
@@ -147,22 +147,24 @@ def _compute_parts(logits: Tensor, row_targets: Tensor) -> Tensor:
     """
     parts = logits.new_zeros((3, len(row_targets)), dtype=torch.float32)
     parts[0] = -torch.inf
-    for rows, columns, largest, sums, chosen in _iter_slices(logits, row_targets, *parts):
-        largest.copy_(rows.amax(1))
-        base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
-        sums.copy_((rows - base[:, None]).exp_().sum(1))
+    for rows, columns, max_logit, exp_sum, target_logit in _iter_slices(logits, row_targets, *parts):
+        max_logit.copy_(rows.amax(1))
+        base = max_logit.masked_fill(max_logit == -torch.inf, 0)  # -inf - -inf would be NaN
+        exp_sum.copy_((rows - base[:, None]).exp_().sum(1))
         index, is_held = _locate_targets(columns, rows)
-        chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
+        target_logit.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
     return parts
 
 
-def _compute_gradient(rows: Tensor, row_targets: Tensor, top: Tensor, factor: Tensor, grad_loss: Tensor) -> Tensor:
+def _compute_gradient(
+    rows: Tensor, row_targets: Tensor, max_logit: Tensor, factor: Tensor, grad_loss: Tensor
+) -> Tensor:
     """Return the gradient of a slice in float32: (softmax(rows) - one_hot(row_targets)) * grad_loss.
 
-    `factor` [rows] is grad_loss / sum(exp(logits - top)) over the whole vocabulary, so exp(rows - top) * factor is the
-    first term.
+    `factor` [rows] is grad_loss / sum(exp(logits - max_logit)) over the whole vocabulary. The first term is
+    exp(rows - max_logit) * factor.
     """
-    grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
+    grads = (rows - max_logit[:, None]).exp_().mul_(factor[:, None])
     index, is_held = _locate_targets(row_targets, rows)
     return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, grad_loss[:, None], 0))
 

@@ -119,9 +119,9 @@ class Mixture(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
-def list_modules(model: nn.Module, kind: type[ModuleType]) -> list[ModuleType]:
-    """Return the modules of class `kind`, in order."""
-    return [module for module in model.modules() if isinstance(module, kind)]
+def list_modules(model: nn.Module, module_class: type[ModuleType]) -> list[ModuleType]:
+    """Return the modules of class `module_class`, in order."""
+    return [module for module in model.modules() if isinstance(module, module_class)]
 
 
 def pop_expert_load(routers: Sequence[Router], all_reduce: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -59,7 +59,7 @@ def make_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
 
 
 @contextmanager
-def pretend_mesh(dims: ParallelDims) -> Iterator[DeviceMesh | None]:
+def open_fake_mesh(dims: ParallelDims) -> Iterator[DeviceMesh | None]:
     """Yield a mesh of `dims` in which this process is the first rank and the others do not exist."""
     if not dims.mesh:
         yield None
@@ -130,9 +130,9 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, expert_mesh: Dev
     Split experts have a separate group on `expert_mesh`.
     """
     if expert_mesh is not None:
-        fsdp_part = expert_mesh[tuple(name for name in expert_mesh.mesh_dim_names or () if name != "ep")]
+        fsdp_mesh = expert_mesh[tuple(name for name in expert_mesh.mesh_dim_names or () if name != "ep")]
         for experts in list_modules(model, Experts):
-            fully_shard(experts, **make_fsdp_options(config, fsdp_part))
+            fully_shard(experts, **make_fsdp_options(config, fsdp_mesh))
     groups: list[nn.Module] = list(model.iter_blocks())
     if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
         groups.append(model.lm_head)
@@ -196,13 +196,13 @@ def _make_block_styles(block: Block) -> dict[str, ParallelStyle]:
     # The other inputs of attention (cos, sin, and the mask or None) are replicated.
     return {
         "input_layernorm": SequenceParallel(),
-        "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),
+        "self_attn": _make_sequence_gather([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),
         "self_attn.q_proj": _make_colwise(attention.q_proj),
         "self_attn.k_proj": _make_colwise(attention.k_proj),
         "self_attn.v_proj": _make_colwise(attention.v_proj),
         "self_attn.o_proj": _make_rowwise(attention.o_proj, output_layouts=Shard(1)),
         "post_attention_layernorm": SequenceParallel(),
-        "mlp": _gather_sequence([mlp.gate_proj, mlp.up_proj]),
+        "mlp": _make_sequence_gather([mlp.gate_proj, mlp.up_proj]),
         "mlp.gate_proj": _make_colwise(mlp.gate_proj),
         "mlp.up_proj": _make_colwise(mlp.up_proj),
         "mlp.down_proj": _make_rowwise(mlp.down_proj, output_layouts=Shard(1)),
@@ -217,7 +217,7 @@ def check_tensor_parallel(model: Llama, degree: int) -> None:
                 check_can_be_sharded(linear, SPLIT_DIMS.get(name.rpartition(".")[2], 0), degree)
 
 
-def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
+def _make_sequence_gather(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
     """Gather a module's first input along the sequence, in float8 if all of its `readers` compute in float8."""
     layouts: dict[str, Any] = {
         "input_layouts": (Shard(1), *[None] * other_inputs),

@@ -13,7 +13,7 @@ from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.model.flops import LinearPrecision, group_linears, list_linear_precisions
 from quaver.lab.model.llama import count_training_flops_per_token
-from quaver.lab.model.parallelize import parallelize, pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh, parallelize
 from quaver.lab.runs.run_folder import check_run_folder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -60,7 +60,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     _, model = models.first
     linears = group_linears(list_linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with pretend_mesh(dims) as mesh:
+    with open_fake_mesh(dims) as mesh:
         parallelize(model, config, mesh)
         build_optimizer(model, config.optimizer)
     flops = count_training_flops_per_token(config.model, config.training.seq_len)

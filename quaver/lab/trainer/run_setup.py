@@ -15,7 +15,7 @@ from quaver.conversion.report import ConversionReport
 from quaver.lab.data import TokenData, load_data
 from quaver.lab.model.float8 import convert_model
 from quaver.lab.model.llama import Llama, make_meta_llama
-from quaver.lab.model.parallelize import check_tensor_parallel, parallelize, pretend_mesh
+from quaver.lab.model.parallelize import check_tensor_parallel, open_fake_mesh, parallelize
 from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.provenance import collect_provenance
 from quaver.lab.runs.ranks import Ranks
@@ -88,7 +88,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     check_environment(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
-        with pretend_mesh(dims) as mesh:  # the process group is made later
+        with open_fake_mesh(dims) as mesh:  # the process group is made later
             parallelize(deepcopy(models.first[1]), config, mesh)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)

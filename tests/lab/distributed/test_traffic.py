@@ -8,7 +8,7 @@ import torch
 
 from quaver.lab.memory.train_step.predict_run import make_train_step
 from quaver.lab.memory.train_step.traffic import TrafficCounter, name_mesh_dims, predict_traffic
-from quaver.lab.model.parallelize import pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh
 from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 from tests import ranks
@@ -134,7 +134,7 @@ def test_a_group_is_named_by_its_dims(dims, ranks, mesh_dims):
 
 def test_a_collective_whose_bytes_are_not_counted_is_refused():
     with (
-        pretend_mesh(ParallelDims(shard=2)),
+        open_fake_mesh(ParallelDims(shard=2)),
         TrafficCounter(),
         pytest.raises(NotImplementedError, match="got broadcast_"),
     ):

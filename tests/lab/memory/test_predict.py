@@ -15,7 +15,7 @@ from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.lab.memory import TensorBytes, predict_step_memory
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.model.parallelize import pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh
 from quaver.lab.settings.parallel_dims import ParallelDims
 from tests.lab.memory.models import CPU, Block, check
 from tests.steps import assert_same
@@ -88,7 +88,7 @@ def test_persistent_scales_are_copied():
 
 
 def build_sharded_block():
-    with pretend_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
+    with open_fake_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
         return fully_shard(Block(), mesh=mesh)
 
 
@@ -117,7 +117,7 @@ def test_what_gloo_copies_is_counted():
     # torch 2.13 has new names for these two, and warns of the old ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with pretend_mesh(ParallelDims(shard=4)), fake_tensors():
+    with open_fake_mesh(ParallelDims(shard=4)), fake_tensors():
         part, whole = torch.empty(1000), torch.empty(4000)
         with TensorBytes() as counted, GlooBuffers():
             gather(whole, part)

@@ -15,7 +15,7 @@ from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict_module_step import predict_module_step
 from quaver.lab.memory.reports.compare import compare
-from quaver.lab.model.parallelize import pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh
 from quaver.lab.settings.parallel_dims import ParallelDims
 from tests.lab.memory.models import needs_gathers
 
@@ -37,7 +37,7 @@ class ScaledLinear(nn.Linear):
 
 
 def predict_network(second, **policy):
-    with pretend_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fake_mode:
+    with open_fake_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fake_mode:
         first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
         last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
         feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))

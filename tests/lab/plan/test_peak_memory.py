@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.plan.memory import predict_peak_bytes
 from quaver.lab.model.llama import Llama
-from quaver.lab.model.parallelize import parallelize, pretend_mesh
+from quaver.lab.model.parallelize import open_fake_mesh, parallelize
 from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, PeakEstimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
@@ -59,7 +59,7 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
     config, dims = resolve_config(with_settings(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
-    with pretend_mesh(dims) as mesh:
+    with open_fake_mesh(dims) as mesh:
         parallelize(model, config, mesh)
         parts = [tensor for parameter in model.parameters() for tensor in list_plain_tensors(parameter)]
         states = count_state_bytes(build_optimizer(model, config.optimizer))

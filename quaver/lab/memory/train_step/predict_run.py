@@ -22,7 +22,7 @@ from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_eve
 from quaver.lab.memory.faking.fakes import FakeMode, fake_tensors
 from quaver.lab.memory.predict_module_step import Prediction, predict_module_step
 from quaver.lab.model.initialize import allocate
-from quaver.lab.model.parallelize import ignore_view_warning, parallelize, pretend_mesh
+from quaver.lab.model.parallelize import ignore_view_warning, open_fake_mesh, parallelize
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -121,7 +121,7 @@ def fake_run(config: TrainConfig, ranks: int, fake_mode: AbstractContextManager[
     """
     device = torch.device("cpu")
     config, dims = resolve_config(config, rank=0, world_size=ranks)
-    with pretend_mesh(dims) as mesh, ignore_view_warning():
+    with open_fake_mesh(dims) as mesh, ignore_view_warning():
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
