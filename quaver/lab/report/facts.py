@@ -87,8 +87,10 @@ def describe_first_nonfinite(record: Record) -> str:
 
 def list_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the names and values of the run's facts."""
-    steps = [record["step"] for record in run.records if record.get("kind") != RecordKind.NONFINITE_STEP]
-    facts = [("steps", f"{steps[-1]:,}")] if steps else []
+    # Without a summary, the last record; with job.compare the other model may not have taken that step.
+    recorded = (record["step"] for record in run.records if record.get("kind") != RecordKind.NONFINITE_STEP)
+    steps = run.summary["steps"] if run.summary else max(recorded, default=0)
+    facts = [("steps", f"{steps:,}")] if run.records else []
     if run.records and run.path.is_dir():
         facts.append(("end", describe_end(run) or "none written: the run goes on, was killed, or could not write it"))
     models = run.models

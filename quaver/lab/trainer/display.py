@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.console import make_stdout_console, print_line
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.escape import escape_controls
 from quaver.lab.terminal.tables import fit_table, make_table
 from quaver.lab.trainer.memory import describe_memory
@@ -96,7 +97,7 @@ def print_results(summary: dict[str, Any]) -> None:
         cells.append([label, *(_format_cell(model[key], format_value) for model in models.values())])
         if comparison:
             cells[-1].append(_format_cell(comparison[ratio], format_ratio) if ratio else "")
-    title = f"{summary['status']} after {summary['steps']} steps"
+    title = f"{summary['status']} after {format_count(summary['steps'], 'step')}"
     table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
     console.width = fit_table(table, console.width)
     console.print(table)
