@@ -15,7 +15,7 @@ from quaver.conversion.roles import ROUTER_NAMES
 from quaver.export.files import read_config
 from quaver.lab.data import Batch, load_data
 from quaver.lab.huggingface.config import read_hf_config
-from quaver.lab.huggingface.convert import open_saved_model
+from quaver.lab.huggingface.convert import open_checkpoint_model
 from quaver.lab.huggingface.export_source import open_huggingface_source
 from quaver.lab.huggingface.float8 import make_run_source
 from quaver.lab.model.float8 import make_filter
@@ -77,7 +77,7 @@ def open_surveyed_model(path: Path, *, data: str | None, sequences: int, seq_len
 
 
 def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> SurveyedModel:
-    saved = open_saved_model(checkpoint, None)
+    saved = open_checkpoint_model(checkpoint, None)
     sections = saved.record["config"]
     if "training" not in sections:
         raise InputError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")

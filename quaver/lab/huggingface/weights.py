@@ -70,7 +70,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
-        """Take `folder`, the model's folder in a checkpoint that `open_saved_model` has checked."""
+        """Take `folder`, the model's folder in a checkpoint that `open_checkpoint_model` has checked."""
         self._reader = CheckpointReader(folder)
         stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
         self._meta = {

@@ -19,7 +19,7 @@ from quaver import convert_to_float8_training
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
-from quaver.lab.huggingface.convert import open_saved_model
+from quaver.lab.huggingface.convert import open_checkpoint_model
 from quaver.lab.model.llama import Llama
 from quaver.lab.runs.checkpoint_folder import find_checkpoint, read_record, write_record
 from tests.command_line import TEXT, quaver
@@ -67,7 +67,7 @@ def load_dequantized(folder: Path) -> nn.Module:
 
 def load_trained(run: Path, name: str) -> Llama:
     """Return the model of a run's last checkpoint, in high precision."""
-    checkpoint = open_saved_model(find_checkpoint(run), name)
+    checkpoint = open_checkpoint_model(find_checkpoint(run), name)
     model = Llama(checkpoint.model)
     model.load_state_dict(dict(checkpoint.open_weights()))
     return model.eval()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from quaver.lab.cli import main
-from quaver.lab.huggingface.convert import open_saved_model
+from quaver.lab.huggingface.convert import open_checkpoint_model
 from quaver.lab.runs.checkpoint_folder import RECORD_FILE, CheckpointFolder, read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_json_lines
@@ -122,7 +122,7 @@ def test_a_label_with_a_colon_is_no_name_of_a_file(config):
     assert any("step-000001/rowwise-dequantized-rank0" in path for path in paths)
     resumed = run_to_end(set_steps(config, 2, name=run.folder.path.name, resume="must"))
     assert resumed.began_at_step == 1
-    assert open_saved_model(run.checkpoints.folder.get_path(1), "rowwise:dequantized").weights_path.is_dir()
+    assert open_checkpoint_model(run.checkpoints.folder.get_path(1), "rowwise:dequantized").weights_path.is_dir()
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
