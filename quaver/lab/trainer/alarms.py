@@ -24,7 +24,7 @@ from quaver.numerics.record import Sink
 
 @dataclass
 class RunAlarms:
-    """The alarms of a run, on every rank. Only the first rank receives them."""
+    """The alarms of a run. Only the first rank receives them."""
 
     config: Numerics
     display: Display

@@ -25,7 +25,7 @@ def make_scales_record(step: int, model: str, report: Iterable[TensorScaleReport
     cast = [tensor for tensor in report if _was_cast(tensor)]
     columns = {
         name: {
-            tensor.name: _round_to_nine_digits(value)
+            tensor.name: float(f"{value:.9g}")  # nine digits identify every float32
             for tensor in cast
             if math.isfinite(value := getattr(tensor, name))
         }
@@ -51,8 +51,3 @@ def summarize_saturation(report: Sequence[TensorScaleReport]) -> dict[str, int]:
 
 def _was_cast(tensor: TensorScaleReport) -> bool:
     return not tensor.amax < 0  # a tensor with a NaN was cast
-
-
-def _round_to_nine_digits(value: float) -> float:
-    """Round to nine digits, which identify every float32."""
-    return float(f"{value:.9g}")

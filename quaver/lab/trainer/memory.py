@@ -71,7 +71,7 @@ def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def reset_device_peaks(device: torch.device) -> None:
-    """Start a new step: reset the peaks of CUDA's allocator."""
+    """Reset the peaks of CUDA's allocator, if the device has one."""
     if is_cuda_device(device):
         torch.cuda.reset_peak_memory_stats(device)
 

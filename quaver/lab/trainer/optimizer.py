@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -116,4 +115,4 @@ def _count_copies(grad: Tensor) -> int:
     """Return the number of ranks that hold the same part of `grad`."""
     if not isinstance(grad, DTensor):
         return 1
-    return prod(grad.device_mesh.size(axis) for axis, place in enumerate(grad.placements) if place.is_replicate())
+    return math.prod(grad.device_mesh.size(axis) for axis, place in enumerate(grad.placements) if place.is_replicate())

@@ -9,7 +9,7 @@ from quaver.recipes.linear_casts import MATMULS
 
 
 class PrecisionSchedule:
-    """Changes the precision of one model by step. `precision` is that of the last step given to `apply`."""
+    """Changes the precision of one model by step."""
 
     def __init__(self, name: str, model: Llama, config: TrainConfig) -> None:
         """Take `model`, whose precision is `name` in steps that the schedule does not change."""
@@ -17,7 +17,7 @@ class PrecisionSchedule:
         has_float8 = any(True for _ in iter_float8_modules(model))
         self._entries = config.float8.parse_schedule() if has_float8 else ()
         self.precision = name
-        """The name, the high-precision dtype if all float8 matmuls run in it, or both names if some do."""
+        """The last step's: the name, the high-precision dtype, or both names if some matmuls run in it."""
 
     def apply(self, step: int) -> None:
         """Run the matmuls of `step` (from 1) in the precision that the schedule names."""

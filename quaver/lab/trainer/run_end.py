@@ -29,7 +29,7 @@ class RunEnd:
         self.summary: dict[str, Any] = {}
 
     def set_status(self, alarm: str) -> None:
-        """Set the status of a run whose loop ended without an error; `alarm` is the one that stopped it, or ""."""
+        """Set the status of a run whose loop ended without an error; `alarm` says what stopped it, or is ""."""
         self.status = RunStatus.FINISHED if self._run.has_ended else RunStatus.ALARM if alarm else RunStatus.INTERRUPTED
         self.reason = alarm or None
 
@@ -52,18 +52,6 @@ class RunEnd:
             if self._run.ranks.is_first:
                 print_line(unsaved)
 
-    def write_summary(self) -> None:
-        """Write summary.json, on the first rank. Raises NotWrittenError."""
-        if self._run.ranks.is_first:
-            self._run.folder.write_json(SUMMARY_FILE, self.summary)
-
-    def write_curves(self) -> None:
-        """Draw the curves, on the first rank. Raises NotWrittenError."""
-        folder = self._run.folder
-        if self._run.ranks.is_first:
-            with convert_to_not_written(folder.curves_path), replace_file(folder.curves_path) as image:
-                draw_curves(folder.metrics_path, image, title=folder.path.name)
-
     def print_summary(self) -> None:
         """Print the summary and how to resume, on the first rank."""
         run = self._run
@@ -80,7 +68,6 @@ def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd
     """Write the summary and the curves after the block, which trains, however it ends; print them if it did not raise.
 
     A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.
-
     An error that ended the run has priority over the errors of the outputs, which are then printed.
 
     Raises:
@@ -103,11 +90,12 @@ def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd
         end.close_checkpoints(waits=waits)
         with failures.catch():
             end.summary = summarize(run, status=end.status, reason=end.reason)
-            if is_writable:
-                end.write_summary()
-        if is_writable:
-            with failures.catch():
-                end.write_curves()
+            if is_writable and run.ranks.is_first:
+                run.folder.write_json(SUMMARY_FILE, end.summary)
+        if is_writable and run.ranks.is_first:
+            curves = run.folder.curves_path
+            with failures.catch(), convert_to_not_written(curves), replace_file(curves) as image:
+                draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
         if ending_error is not None and (other_error := failures.describe_other_error(ending_error)):
             print_line(other_error)
     failures.raise_on_all_ranks()

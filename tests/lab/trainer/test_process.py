@@ -11,8 +11,9 @@ import warnings
 import pytest
 import torch
 
+from quaver.lab.trainer import run_end
 from quaver.lab.trainer.process import PR_GET_PDEATHSIG, catch_stop_signals, silence_other_ranks, use_determinism
-from quaver.lab.trainer.run_end import RunEnd
+from quaver.lab.trainer.summary import summarize
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.lab.trainer.training_run import prepare_run
@@ -73,8 +74,10 @@ def read_death_signal() -> int:
 
 def test_a_signal_while_the_summary_is_written_ends_nothing(tiny_config, monkeypatch):
     """A scheduler's signal may reach this rank after another rank's has ended the steps."""
-    write, received = RunEnd.write_summary, []
-    monkeypatch.setattr(RunEnd, "write_summary", lambda end: (signal.raise_signal(signal.SIGTERM), write(end)))
+    received = []
+    monkeypatch.setattr(
+        run_end, "summarize", lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM) or summarize(*args, **kwargs)
+    )
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("the launcher's handler"))
     try:
         run = run_to_end(tiny_config)
