@@ -119,17 +119,15 @@ def make_hf_config(model: Model, *, dtype: str, usage: dict[str, Any]) -> dict[s
         }
         scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
     model_type, architecture = MIXTURE if model.n_experts else DENSE
-    architecture_fields: dict[str, Any] = {**_FIXED_FIELDS}
+    sizes, architecture_fields = _SIZE_NAMES, _FIXED_FIELDS
     if model.n_experts:
-        architecture_fields = {
-            **_MIXTURE_FIXED_FIELDS,
-            **{hf_name: getattr(model, name) for hf_name, name in _EXPERT_SIZE_NAMES.items()},
-        }
-        architecture_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL_ROTARY: 1.0}
+        sizes = _SIZE_NAMES | _EXPERT_SIZE_NAMES
+        mixture_fields = {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL_ROTARY: 1.0}
+        architecture_fields = _MIXTURE_FIXED_FIELDS | mixture_fields
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        **{hf_name: getattr(model, name) for hf_name, name in _SIZE_NAMES.items()},
+        **{hf_name: getattr(model, name) for hf_name, name in sizes.items()},
         "num_key_value_heads": model.n_kv_heads,
         "head_dim": model.head_dim,
         "rms_norm_eps": model.norm_eps,

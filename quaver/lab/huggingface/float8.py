@@ -91,12 +91,8 @@ def _without_all_gather(config: Float8) -> Float8:
 
 def _list_decisions(saved: CheckpointModel, config: Float8) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
-    is_of_run = "huggingface" not in saved.record
-    if (
-        not is_of_run
-        or not config.enable_float8_linear
-        or saved.weights_path.name in ("bfloat16", "float32", "float16")
-    ):
+    is_float8 = config.enable_float8_linear and saved.weights_path.name not in ("bfloat16", "float32", "float16")
+    if "huggingface" in saved.record or not is_float8:
         return {}
     report = saved.record.get("conversion_report")
     if report is None:
