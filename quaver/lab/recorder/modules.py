@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -82,9 +81,7 @@ class ModuleTracker:
                 self._owners.setdefault(id(parameter), name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit_stack.close()
         self.stack.clear()
 

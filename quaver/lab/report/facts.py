@@ -120,9 +120,8 @@ def _list_numerics_facts(run: RunData) -> list[tuple[str, str]]:
         return []
     facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", describe_first_nonfinite(record) or "0")]
     for statistic in STATISTICS:
-        for tensor, step, value in (
-            find_worst_cells(record, statistic, 1) if statistic.name in record.statistics else []
-        ):
+        cells = find_worst_cells(record, statistic, 1) if statistic.name in record.statistics else []
+        for tensor, step, value in cells:
             extreme = "lowest" if statistic.is_low_worse else "highest"
             where = "" if value == "0" else f", {format_tensor_name(record.tensors[tensor])}, step {step:,}"
             facts.append((f"{extreme} {statistic.title}", f"{value}{where}"))

@@ -68,15 +68,8 @@ def _encode_tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def add_name(name: str) -> int:
         return names.setdefault(name, len(names))
 
-    rows = [
-        [
-            add_name(tensor["layer"]),
-            add_name(tensor["operand"]),
-            add_name(tensor["cast"]),
-            add_name(_describe_cast(tensor)),
-        ]
-        for tensor in tensors
-    ]
+    keys = ("layer", "operand", "cast")
+    rows = [[*(add_name(tensor[key]) for key in keys), add_name(_describe_cast(tensor))] for tensor in tensors]
     return {"names": list(names), "rows": rows}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -50,17 +49,13 @@ def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: i
     tensors_per_row = max(1, -(-per_sample * columns // cells))
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if tensors_per_row == 1:
-        return Grid(edges, [[position] for position in range(len(kinds))])
-    groups = _group_positions_by_kind(kinds)
-    return Grid(edges, [row for group in groups for row in _split_into_chunks(group, tensors_per_row)])
-
-
-def _group_positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:
-    """Return the positions of each kind, in the order in which kinds first occur."""
-    order = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
-    positions = sorted(range(len(kinds)), key=lambda position: order[kinds[position]])
-    return [list(group) for _, group in groupby(positions, key=lambda position: order[kinds[position]])]
-
-
-def _split_into_chunks(positions: list[int], size: int) -> list[list[int]]:
-    return [positions[start : start + size] for start in range(0, len(positions), size)]
+        return Grid(edges, [[tensor] for tensor in range(len(kinds))])
+    by_kind: dict[object, list[int]] = {}
+    for tensor, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(tensor)
+    rows = [
+        tensors[first : first + tensors_per_row]
+        for tensors in by_kind.values()
+        for first in range(0, len(tensors), tensors_per_row)
+    ]
+    return Grid(edges, rows)

@@ -13,7 +13,7 @@ from quaver.lab.report.facts import describe_health, is_healthy, list_facts, sel
 from quaver.lab.report.maps import Limits, find_limits, make_maps
 from quaver.lab.report.palette import SPECIAL_COLORS, make_palette
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import Curve, collect_curves, thin_curve
+from quaver.lab.report.series import collect_curves, thin_curve
 from quaver.lab.report.statistics import STATISTICS, Statistic
 from quaver.lab.runs.json_lines import RecordKind
 
@@ -23,6 +23,9 @@ _PAGE_FILES = PageFiles(
     kind="Report of a training run",
     footer="Made by quaver report. A cell of a heat map is one of 252 steps of its scale; tables have exact numbers.",
 )
+
+CURVE_NAMES = ("loss", "grad_norm", "tokens_per_s", "validation_loss")
+"""The numbers of metrics.jsonl that the page draws."""
 
 
 def write_report(path: Path, runs: Sequence[RunData]) -> None:
@@ -48,20 +51,15 @@ def _make_statistic(statistic: Statistic, limits: tuple[float, float]) -> dict[s
 
 def _make_run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:
     record = run.numerics
-    memory_label, memory = select_memory_curves(run)
+    curves = {name: collect_curves(run.records, name) for name in CURVE_NAMES}
+    memory_label, curves["memory"] = select_memory_curves(run)
     return {
         "label": run.label,
         "headline": describe_health(run),
         "is_healthy": is_healthy(run),
         "notes": run.notes,
         "facts": list_facts(run),
-        "curves": {
-            name: _make_curves(collect_curves(run.records, name)) for name in ("loss", "grad_norm", "tokens_per_s")
-        }
-        | {
-            "validation_loss": _make_curves(collect_curves(run.records, "validation_loss")),
-            "memory": _make_curves(memory),
-        },
+        "curves": {name: [asdict(thin_curve(curve)) for curve in full] for name, full in curves.items()},
         "memory_label": memory_label,
         "events": _list_events(run),
         "alarms": run.alarms,
@@ -69,10 +67,6 @@ def _make_run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:
         "conversion": run.conversion,
         "starts": run.starts,
     }
-
-
-def _make_curves(full_curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    return [asdict(thin_curve(curve)) for curve in full_curves]
 
 
 def _list_events(run: RunData) -> list[tuple[int, str]]:

@@ -1,6 +1,5 @@
 """The monitor of a run's model, and its record in numerics.jsonl, TensorBoard and Weights & Biases."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quaver.lab.runs.errors import convert_to_not_written
@@ -49,7 +48,13 @@ class NumericsLog:
         if line["kind"] == "header":
             self._names = [make_logger_name(tensor) for tensor in line["tensors"]]
         elif line["kind"] == "sample":
-            self._loggers.log(line["step"], dict(_iter_scalars(line, self._names)))
+            scalars = {
+                f"numerics/{statistic}/{name}": value
+                for statistic in LOGGED_STATISTICS
+                for name, value in zip(self._names, line[statistic], strict=True)
+                if value is not None
+            }
+            self._loggers.log(line["step"], scalars)
 
     def close(self) -> None:
         """Close the record. The run closes the loggers."""
@@ -60,10 +65,3 @@ def make_logger_name(tensor: dict[str, Any]) -> str:
     """Return a tensor's name in the loggers: LAYER.OPERAND, or LAYER.OPERAND.CAST if the operand has two casts."""
     cast = "" if tensor["cast"] in ("both", "result") else f".{tensor['cast']}"
     return f"{tensor['layer']}.{tensor['operand']}{cast}"
-
-
-def _iter_scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    for statistic in LOGGED_STATISTICS:
-        for name, value in zip(names, sample[statistic], strict=True):
-            if value is not None:
-                yield f"numerics/{statistic}/{name}", value

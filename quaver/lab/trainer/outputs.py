@@ -122,7 +122,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
 
 
 def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
-    tokens_per_s = run.config.training.step_tokens / result.seconds
+    tokens_per_s, load = run.config.training.step_tokens / result.seconds, model.expert_load
     flops = model.flops_per_token
     if model.precision != model.name:  # float8.high_precision_schedule
         flops = model.count_flops_per_token()
@@ -139,11 +139,5 @@ def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: 
         **({"measures_memory": True} if result.is_memory_measured else {}),
         **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
         **read_device_memory(run.device),
-        **_summarize_expert_load(model),
+        **({} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}),  # relative to the mean
     }
-
-
-def _summarize_expert_load(model: TrainedModel) -> dict[str, float]:
-    """Return the load of the fullest expert of any layer, relative to the mean, as a field of metrics.jsonl."""
-    load = model.expert_load
-    return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}

@@ -17,7 +17,7 @@ class PrecisionSchedule:
         has_float8 = any(True for _ in iter_float8_modules(model))
         self._entries = config.float8.parse_schedule() if has_float8 else ()
         self.precision = name
-        """The last step's: the name, the high-precision dtype, or both names if some matmuls run in it."""
+        """The precision of the last step: the name, the high-precision dtype, or both if some matmuls run in it."""
 
     def apply(self, step: int) -> None:
         """Run the matmuls of `step` (from 1) in the precision that the schedule names."""

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +61,7 @@ class Profiler:
                 self._stack.enter_context(_record_cuda_history(self._device))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     @contextmanager
