@@ -36,7 +36,7 @@ def test_swiglu_is_pytorchs_to_the_bit(dtype):
 
 
 @DTYPES
-def test_swiglu_of_one_that_needs_no_gradient(dtype):
+def test_swiglu_computes_only_the_gradients_that_are_needed(dtype):
     gate, up = torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype, requires_grad=True)
     (grad,) = torch.autograd.grad(swiglu(gate, up).sum(), up)
     assert grad.equal(F.silu(gate))

@@ -29,7 +29,7 @@ def make_llama(config: Model = CONFIG, seed: int = 0, dims: ParallelDims | None 
     return model
 
 
-def test_spread_of_every_matrix_and_ones_in_every_vector():
+def test_matrices_have_their_spread_and_vectors_are_ones():
     config = Model(dim=128, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=256)
     for name, parameter in make_llama(config).named_parameters():
         if parameter.dim() == 1:
@@ -74,7 +74,7 @@ def test_buffers_are_refused():
 @pytest.mark.parametrize(
     "sizes", [(1, 4, 1), (1, 1, 2), (2, 1, 1), (1, 4, 2), (2, 2, 2)], ids=lambda sizes: "x".join(map(str, sizes))
 )
-def test_each_rank_holds_its_part_of_the_same_weights(sizes):
+def test_each_rank_holds_its_shard_of_the_same_weights(sizes):
     expected = dict(make_llama(seed=3).named_parameters())
     for rank in range(ParallelDims(*sizes).world_size):
         dims = ParallelDims(*sizes, rank=rank)

@@ -71,7 +71,7 @@ def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
     assert [use["source"]] == [f"backward of {line}" for line in find_lines(Squares, "pow(2)")]
 
 
-def test_what_cpp_nodes_make_in_the_backward_has_the_line_of_their_forward():
+def test_allocations_of_cpp_nodes_have_the_line_of_their_forward():
     allocations, _ = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Squares()), torch.randn(ROWS, WIDTH))
     sources = {event.line for event in allocations if event.phase == "backward"}
     assert {f"backward of {line}" for line in find_lines(Squares, "pow(2)")} <= sources
@@ -94,7 +94,7 @@ def test_layers_that_are_alike_are_one_row():
     assert merged == [("model.layers.*.up2", 11, 4), ("10 rows", 7, 2)]
 
 
-def test_what_a_checkpoint_a_policy_and_other_code_saved():
+def test_rows_name_the_mechanism_that_saved_them():
     input = torch.randn(ROWS, WIDTH)
     rows = {}
     for mode, mechanism in (("selective", "selective policy"), ("full", "checkpoint")):

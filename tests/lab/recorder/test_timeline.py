@@ -96,7 +96,7 @@ LINEAR = {"bias": False, "dtype": torch.bfloat16}
         ("rowwise_with_gw_hp", ROWS * COLUMNS * BFLOAT16_BYTES + 2 * FLOAT32_BYTES),
     ],
 )
-def test_what_a_linear_saves_by_hand(recipe, expected):
+def test_a_linear_saves_the_bytes_counted_by_hand(recipe, expected):
     config = recipe and Float8LinearConfig.from_recipe_name(recipe)
     linear = Float8Linear(COLUMNS, OUT, config=config, **LINEAR) if recipe else nn.Linear(COLUMNS, OUT, **LINEAR)
     model, input = nn.Sequential(Scaled(), linear), torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ def test_what_a_linear_saves_by_hand(recipe, expected):
         assert weights == [(OUT * COLUMNS * BFLOAT16_BYTES, "1")]
 
 
-def test_every_event_by_hand():
+def test_each_event_has_the_bytes_counted_by_hand():
     model, input = nn.Sequential(nn.Sigmoid()), torch.zeros(256)  # 1 KiB
     with record_timeline(model) as timeline:
         kept = model(input)
@@ -134,7 +134,7 @@ def test_every_event_by_hand():
     ]
 
 
-def test_a_storage_that_is_emptied_and_filled_again_by_hand():
+def test_a_resized_storage_counts_its_bytes():
     model, gathered = nn.Identity(), torch.zeros(256)
     with record_timeline(model) as timeline:
         gathered.untyped_storage().resize_(0)
@@ -202,7 +202,7 @@ def test_a_mode_that_fails_leaves_no_patch_of_resize(method, monkeypatch):
     assert torch.UntypedStorage.resize_ is resize
 
 
-def test_sums_names_and_spans_of_a_whole_step():
+def test_a_whole_step_has_its_bytes_and_phases():
     model, input = build_stack(), torch.randn(ROWS, 64)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     first = record_step(model, input, optimizer)

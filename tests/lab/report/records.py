@@ -67,8 +67,8 @@ def draw_samples(tensors, samples, *, seed=0, every=10, histograms=4):
             values[name] = np.where(is_result, None, values[name]).tolist()  # type: ignore[attr-defined]
         more = {}
         if histograms and at % max(1, samples // histograms) == 0:
-            trial = np.where(is_result, None, np.array(values["sqnr_db"]) + 1.5).tolist()
-            more = {"histogram": make_histogram(count, part), "whatif": {"rowwise": trial}}
+            what_if = np.where(is_result, None, np.array(values["sqnr_db"]) + 1.5).tolist()
+            more = {"histogram": make_histogram(count, part), "whatif": {"rowwise": what_if}}
         yield make_sample((at + 1) * every, values, **more)
 
 

@@ -48,7 +48,7 @@ def test_a_report_is_printed_and_written(run, tmp_path, run_quaver):
     assert "baseline and plain and other" in page.read_text()
 
 
-def test_a_run_of_the_trainer(tmp_path, run_quaver):
+def test_a_run_of_the_trainer_is_reported(tmp_path, run_quaver):
     (tmp_path / "text.txt").write_text(TEXT)
     words = ["--data.path", tmp_path / "text.txt", "--job.dump_folder", tmp_path, "--job.name", "run"]
     run_quaver("train", *TINY, "--training.steps=4", "--numerics.every=2", *words)
@@ -59,7 +59,7 @@ def test_a_run_of_the_trainer(tmp_path, run_quaver):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_run_that_is_not_finite(tmp_path, run_quaver, capsys):
+def test_a_nonfinite_run_is_reported_with_its_error(tmp_path, run_quaver, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     words = [f"--data.path={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path}", "--job.name=run"]
     assert main(["train", *TINY, *words, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]) == 3
@@ -93,7 +93,7 @@ def test_a_torn_line_of_each_file_is_noted(tmp_path, run_quaver):
     assert all(f"run: the last line of {name} was incomplete" in text for name in names)
 
 
-def test_a_record_alone_with_a_torn_line(run, tmp_path, run_quaver):
+def test_a_record_alone_is_reported_without_its_torn_line(run, tmp_path, run_quaver):
     record = tmp_path / "some.jsonl"
     record.write_bytes((run / "numerics.jsonl").read_bytes()[:-20])
     text = " ".join(run_quaver("report", record, "--html", tmp_path / "page.html").split())
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, run_refused, case):
 
 
 @pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
-def test_what_is_no_file_in_the_folder_of_a_run_is_named_in_one_line(tmp_path, run_refused, name):
+def test_a_folder_in_place_of_a_file_is_named_in_one_line(tmp_path, run_refused, name):
     folder = write_run(tmp_path / "run", layers=["a"])
     (folder / name).unlink()
     (folder / name).mkdir()
@@ -184,13 +184,13 @@ def test_one_run_under_two_paths_is_given_twice():
         ReportOptions(runs=("runs/x", "./runs/x"))
 
 
-def test_a_disk_that_is_full(run, capsys):
+def test_a_full_disk_is_one_line(run, capsys):
     assert main(["report", str(run), "--html", "/dev/full"]) == 4
     line = "quaver: error: --html: cannot write /dev/full: No space left on device"
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 
-def test_headers_with_statistics_that_the_report_does_not_know(tmp_path, run_quaver):
+def test_unknown_statistics_of_a_record_are_left_out(tmp_path, run_quaver):
     lines = [make_header(TENSORS[:1]) | {"statistics": ["rms"]}, {"kind": "sample", "step": 1, "rms": [2.0]}]
     write_lines(tmp_path / "numerics.jsonl", lines)
     run_quaver("report", tmp_path)

@@ -78,7 +78,7 @@ def test_cells_are_the_values_of_the_record(tmp_path):
             assert text == statistic.format_value(worst)
 
 
-def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_are_not(tmp_path):
+def test_nonfinite_operands_are_marked_and_missing_values_are_not(tmp_path):
     tensors = make_tensors(["a"])[:3]
     fine = {"amax": [1.0, 1.0, 1.0], "underflow": [0.1, 0.1, None], "saturated": [0.0, 0.0, None]}
     fine |= {"sqnr_db": [30.0, 30.0, 30.0], "nonfinite": [0, 0, 0]}
@@ -93,7 +93,7 @@ def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_ar
     assert not is_healthy(run)
 
 
-def test_the_first_operand_that_is_not_finite_is_that_which_the_step_computed_first(tmp_path):
+def test_the_first_nonfinite_operand_is_named_in_the_order_of_the_step(tmp_path):
     tensors = make_tensors(["a", "b"])
     values = {name: [0.0] * len(tensors) for name in ("amax", "underflow", "saturated", "sqnr_db")}
     values["nonfinite"] = [int(tensor["operand"].startswith("grad")) for tensor in tensors]
@@ -142,7 +142,7 @@ def test_the_page_names_the_steps_that_have_no_numbers(tmp_path):
     assert run["events"] == [[0, "skipped: inf"], [1, "not finite: inf"]]
 
 
-def test_curves_keep_their_extremes_and_no_value_that_is_not_finite():
+def test_curves_keep_their_extremes_and_finite_values_only():
     records = [{"step": at, "model": "a", "loss": 1.0 + (at == 777) - (at == 4321)} for at in range(10_000)]
     records[5]["loss"] = float("nan")
     (curve,) = collect_curves([*records, {"step": 3, "model": "a", "reason": "nan"}], "loss")
@@ -173,13 +173,13 @@ def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
     assert len(few) < 6
 
 
-def test_trials_of_other_recipes_are_those_of_the_last_sample_that_has_them(tmp_path):
+def test_what_ifs_are_those_of_the_last_sample_that_has_them(tmp_path):
     tensors = make_tensors(["a"])[:3]
     values = {"amax": [1.0] * 3, "underflow": [0.0] * 3, "saturated": [0.0] * 3, "nonfinite": [0] * 3}
-    trials = [{"rowwise": [10.0, 20.0, None]}, {"rowwise": [None, 21.0, 31.0], "mxfp8": [None, "inf", 4.0]}]
+    what_ifs = [{"rowwise": [10.0, 20.0, None]}, {"rowwise": [None, 21.0, 31.0], "mxfp8": [None, "inf", 4.0]}]
     lines = [
-        make_sample(10, values | {"sqnr_db": [1.0, 2.0, 3.0]}, whatif=trials[0]),
-        make_sample(20, values | {"sqnr_db": [9.0, 8.0, float("nan")]}, whatif=trials[1]),
+        make_sample(10, values | {"sqnr_db": [1.0, 2.0, 3.0]}, whatif=what_ifs[0]),
+        make_sample(20, values | {"sqnr_db": [9.0, 8.0, float("nan")]}, whatif=what_ifs[1]),
         make_sample(30, values | {"sqnr_db": [0.0, 0.0, 0.0]}),
     ]
     write_lines(tmp_path / "numerics.jsonl", [make_header(tensors), *lines])

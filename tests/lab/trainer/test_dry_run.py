@@ -45,7 +45,7 @@ def test_every_config_would_run(path):
 @pytest.mark.parametrize(
     ("recipe", "float8_matmuls"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2), ("delayed", 3)]
 )
-def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
+def test_flops_count_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
     """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
     monkeypatch.setattr(flops, "has_bfloat16_units", lambda kind: True)
     config = replace(load_config(CONFIGS / "llama3_debug.toml"), float8=Float8(recipe_name=recipe))

@@ -68,7 +68,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("operand", SPOILED)
-def test_the_first_operand_that_is_not_finite_is_named(operand):
+def test_the_first_nonfinite_operand_is_named(operand):
     net, x = Net(), torch.ones(4, 8)
     with torch.no_grad():
         SPOILED[operand](net, x)
@@ -106,7 +106,7 @@ def test_a_sum_of_finite_gradients_over_micro_batches_is_looked_at_last():
     assert net.first.bias.grad is None
 
 
-def test_positions_order_what_ranks_find():
+def test_check_numbers_order_the_operands_of_ranks():
     early, late = Net(), Net()
     with torch.no_grad():
         early.first.weight[0, 0] = torch.nan

@@ -87,7 +87,7 @@ EARLIER = "give an earlier checkpoint.load_step, or begin again"
         (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
     ],
 )
-def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
+def test_a_nonfinite_run_leaves_a_record_and_the_step_before(
     tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, message
 ):
     config = with_settings(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})

@@ -66,7 +66,7 @@ def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_co
     assert [header["step"] for header in record.headers] == [1, 4]
 
 
-def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
+def test_a_nonfinite_step_is_sampled_as_it_is_repeated(watched_config):
     watched_config = with_settings(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
     run = prepare_run(watched_config)
     layer = run.models[0].model.model.layers[0].mlp.up_proj

@@ -21,7 +21,7 @@ EXPLICIT = ("fused", "foreach", "for-loop")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_which_parameters_decay_have_float8_moments_and_are_updated_by_muon(name):
+def test_each_parameter_has_its_decay_moments_and_update(name):
     model = Llama(Model(dim=128, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=64))
     optimizer = build_optimizer(model, Optimizer(name=name, weight_decay=0.3))
     take_steps(optimizer, model, 1)
@@ -102,7 +102,7 @@ def test_on_one_rank_gradients_are_clipped_as_by_torch(max_norm):
     assert clipped == pytest.approx(min(max_norm, expected.item()), rel=1e-5)
 
 
-def test_what_several_ranks_hold_counts_once_in_all():
+def test_gradients_that_several_ranks_hold_count_once():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -65,7 +65,7 @@ def test_traces_can_go_to_a_nested_folder_of_the_run(tmp_path):
     assert list_files(tmp_path) == ["profiles/traces/step-000001/tensorwise-rank0.json.gz"]
 
 
-def test_which_steps_of_which_model_write_which_files(tmp_path):
+def test_the_steps_of_each_model_write_their_files(tmp_path):
     traces = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
     config = make_config(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
     models = {name: build_model() for name in ("tensorwise", "bfloat16")}
@@ -142,7 +142,7 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 
 @pytest.mark.parametrize("pure", [False, True])
 @pytest.mark.parametrize(("recipe", "casts", "amaxes"), [("tensorwise", 4, 3), ("rowwise", 5, 6)])
-def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
+def test_a_trace_has_the_phases_of_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
         monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
     with profile_first_step(model := build_model(recipe), tmp_path, recipe=recipe):
@@ -176,7 +176,7 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     ]
 
 
-def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
+def test_cuda_snapshots_are_written_when_asked_and_when_out_of_memory(tmp_path, monkeypatch):
     histories = []
     monkeypatch.setattr(profiling_module, "record_memory_history", lambda **options: histories.append(options))
     monkeypatch.setattr(profiling_module, "dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
