@@ -1,4 +1,4 @@
-"""Repeats a training step with hooks to find where it first became non-finite."""
+"""Non-finite training steps: whether a run may skip one, and a repetition with hooks that finds where it began."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.lab.model.plain_tensors import list_plain_tensors
+from quaver.lab.settings import Training
 from quaver.linear.module import Float8Linear
 
 
@@ -21,6 +22,16 @@ class NonFiniteError(RuntimeError):
 
     can_continue: bool = True
     """Whether no model has taken the failed step, so that a checkpoint of the last step can be written."""
+
+
+def check_may_skip(training: Training, skipped_in_a_row: int, message: str) -> None:
+    """Raise NonFiniteError with `message` and a remedy unless `training` allows so many skipped steps in a row."""
+    if training.nonfinite != "skip":
+        remedies = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with"
+        raise NonFiniteError(f"{message}; {remedies} training.nonfinite = skip")
+    if skipped_in_a_row > training.max_nonfinite_steps:
+        limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
+        raise NonFiniteError(f"{message}; the previous steps were non-finite too, and {limit} of them were skipped")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate_gradients
-from quaver.lab.trainer.nonfinite import NonFiniteError, locate_nonfinite
+from quaver.lab.trainer.nonfinite import NonFiniteError, check_may_skip, locate_nonfinite
 from quaver.lab.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -51,10 +51,6 @@ from quaver.lab.trainer.precision_schedule import PrecisionSchedule
 from quaver.lab.trainer.step_statistics import WARMUP_STEPS
 from quaver.numerics.monitoring import Monitor
 from quaver.runtime.devices import synchronize
-
-NONFINITE_REMEDY = (
-    "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
-)
 
 
 def make_autocast(training: Training, device: torch.device) -> torch.autocast:
@@ -256,21 +252,15 @@ class TrainedModel:
             return compute_next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
     def _skip_step(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        """Discard a non-finite step, and return where it became so. Raises NonFiniteError if the run must stop."""
-        training = self.config.training
+        """Discard a non-finite step, and return the reason. Raises NonFiniteError if the run must stop."""
         with self.monitor.repeating() if self.monitor else nullcontext():
             forward_backward = partial(self.forward_backward, batches)
             location = locate_nonfinite(self.model, forward_backward, self.ranks.all_gather_objects)
         reason = f"loss {loss:.4f} and gradient norm {grad_norm:.4f}, {location}"
-        where = f"{self.name}: step {step} has {reason}"
         self.scaling.forget_recorded_amaxes()
         pop_expert_load(self._routers, self.ranks.all_reduce)
         self._skipped_in_a_row += 1
-        if training.nonfinite != "skip":
-            raise NonFiniteError(f"{where}; {NONFINITE_REMEDY}")
-        if self._skipped_in_a_row > training.max_nonfinite_steps:
-            limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
-            raise NonFiniteError(f"{where}; the previous steps were non-finite too, and {limit} of them were skipped")
+        check_may_skip(self.config.training, self._skipped_in_a_row, f"{self.name}: step {step} has {reason}")
         return reason
 
     @torch.no_grad()
