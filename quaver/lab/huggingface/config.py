@@ -3,7 +3,7 @@
 A mixture is a GLM-4.5 whose rotary embeddings turn whole heads, and whose blocks all have experts.
 
 transformers 5 writes `rope_parameters` where older versions write `rope_theta` and `rope_scaling`. Both are read and
-written, so that either version makes the same model of the file. Absent keys mean what they mean to `LlamaConfig`.
+written, so either version makes the same model of the file. Absent keys have the defaults of `LlamaConfig`.
 """
 
 import json

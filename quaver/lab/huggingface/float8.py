@@ -36,7 +36,7 @@ def make_run_source(
     """Return the model `name` of a checkpoint, or its first model, as the source of an export.
 
     Its linears are converted as the run converted them; `recipe` replaces the run's recipe. A model that was trained in
-    high precision needs a `recipe`, to which all linears are converted that `filter_fqns` does not name.
+    high precision needs a `recipe`: its linears are converted to it, except those that `filter_fqns` names.
 
     Raises:
         OSError, InputError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.

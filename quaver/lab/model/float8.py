@@ -179,7 +179,7 @@ def find_layer_name(model: nn.Module, name: str) -> str:
 
 
 def convert_layer(module: nn.Module, config: Float8, recipe: str) -> None:
-    """Convert a linear or experts in place, whatever they compute in now, to `recipe` or high precision."""
+    """Convert a linear or experts, in float8 or not, in place to `recipe` or high precision."""
     convert_to_high_precision(module)
     if recipe != HIGH_PRECISION:
         convert_to_float8_training(module, config=make_linear_config(config, recipe))

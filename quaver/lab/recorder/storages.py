@@ -131,7 +131,7 @@ class StorageTracker(TorchDispatchMode):
                 self.on_storage_resized(key, size_bytes, before_bytes)
 
     def _ignore_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
-        """Return whether this is a collective's buffer. The mode first sees it when it is waited for."""
+        """Ignore a collective's buffer, which the mode first sees in `Work.wait`; return whether `tensor` is one."""
         if self._has_fake_tensors:  # torch's fake process group allocates none
             return False
         key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None

@@ -10,6 +10,6 @@ def escape_controls(text: str) -> str:
 
 
 def print_to_stderr(line: str) -> None:
-    """Print `quaver: line` on stderr, unless stderr cannot be written: a run must not end for want of a reader."""
+    """Print `quaver: line` on stderr. Does nothing if stderr cannot be written: a closed pipe must not end a run."""
     with suppress(OSError):
         print(f"quaver: {escape_controls(line)}", file=sys.stderr, flush=True)

@@ -78,25 +78,26 @@ def print_results(summary: dict[str, Any]) -> None:
     """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
     console = make_stdout_console()
     models, comparison = summary["models"], summary.get("comparison")
-    rows: list[tuple[str, str, Callable[[Any], str], str, Callable[[Any], str]]] = [
-        ("validation loss (nats)", "validation_loss", "{:.4f}".format, "loss_gap", "{:+.2%}".format),
-        ("tokens/s", "tokens_per_s", "{:,.0f}".format, "tokens_per_s_ratio", "{:.2f}x".format),
-        ("TFLOP/s per device", "tflops", "{:.3g}".format, "", str),
+    rows: list[tuple[str, str, Callable[[Any], str], str]] = [
+        ("validation loss (nats)", "validation_loss", "{:.4f}".format, "loss_gap"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}".format, "tokens_per_s_ratio"),
+        ("TFLOP/s per device", "tflops", "{:.3g}".format, ""),
     ]
     if _is_measured(summary["bfloat16_peak"]["source"]):
-        rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}".format, "", str))
+        rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}".format, ""))
     else:
-        rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}".format, "", str))
-        rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}".format, "", str))
-    rows.append(("peak memory", "peak_memory_bytes", format_bytes, "peak_memory_ratio", "{:.2f}x".format))
+        rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}".format, ""))
+        rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}".format, ""))
+    rows.append(("peak memory", "peak_memory_bytes", format_bytes, "peak_memory_ratio"))
     if any(model["skipped_steps"] for model in models.values()):
-        rows.insert(0, ("skipped steps", "skipped_steps", "{:,}".format, "", str))
+        rows.insert(0, ("skipped steps", "skipped_steps", "{:,}".format, ""))
     columns = [*models, *(["compared"] if comparison else [])]
     cells = []
-    for label, key, format_value, ratio, format_ratio in rows:
+    for label, key, format_value, ratio in rows:
         cells.append([label, *(_format_cell(model[key], format_value) for model in models.values())])
         if comparison:
-            cells[-1].append(_format_cell(comparison[ratio], format_ratio) if ratio else "")
+            format_ratio = "{:+.2%}" if ratio == "loss_gap" else "{:.2f}x"
+            cells[-1].append(_format_cell(comparison[ratio], format_ratio.format) if ratio else "")
     title = f"{summary['status']} after {format_count(summary['steps'], 'step')}"
     table = make_table(title, ("", *columns), rows=cells, wrapped=("",), right=columns)
     console.width = fit_table(table, console.width)

@@ -38,8 +38,7 @@ _TENSORBOARD_NAME, _WANDB_NAME = "TensorBoard", "Weights & Biases"
 class _Wandb:
     """Sends to the service, which cannot remove records.
 
-    `RunFolder.begin` removes the id of a run with records that the resumed run takes again, which then begins a new run
-    there.
+    If a resumed run repeats steps that the service has, `RunFolder.begin` removed the id, and a new run begins there.
     """
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], resume_step: int | None) -> None:
@@ -73,9 +72,9 @@ def _load_or_create_wandb_id(folder: Path) -> tuple[str, bool]:
 
 
 class Loggers:
-    """The open loggers of a run. One that raises is named on stderr and switched off, and the run goes on without it.
+    """The open loggers of a run. A logger that raises is named on stderr and switched off; the run continues.
 
-    The run's own files have the same numbers, and a service that is down must not end a run.
+    The files of the run have the same numbers, and a service that is down must not end a run.
     """
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class Loggers:
                 logger.log(step, scalars)
 
     def close(self) -> None:
-        """Write what is buffered, and close."""
+        """Write what is buffered, and close the loggers."""
         for name, logger in list(self._open.items()):
             with self._switch_off_on_error(name):
                 logger.close()
@@ -111,7 +110,7 @@ class Loggers:
     def _switch_off_on_error(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - of a package that may raise anything
+        except Exception as error:  # noqa: BLE001 - the package may raise anything
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             print_to_stderr(f"the run goes on without {name}, which failed: {reason}")
@@ -129,6 +128,6 @@ def list_scalars(record: dict[str, Any]) -> dict[str, float]:
 def check_loggers(config: Metrics) -> None:
     """Raise InputError if the package of an enabled logger is not installed."""
     for name in ("tensorboard", "wandb"):
-        is_installed = not getattr(config, f"enable_{name}") or importlib.util.find_spec(name) is not None
+        has_package = not getattr(config, f"enable_{name}") or importlib.util.find_spec(name) is not None
         hint = f"pip install 'quaver[{name}]'"
-        require(is_installed, f"metrics.enable_{name}", f"false without the package {name}", True, hint)
+        require(has_package, f"metrics.enable_{name}", f"false without the package {name}", True, hint)

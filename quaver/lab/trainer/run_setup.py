@@ -95,7 +95,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
 
 
 def _check_recordable(config: TrainConfig) -> None:
-    """Refuse inf, NaN and invalid UTF-8, which a checkpoint's JSON or config.toml cannot hold."""
+    """Raise InputError for inf, NaN and invalid UTF-8, which a checkpoint's JSON or config.toml cannot hold."""
     for section, values in asdict(config).items():
         for name, value in values.items():
             items = value if isinstance(value, tuple) else (value,)
@@ -106,8 +106,8 @@ def _check_recordable(config: TrainConfig) -> None:
 
 
 def check_environment(config: TrainConfig, device: torch.device | None) -> None:
-    """Refuse settings that no file can hold or `device` cannot do, a logger whose package is missing, and initial
-    weights that are missing or of another model.
+    """Raise InputError for settings that no file can hold or `device` does not support, for a logger whose package is
+    missing, and for initial weights that are missing or of another model.
 
     Args:
         device: the run's device; None if it is not known.
@@ -126,7 +126,7 @@ def check_environment(config: TrainConfig, device: torch.device | None) -> None:
 
 
 def _check_initial_weights(config: TrainConfig) -> None:
-    """Refuse initial weights of a model of another shape. What has no weights, such as rope_theta, may differ."""
+    """Raise InputError for initial weights of other shapes. Other settings, such as rope_theta, may differ."""
     saved = read_record(config.checkpoint.initial_weights)["config"]["model"]
     for name in SHAPE_SETTINGS:
         value = getattr(config.model, name)

@@ -43,7 +43,7 @@ If torch.profiler is needed for it (memory.py) but traces that step, a later ste
 def train(run: TrainingRun) -> dict[str, Any]:
     """Train every model to the last step, and return the summary, which is also written to summary.json.
 
-    A run that has ended writes nothing, and its summary has the status alone.
+    A run that has ended writes nothing, and its summary has only the status.
     Ctrl-C, SIGTERM or SIGHUP on any rank ends the run on all ranks after the current step, with status "interrupted"
     and with a checkpoint if checkpoints are enabled. An alarm with numerics.on_alarm = stop does the same with status
     "alarm". However the loop ends, the summary and the curves are written and the run folder is unlocked.

@@ -45,7 +45,7 @@ class TrainingRun:
     checkpoints: Checkpointer
     progress: RunProgress
     notes: list[str]
-    """Facts for the user: what a resumed run does not continue as it was saved."""
+    """Notes for the user: what a resumed run does differently from the saved one."""
 
     def __post_init__(self) -> None:
         self.began_at_step = self.progress.step
