@@ -152,7 +152,7 @@ def _list_histograms(record: Record, alarms: Sequence[dict[str, Any]], max_bytes
         cells = {(sample, tensor) for sample in evenly_spaced for tensor in tensors}
         cells |= _find_alarm_histograms(record, samples, alarms)
         rows = [_encode_histogram(record, sample, tensor) for sample, tensor in sorted(cells)]
-    return {"samples": len(record.histograms), "kept": [row for row in rows if row[3]]}
+    return {"samples": len(record.histograms), "rows": [row for row in rows if row[3]]}
 
 
 def _find_worst_tensors(record: Record, max_tensors: int) -> list[int]:

@@ -161,14 +161,14 @@ def test_histograms_are_those_of_the_record_and_where_alarms_began(tmp_path):
     limits = find_limits([run.numerics])
     everything = make_maps(run.numerics, run.alarms, limits)["histograms"]
     assert everything["samples"] == 4
-    assert len(everything["kept"]) == 4 * len(tensors)
+    assert len(everything["rows"]) == 4 * len(tensors)
     lines = [json.loads(line) for line in (folder / "numerics.jsonl").open()]
     stored = {line["step"]: line["histogram"] for line in lines if "histogram" in line}
-    for tensor, step, low, before, after in everything["kept"]:
+    for tensor, step, low, before, after in everything["rows"]:
         for text, name in ((before, "before"), (after, "after")):
             part = low - stored[step]["low"]
             assert b64decode(stored[step][name][tensor])[part:][: len(b64decode(text))] == b64decode(text)
-    few = make_maps(run.numerics, run.alarms, limits, share=0.0005)["histograms"]["kept"]
+    few = make_maps(run.numerics, run.alarms, limits, share=0.0005)["histograms"]["rows"]
     assert {step for tensor, step, *_ in few if tensor == 8} == {min(step for step in stored if step >= 220)}
     assert len(few) < 6
 

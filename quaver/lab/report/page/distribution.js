@@ -2,7 +2,7 @@ const DISTRIBUTION = { left: 44, right: 8, top: 12, bottom: 24, height: 210 };
 
 /** For each run, a histogram of a tensor's magnitudes before and after the cast at a step. */
 class Distributions {
-  /** runs: {label, cells, histograms: {samples, kept: [[tensor, step, exponent of the first bin, before, after]]}}. */
+  /** runs: {label, cells, histograms: {samples, rows: [[tensor, step, exponent of the first bin, before, after]]}}. */
   constructor(runs) {
     this.runs = runs.map((run) => ({ ...run, byTensor: groupedByTensor(run) }));
     const names = new Map(this.runs.flatMap(({ byTensor }) => [...byTensor].map(([key, { name }]) => [key, name])));
@@ -50,7 +50,7 @@ class Distributions {
 
 function groupedByTensor({ cells, histograms }) {
   const byTensor = new Map();
-  for (const [tensor, step, low, before, after] of histograms.kept) {
+  for (const [tensor, step, low, before, after] of histograms.rows) {
     const { key, name, form } = cells.tensors[tensor];
     if (!byTensor.has(key)) byTensor.set(key, { name, steps: [] });
     byTensor.get(key).steps.push({ step, low, form, before: countsOf(before), after: countsOf(after) });

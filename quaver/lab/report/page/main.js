@@ -90,7 +90,7 @@ function showNumerics(runs, { statistics, colors, special }) {
     alarms: run.alarms.map((alarm) => ({ ...alarm, until: alarm.until ?? Infinity })) }));
   byId("maps").hidden = false;
   byId("distribution").hidden = false;
-  const hasHistograms = measured.some((run) => run.histograms.kept.length);
+  const hasHistograms = measured.some((run) => run.histograms.rows.length);
   const distributions = hasHistograms ? new Distributions(measured) : null;
   const sentence = byId("distribution-about");
   if (distributions) byId("distribution-place").append(distributions.element);
