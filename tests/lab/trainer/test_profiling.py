@@ -41,12 +41,12 @@ def train_step(model, optimizer=None):
 
 
 @contextmanager
-def profile_first_step(model, folder, *, recipe="tensorwise", **profiling):
-    """Profile the block as the first step of a run. Raises NotWrittenError for what could not be written."""
-    config, failures = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks())
+def profile_first_step(folder, *, recipe="tensorwise", **profiling):
+    """Yield a model, and profile the block as its first step. Raises NotWrittenError for what could not be written."""
+    config, failures, model = make_config(**EVERY_STEP, **profiling), OutputFailures(Ranks()), build_model(recipe)
     optimizer = torch.optim.SGD(model.parameters())
     with Profiler(config, folder, 0, CPU, failures) as profiler, profiler.profile(1, recipe, model, optimizer):
-        yield
+        yield model
     failures.raise_on_all_ranks()
 
 
@@ -59,8 +59,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def test_traces_can_go_to_a_nested_folder_of_the_run(tmp_path):
-    model = build_model()
-    with profile_first_step(model, tmp_path, save_traces_folder="profiles/traces"):
+    with profile_first_step(tmp_path, save_traces_folder="profiles/traces") as model:
         train_step(model)
     assert list_files(tmp_path) == ["profiles/traces/step-000001/tensorwise-rank0.json.gz"]
 
@@ -70,12 +69,12 @@ def test_the_steps_of_each_model_write_their_files(tmp_path):
     config = make_config(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
     models = {name: build_model() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
-    with Profiler(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiler:
         for step in range(1, 9):
             for name, model in models.items():
-                with profiling.profile(step, name, model, optimizers[name]):
+                with profiler.profile(step, name, model, optimizers[name]):
                     train_step(model, optimizers[name])
-        assert [step for step in range(1, 9) if not profiling.is_traced(step)] == [1, 5]
+        assert [step for step in range(1, 9) if not profiler.is_traced(step)] == [1, 5]
     traces = [f"profile_trace/step-{s:06d}/{n}-rank1.json.gz" for s in (3, 4, 7, 8) for n in sorted(models)]
     timelines = [f"memory_snapshot/step-000002/{n}-rank1.{e}" for n in sorted(models) for e in ("json", "png")]
     assert list_files(tmp_path) == timelines + traces
@@ -87,20 +86,17 @@ def test_the_steps_of_each_model_write_their_files(tmp_path):
 
 def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
     model, before = build_model(), signal.getsignal(signal.SIGUSR1)
-    with Profiler(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiler:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
-            with profiling.profile(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
+            with profiler.profile(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
                 assert not any(module._forward_hooks for module in model.modules())
     assert list_files(tmp_path) == []
 
 
 def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
-    with (
-        pytest.raises(NotWrittenError, match=r"cannot write .*profile_trace"),
-        profile_first_step(model := build_model(), tmp_path),
-    ):
+    with pytest.raises(NotWrittenError, match="cannot write .*profile_trace"), profile_first_step(tmp_path) as model:
         train_step(model)
 
 
@@ -110,10 +106,7 @@ def test_a_trace_that_torch_could_not_write_whole_is_an_output_error(tmp_path, m
 
     for export in (write_a_part, lambda profiler, path: None):  # a full disk, and one that was full before
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-        with (
-            pytest.raises(NotWrittenError, match=r"json.gz': .*incomplete trace"),
-            profile_first_step(model := build_model(), tmp_path),
-        ):
+        with pytest.raises(NotWrittenError, match="gz': .*incomplete trace"), profile_first_step(tmp_path) as model:
             train_step(model)
         assert list_files(tmp_path) == []
 
@@ -124,17 +117,14 @@ def test_a_trace_that_fills_the_disk_leaves_no_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profiling_module.shutil, "copyfileobj", fill_disk)
-    with pytest.raises(NotWrittenError, match="No space"), profile_first_step(model := build_model(), tmp_path):
+    with pytest.raises(NotWrittenError, match="No space"), profile_first_step(tmp_path) as model:
         train_step(model)
     assert list_files(tmp_path) == []
 
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
     snapshot = {"enable_memory_snapshot": True, "memory_snapshot_step": 1}
-    with (
-        pytest.raises(FileNotFoundError, match="mine"),
-        profile_first_step(model := build_model(), tmp_path, **snapshot),
-    ):
+    with pytest.raises(FileNotFoundError, match="mine"), profile_first_step(tmp_path, **snapshot) as model:
         raise FileNotFoundError("mine")
     assert list_files(tmp_path) == []
     assert not any(module._forward_hooks for module in model.modules())
@@ -145,7 +135,7 @@ def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
 def test_a_trace_has_the_phases_of_one_linear(tmp_path, monkeypatch, recipe, casts, amaxes, pure):
     if pure:
         monkeypatch.setattr(cpu, "HAS_EXTENSION", False)
-    with profile_first_step(model := build_model(recipe), tmp_path, recipe=recipe):
+    with profile_first_step(tmp_path, recipe=recipe) as model:
         train_step(model)
     with gzip.open(tmp_path / f"profile_trace/step-000001/{recipe}-rank0.json.gz") as opened:
         counts = Counter(event["name"] for event in json.load(opened)["traceEvents"] if event.get("ph") == "X")
@@ -162,10 +152,10 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     config = make_config(enable_memory_snapshot=True, memory_snapshot_step=0)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiler(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiler:
         for step in range(1, 6):
             for name in ("a", "b"):
-                with profiling.profile(step, name, model, optimizer):
+                with profiler.profile(step, name, model, optimizer):
                     train_step(model, optimizer)
                     if (step, name) == (2, "a"):
                         os.kill(os.getpid(), signal.SIGUSR1)
@@ -184,13 +174,13 @@ def test_cuda_snapshots_are_written_when_asked_and_when_out_of_memory(tmp_path, 
     config = make_config(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiler(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiler:
         assert [history["max_entries"] > 0 for history in histories] == [True]
         for step in range(1, 5):
-            with profiling.profile(step, "tensorwise", model, optimizer):
+            with profiler.profile(step, "tensorwise", model, optimizer):
                 if step == 3:
                     os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(torch.OutOfMemoryError), profiling.profile(5, "tensorwise", model, optimizer):
+        with pytest.raises(torch.OutOfMemoryError), profiler.profile(5, "tensorwise", model, optimizer):
             raise torch.OutOfMemoryError("full")
     folder = "memory_snapshot/step-00000"
     names = ("2/tensorwise-rank0", "3/tensorwise-rank0", "5/tensorwise-rank0-out-of-memory")
