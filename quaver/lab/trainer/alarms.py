@@ -84,16 +84,16 @@ class _RunSink(AlarmSink):
 
 def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
     """Change the recipes of the layers that alarms of the last step named. A collective."""
-    step, model = run.progress.step, run.models[0]
-    if alarms.config.on_alarm != "fallback" or model.monitor is None or not model.monitor.is_sampled(step):
+    step, trained = run.progress.step, run.models[0]
+    if alarms.config.on_alarm != "fallback" or trained.monitor is None or not trained.monitor.is_sampled(step):
         return
     with run.watch_phase(f"the fallback after step {step}"):
         layers: dict[str, str] = run.ranks.all_gather_objects(alarms.pop_fallbacks())[0]
         if not layers:
             return
-        close_monitor(model)
-        run.checkpoints.update_description(change_recipes(model, layers))
+        close_monitor(trained)
+        run.checkpoints.update_description(change_recipes(trained, layers))
     run.progress.fallbacks |= layers
     for name, recipe in layers.items():
         alarms.display.print_line(f"step {step}: fallback: {name} computes in {recipe} from now on")
-    open_monitor(model, alarms.sink, completed_steps=step)
+    open_monitor(trained, alarms.sink, completed_steps=step)

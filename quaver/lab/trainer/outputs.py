@@ -43,36 +43,36 @@ class Outputs:
                 self.metrics.write(record)
         self.loggers.log(record["step"], list_scalars(record))
 
-    def record_step(self, model: TrainedModel, step: int, result: StepResult, *, is_loss_spike: bool) -> None:
-        """Write and show one step of `model`."""
+    def record_step(self, trained: TrainedModel, step: int, result: StepResult, *, is_loss_spike: bool) -> None:
+        """Write and show one step of `trained`."""
         if result.nonfinite_reason:
-            self.write_nonfinite(RecordKind.SKIPPED_STEP, model, step, result.nonfinite_reason)
-            self.display.print_skipped_step(step, model.name, result.nonfinite_reason)
+            self.write_nonfinite(RecordKind.SKIPPED_STEP, trained, step, result.nonfinite_reason)
+            self.display.print_skipped_step(step, trained.name, result.nonfinite_reason)
             return
-        scaling = model.scaling.report() if self.run.ranks.is_first and model.precision == model.name else []
-        record = _make_step_record(self.run, model, step, result) | summarize_saturation(scaling)
+        scaling = trained.scaling.report() if self.run.ranks.is_first and trained.precision == trained.name else []
+        record = _make_step_record(self.run, trained, step, result) | summarize_saturation(scaling)
         record["loss_spike"] = is_loss_spike
         self.write(record)
         self.display.print_step(record)
         if self.scales and scaling and step % self.run.config.metrics.float8_scales_freq == 0:
             with self.failures.catch():
-                self.scales.write(make_scales_record(step, model.name, scaling))
+                self.scales.write(make_scales_record(step, trained.name, scaling))
 
-    def write_nonfinite(self, kind: RecordKind, model: TrainedModel, step: int, reason: str) -> None:
-        """Write that a step of `model` was skipped, or ended the run, because of a value that was not finite."""
-        self.write({"kind": kind, "step": step, "model": model.name, "reason": reason})
+    def write_nonfinite(self, kind: RecordKind, trained: TrainedModel, step: int, reason: str) -> None:
+        """Write that a step of `trained` was skipped, or ended the run, because of a value that was not finite."""
+        self.write({"kind": kind, "step": step, "model": trained.name, "reason": reason})
 
-    def record_validation(self, model: TrainedModel, result: ValidationResult) -> None:
-        """Write and show a validation of `model` after the last step."""
+    def record_validation(self, trained: TrainedModel, result: ValidationResult) -> None:
+        """Write and show a validation of `trained` after the last step."""
         record: dict[str, Any] = {
             "kind": RecordKind.VALIDATION,
             "step": self.run.progress.step,
-            "model": model.name,
-            "precision": model.precision,
+            "model": trained.name,
+            "precision": trained.precision,
             "validation_loss": result.loss,
         }
-        if model.expert_load is not None:
-            record["expert_load"] = model.expert_load.tolist()
+        if trained.expert_load is not None:
+            record["expert_load"] = trained.expert_load.tolist()
         if result.loss_hp is not None:
             record["validation_loss_hp"] = result.loss_hp
         self.write(record)
@@ -106,7 +106,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
             with failures.catch():
                 metrics = stack.enter_context(closing(JsonLinesWriter(folder.metrics_path)))
                 loggers.open(config, folder, asdict(run.config))
-                if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
+                if config.float8_scales_freq > 0 and any(trained.scaling for trained in run.models):
                     scales = stack.enter_context(closing(JsonLinesWriter(folder.float8_scales_path)))
         display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
@@ -121,16 +121,16 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
         yield Outputs(run, metrics, loggers, scales, display, stack.enter_context(profiler), alarms, failures)
 
 
-def _make_step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
-    tokens_per_s, load = run.config.training.step_tokens / result.seconds, model.expert_load
-    flops = model.flops_per_token
-    if model.precision != model.name:  # float8.high_precision_schedule
-        flops = model.count_flops_per_token()
+def _make_step_record(run: TrainingRun, trained: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
+    tokens_per_s, load = run.config.training.step_tokens / result.seconds, trained.expert_load
+    flops = trained.flops_per_token
+    if trained.precision != trained.name:  # float8.high_precision_schedule
+        flops = trained.count_flops_per_token()
     return {
         "kind": RecordKind.STEP,
         "step": step,
-        "model": model.name,
-        "precision": model.precision,
+        "model": trained.name,
+        "precision": trained.precision,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,

@@ -32,7 +32,7 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
         display.print_line(f"changed      {changes}")
     for note in run.notes:
         display.print_line(f"{'':<12} {note}")
-    precisions = " and ".join(model.name for model in run.models)
+    precisions = " and ".join(trained.name for trained in run.models)
     display.print_line(f"model        {parameters:,} parameters, trained in {precisions}")
     places = origin["corrupt_places"]
     left_out = f" (left out: {origin['corrupt']:,}, such as {places[0]})" if places else ""
@@ -44,44 +44,44 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
     display.print_line(f"step         {config.training.step_tokens:,} tokens; {steps} on {run.device}")
     if not run.ranks.is_alone:
         display.print_line(f"ranks        {run.dims}")
-        for note in dict.fromkeys(note for model in run.models for note in list_model_notes(model)):
+        for note in dict.fromkeys(note for trained in run.models for note in list_model_notes(trained)):
             display.print_line(f"{'':<12} {note}")
     peaks = {"bfloat16": run.peak.flops_per_s}
-    if run.peak.float32_flops_per_s and any("float32" in model.flops_per_token for model in run.models):
+    if run.peak.float32_flops_per_s and any("float32" in trained.flops_per_token for trained in run.models):
         peaks["float32"] = run.peak.float32_flops_per_s
     for name, flops_per_s in peaks.items():
         display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
 
 
-def list_model_notes(model: TrainedModel) -> list[str]:
+def list_model_notes(trained: TrainedModel) -> list[str]:
     """Return facts for the user: how tokens reach experts of other ranks, that weights are rounded before their cast,
     and after a step that training.compile compiled nothing.
     """
-    split = [(experts, experts.dispatcher) for experts in model.experts if experts.dispatcher is not None]
-    notes = list(dict.fromkeys(dispatcher.describe_precision(experts) for experts, dispatcher in split))
-    training, gathered = model.config.training, model.config.float8.enable_fsdp_float8_all_gather
+    split_experts = [(experts, experts.dispatcher) for experts in trained.experts if experts.dispatcher is not None]
+    notes = list(dict.fromkeys(dispatcher.describe_precision(experts) for experts, dispatcher in split_experts))
+    training, gathered = trained.config.training, trained.config.float8.enable_fsdp_float8_all_gather
     is_rounded = training.dtype != training.mixed_precision_param and not gathered
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.model.modules())
-    if is_rounded and is_sharded and any(True for _ in iter_float8_modules(model.model)):
+    is_sharded = any(isinstance(module, FSDPModule) for module in trained.model.modules())
+    if is_rounded and is_sharded and any(True for _ in iter_float8_modules(trained.model)):
         notes.append(
             f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where one "
             "process and float8 all-gathers cast those in " + training.dtype
         )
-    if model.step_seconds and (reason := explain_eager_blocks(model)):
+    if trained.step_seconds and (reason := explain_eager_blocks(trained)):
         notes.append(reason)
     return notes
 
 
-def explain_eager_blocks(model: TrainedModel) -> str:
+def explain_eager_blocks(trained: TrainedModel) -> str:
     """Return the reason why training.compile has compiled nothing so far; "" if it has, or is off.
 
     A graph break inside a checkpoint makes Dynamo skip the whole frame, and expert parallelism breaks graphs.
     """
-    if not model.config.training.compile or model.compiled_graphs:
+    if not trained.config.training.compile or trained.compiled_graphs:
         return ""
     note = "training.compile compiled no graph, so the blocks run eagerly"
-    is_split = any(experts.dispatcher is not None for experts in model.experts)
-    if is_split and model.config.activation_checkpoint.mode in ("selective", "full"):
+    is_split = any(experts.dispatcher is not None for experts in trained.experts)
+    if is_split and trained.config.activation_checkpoint.mode in ("selective", "full"):
         why = "expert parallelism ends graphs, and torch compiles no part of a checkpoint"
         return f"{note}: {why}; set activation_checkpoint.mode = none, or training.compile = false"
     return f"{note}; TORCH_LOGS=graph_breaks says why"

@@ -17,14 +17,14 @@ def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dic
     Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
     first model relative to the bfloat16 baseline.
     """
-    models = {model.name: _summarize_model(run, model) for model in run.models}
+    models = {trained.name: _summarize_model(run, trained) for trained in run.models}
     summary: dict[str, Any] = {
         "status": status,
         "reason": reason,
         "steps": run.progress.step,
         "ranks": run.dims.world_size,
         "mesh": run.dims.mesh,
-        "notes": [*run.notes, *dict.fromkeys(note for model in run.models for note in list_model_notes(model))],
+        "notes": [*run.notes, *dict.fromkeys(note for trained in run.models for note in list_model_notes(trained))],
         "models": models,
         "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
         "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
@@ -36,24 +36,24 @@ def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dic
     return summary
 
 
-def _summarize_model(run: TrainingRun, model: TrainedModel) -> dict[str, Any]:
+def _summarize_model(run: TrainingRun, trained: TrainedModel) -> dict[str, Any]:
     config, dims = run.config, run.dims
-    seconds = compute_median_after_warmup(model.step_seconds) if model.step_seconds else None
+    seconds = compute_median_after_warmup(trained.step_seconds) if trained.step_seconds else None
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     utilization: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        utilization = compute_utilization(model.flops_per_token, tokens_per_s / dims.world_size, run.peak)
+        utilization = compute_utilization(trained.flops_per_token, tokens_per_s / dims.world_size, run.peak)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
-        "skipped_steps": run.progress.skipped_steps.get(model.name, 0),
-        "validation_loss": model.validation.loss,
-        **({"validation_loss_hp": model.validation.loss_hp} if config.validation.high_precision_too else {}),
+        "skipped_steps": run.progress.skipped_steps.get(trained.name, 0),
+        "validation_loss": trained.validation.loss,
+        **({"validation_loss_hp": trained.validation.loss_hp} if config.validation.high_precision_too else {}),
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
         **utilization,
-        "compiled_graphs": model.compiled_graphs if config.training.compile else None,
-        "peak_memory_bytes": model.peak.peak_bytes,
-        "peak_memory_source": model.peak.source + rank,
+        "compiled_graphs": trained.compiled_graphs if config.training.compile else None,
+        "peak_memory_bytes": trained.peak.peak_bytes,
+        "peak_memory_source": trained.peak.source + rank,
     }
 
 

@@ -67,7 +67,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
             ignore_single_process_warning(),
             write_run_end(run, failures) as end,
             use_determinism(enabled=run.config.training.deterministic),
-            raise_recompile_limit(run.config, [model.model for model in run.models]),
+            raise_recompile_limit(run.config, [trained.model for trained in run.models]),
             open_outputs(run, failures) as outputs,
         ):
             print_run_description(run, outputs.display)
@@ -116,33 +116,33 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
     batches = _to_device(run.data.make_step_batches(training, progress.consumed_sequences, run.dims), run.device)
     is_first_in_process = step == run.began_at_step + 1
     models = run.models if step % 2 else run.models[::-1]
-    for model in models:
+    for trained in models:
         reset_device_peaks(run.device)
         with (
-            run.watch_phase(f"step {step} of {model.name}", is_slow=is_first_in_process),
-            outputs.profiler.profile(step, model.name, model.model, model.optimizer),
+            run.watch_phase(f"step {step} of {trained.name}", is_slow=is_first_in_process),
+            outputs.profiler.profile(step, trained.name, trained.model, trained.optimizer),
         ):
-            measure_memory = is_memory_due(run, model, step, outputs.profiler)
+            measure_memory = is_memory_due(run, trained, step, outputs.profiler)
             try:
-                result = model.train_step(step, batches, measure_memory=measure_memory)
+                result = trained.train_step(step, batches, measure_memory=measure_memory)
             except NonFiniteError as error:
-                outputs.write_nonfinite(RecordKind.NONFINITE_STEP, model, step, str(error))
-                error.can_continue = model is models[0]  # otherwise the other model has taken this step
+                outputs.write_nonfinite(RecordKind.NONFINITE_STEP, trained, step, str(error))
+                error.can_continue = trained is models[0]  # otherwise the other model has taken this step
                 raise
-        outputs.record_step(model, step, result, is_loss_spike=_update_progress(run, model, result))
-        if is_first_in_process and (reason := explain_eager_blocks(model)):
-            outputs.display.print_line(f"{model.name}: {reason}")
+        outputs.record_step(trained, step, result, is_loss_spike=_update_progress(run, trained, result))
+        if is_first_in_process and (reason := explain_eager_blocks(trained)):
+            outputs.display.print_line(f"{trained.name}: {reason}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 
 
-def _update_progress(run: TrainingRun, model: TrainedModel, result: StepResult) -> bool:
+def _update_progress(run: TrainingRun, trained: TrainedModel, result: StepResult) -> bool:
     """Count a skipped step, or add the loss to the recent ones, in the progress; return whether the loss is a spike."""
     progress = run.progress
     if result.nonfinite_reason:
-        progress.skipped_steps[model.name] = progress.skipped_steps.get(model.name, 0) + 1
+        progress.skipped_steps[trained.name] = progress.skipped_steps.get(trained.name, 0) + 1
         return False
-    recent = progress.recent_losses.setdefault(model.name, [])
+    recent = progress.recent_losses.setdefault(trained.name, [])
     is_loss_spike = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
     append_recent_loss(result.loss, recent)
     return is_loss_spike
@@ -153,8 +153,8 @@ def _validate(run: TrainingRun, outputs: Outputs) -> None:
     batches = _to_device(run.data.make_validation_batches(config.training, config.validation, run.dims), run.device)
     is_first = step - run.began_at_step <= config.validation.freq
     with run.watch_phase(f"the validation after step {step}", is_slow=is_first):
-        for model in run.models:
-            outputs.record_validation(model, model.validate(batches))
+        for trained in run.models:
+            outputs.record_validation(trained, trained.validate(batches))
 
 
 def _save(run: TrainingRun, *, waits: bool = False) -> None:
@@ -171,7 +171,7 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     """
     if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
         return ""
-    are_finite = all(is_finite(parameter) for model in run.models for parameter in model.model.parameters())
+    are_finite = all(is_finite(parameter) for trained in run.models for parameter in trained.model.parameters())
     if run.ranks.holds_on_any(not are_finite, run.device):
         return "; the weights are not finite, and are not saved"
     try:
@@ -182,12 +182,12 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
     return f"; {checkpoint}; if it fails again, give an earlier checkpoint.load_step, or begin again"
 
 
-def is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiler: Profiler) -> bool:
+def is_memory_due(run: TrainingRun, trained: TrainedModel, step: int, profiler: Profiler) -> bool:
     """Return whether to measure memory: once, and on the first rank only, which writes the summary."""
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
-    is_countable = model.has_countable_memory or not profiler.is_traced(step)
-    return run.ranks.is_first and is_reached and is_countable and model.peak.peak_bytes is None
+    is_countable = trained.has_countable_memory or not profiler.is_traced(step)
+    return run.ranks.is_first and is_reached and is_countable and trained.peak.peak_bytes is None
 
 
 def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
