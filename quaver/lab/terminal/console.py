@@ -61,9 +61,10 @@ def make_stdout_console(*, quiet: bool = False) -> Console:
     return Console(file=typing.cast(IO[str], FailSafeStdout()), quiet=quiet, color_system=choose_color_system())
 
 
-def print_line(text: str) -> None:
-    """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
-    make_stdout_console().print(escape_controls(text), soft_wrap=True, highlight=False, markup=False)
+def print_line(text: str, console: Console | None = None) -> None:
+    """Print one line, without wrapping or styles, on `console`; by default on stdout, until it fails."""
+    console = console or make_stdout_console()
+    console.print(escape_controls(text), soft_wrap=True, highlight=False, markup=False)
 
 
 class _Console(Console):

@@ -12,7 +12,6 @@ from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.lab.terminal.console import make_stdout_console, print_line
 from quaver.lab.terminal.counts import format_count
-from quaver.lab.terminal.escape import escape_controls
 from quaver.lab.terminal.tables import fit_table, make_table
 from quaver.lab.trainer.memory import describe_memory
 
@@ -28,11 +27,11 @@ class ShownProgress(CacheProgress):
     def show_reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
         """Show progress over `total_bytes` under `label` while the block runs."""
         console = make_stdout_console()
-        if not console.is_terminal:
+        is_file = not console.is_terminal
+        if is_file:
             print_line(f"{label}: {total_bytes:,} bytes")
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
-        disable = not console.is_terminal
-        with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:
+        with Progress(*columns, console=console, disable=is_file, refresh_per_second=2, transient=True) as bar:
             task = bar.add_task(label, total=total_bytes)
             yield lambda count: bar.advance(task, count)
 
@@ -47,7 +46,7 @@ class Display:
 
     def print_line(self, text: str) -> None:
         """Print one line, without wrapping or styles."""
-        self.console.print(escape_controls(text), soft_wrap=True, highlight=False, markup=False)
+        print_line(text, self.console)
 
     def print_step(self, record: dict[str, Any]) -> None:
         """Show the record of one training step."""
@@ -67,8 +66,8 @@ class Display:
 
     def print_validation(self, record: dict[str, Any]) -> None:
         """Show the record of one validation."""
-        hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
-        self._print_line_of_step(record, f"validation loss {record['validation_loss']:.4f}{hp}")
+        loss_hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
+        self._print_line_of_step(record, f"validation loss {record['validation_loss']:.4f}{loss_hp}")
 
     def _print_line_of_step(self, record: dict[str, Any], text: str) -> None:
         self.print_line(f"step {record['step']:5d}  {record['model']:<18}  {text}")
@@ -103,7 +102,7 @@ def print_results(summary: dict[str, Any]) -> None:
     console.width = fit_table(table, console.width)
     console.print(table)
     sources = {model["peak_memory_source"] for model in models.values()}
-    console.print(f"peak memory: {'; '.join(sorted(sources))}", soft_wrap=True, highlight=False, markup=False)
+    print_line(f"peak memory: {'; '.join(sorted(sources))}", console)
 
 
 def _is_measured(peak_source: str) -> bool:

@@ -57,8 +57,8 @@ def list_model_notes(trained: TrainedModel) -> list[str]:
     """Return facts for the user: how tokens reach experts of other ranks, that weights are rounded before their cast,
     and after a step that training.compile compiled nothing.
     """
-    split_experts = [(experts, experts.dispatcher) for experts in trained.experts if experts.dispatcher is not None]
-    notes = list(dict.fromkeys(dispatcher.describe_precision(experts) for experts, dispatcher in split_experts))
+    dispatchers = [(experts.dispatcher, experts) for experts in trained.experts]
+    notes = [dispatcher.describe_precision(experts) for dispatcher, experts in dispatchers if dispatcher is not None]
     training, gathered = trained.config.training, trained.config.float8.enable_fsdp_float8_all_gather
     is_rounded = training.dtype != training.mixed_precision_param and not gathered
     is_sharded = any(isinstance(module, FSDPModule) for module in trained.model.modules())
