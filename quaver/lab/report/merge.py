@@ -34,20 +34,19 @@ class Grid:
         return np.stack([by_column[:, row].max(1) for row in self.rows])
 
 
-def choose_grid(samples: int, kinds: Sequence[object], statistics: int, cells: int) -> Grid:
-    """Choose the grid whose maps together have about `cells` cells or fewer.
+def choose_grid(sample_count: int, kinds: Sequence[object], map_count: int, max_cells: int) -> Grid:
+    """Choose the grid whose `map_count` maps together have about `max_cells` cells or fewer.
 
     Neighboring samples are merged first, down to `MIN_MAP_COLUMNS` columns, then neighboring tensors of one kind.
 
     Args:
-        samples: the number of samples, at least 1.
+        sample_count: at least 1.
         kinds: the kind of each tensor, such as its operand and cast. Tensors of different kinds never share a row.
-        statistics: the number of maps.
     """
-    per_sample = max(1, len(kinds) * statistics)
-    columns = min(samples, MAX_MAP_COLUMNS, max(MIN_MAP_COLUMNS, cells // per_sample))
-    tensors_per_row = max(1, -(-per_sample * columns // cells))
-    edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
+    per_sample = max(1, len(kinds) * map_count)
+    columns = min(sample_count, MAX_MAP_COLUMNS, max(MIN_MAP_COLUMNS, max_cells // per_sample))
+    tensors_per_row = max(1, -(-per_sample * columns // max_cells))
+    edges = np.linspace(0, sample_count, columns + 1).astype(int).tolist()
     if tensors_per_row == 1:
         return Grid(edges, [[tensor] for tensor in range(len(kinds))])
     by_kind: dict[object, list[int]] = {}

@@ -122,7 +122,7 @@ def test_a_merged_cell_is_the_worst_of_its_cells():
     codes = np.random.default_rng(0).integers(0, 250, (1000, 900)).astype(np.uint8)
     codes[617, 411] = 255
     kinds = ["input", "weight", "grad_output"] * 300
-    grid = choose_grid(1000, kinds, 4, cells=300_000)
+    grid = choose_grid(1000, kinds, 4, max_cells=300_000)
     merged = grid.merge(codes)
     assert merged.size * 4 <= 300_000 * 1.1
     assert {len({kinds[at] for at in row}) for row in grid.rows} == {1}
