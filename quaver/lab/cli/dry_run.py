@@ -52,9 +52,9 @@ def iter_views(run: DryRun) -> Iterator[str | Table]:
     }
     yield from (f"{name:<13}{text}" for name, text in lines.items())
     yield from _iter_linear_views(run)
-    if run.report:
-        yield run.report.summary()
-        reasons = sorted({layer.reason for layer in run.report.skipped})
+    if run.conversion_report:
+        yield run.conversion_report.summary()
+        reasons = sorted({layer.reason for layer in run.conversion_report.skipped})
         if reasons:
             yield f"not in float8: {'; '.join(reasons)}"
     yield "nothing was trained or written; remove --dry-run to train"

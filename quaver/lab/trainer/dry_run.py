@@ -36,7 +36,7 @@ class DryRun:
     """FLOPs of forward and backward."""
     linears: list[tuple[LinearPrecision, int]]
     """The rows of the effective-quantization table: a linear of each group of equal linears, and the group's size."""
-    report: ConversionReport | None
+    conversion_report: ConversionReport | None
 
     @property
     def tokens(self) -> int:
@@ -64,4 +64,4 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
         parallelize(model, config, mesh)
         build_optimizer(model, config.optimizer)
     flops = count_training_flops_per_token(config.model, config.training.seq_len)
-    return DryRun(config, dims, source, tokenizer.name, parameters, flops, linears, models.report)
+    return DryRun(config, dims, source, tokenizer.name, parameters, flops, linears, models.conversion_report)

@@ -34,7 +34,7 @@ class Models:
 
     by_name: dict[str, Llama]
     """The float8 model first, then the bfloat16 baseline of `job.compare`."""
-    report: ConversionReport | None
+    conversion_report: ConversionReport | None
     """The conversion of the float8 model."""
 
     @property
@@ -64,10 +64,11 @@ class RunSetup:
 
         The other ranks, which write no record, do not ask git for the provenance.
         """
+        conversion_report = self.models.conversion_report
         return {
             "config": asdict(self.config),
             "provenance": collect_provenance(self.device) if self.ranks.is_first else None,
-            "conversion_report": self.models.report.to_dict() if self.models.report else None,
+            "conversion_report": conversion_report.to_dict() if conversion_report else None,
             "data": self.data.origin,
         }
 
