@@ -53,7 +53,8 @@ def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
                 _ALARM_ADAPTER.validate_python(line)
                 alarms.append(_make_row(line))
             else:
-                _mark_ended(alarms, _END_ADAPTER.validate_python(line))
+                _END_ADAPTER.validate_python(line)
+                _mark_ended(alarms, line)
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
             raise InputError(
@@ -62,13 +63,9 @@ def read_alarms(record: Record, where: str) -> list[dict[str, Any]]:
     return alarms
 
 
-def _mark_ended(alarms: list[dict[str, Any]], end: AlarmEnd) -> None:
+def _mark_ended(alarms: list[dict[str, Any]], end: dict[str, Any]) -> None:
     for alarm in alarms:
-        if alarm["until"] is None and (alarm["rule"], alarm["layer"], alarm["operand"]) == (
-            end["rule"],
-            end["layer"],
-            end["operand"],
-        ):
+        if alarm["until"] is None and all(alarm[name] == end[name] for name in ("rule", "layer", "operand")):
             alarm["until"] = end["step"]
 
 
