@@ -169,8 +169,10 @@ def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
 
     Non-finite weights are not saved, because the new checkpoint would replace an older one.
     """
-    if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
+    if not run.config.checkpoint.enable or run.progress.step == run.began_at_step:
         return ""
+    if not error.can_continue:
+        return f"; step {run.progress.step} is not saved, because the other model has taken the next one"
     are_finite = all(is_finite(parameter) for trained in run.models for parameter in trained.model.parameters())
     if run.ranks.holds_on_any(not are_finite, run.device):
         return "; the weights are not finite, and are not saved"

@@ -84,7 +84,7 @@ EARLIER = "give an earlier checkpoint.load_step, or begin again"
     [
         (False, 3, False, ["step-00000002"], f"; {SAVED}; if it fails again, {EARLIER}"),
         (False, 3, True, [], "; the weights are not finite, and are not saved"),
-        (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
+        (True, 2, False, [], "; step 1 is not saved, because the other model has taken the next one"),
     ],
 )
 def test_a_nonfinite_run_leaves_a_record_and_the_step_before(
