@@ -5,7 +5,7 @@ The peaks are the most bytes alive and the most bytes saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,6 @@ from quaver.lab.recorder.recorder import CATEGORIES, Allocation, Recorder
 from quaver.runtime.module_names import mask_layer_numbers
 
 SCHEMA = 4
-
 
 State = dict[Allocation, tuple[int, int]]
 """Live allocations: bytes, and how many times autograd has saved each."""
@@ -35,7 +34,7 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
     totals = [sum(row[2:]) for row in timeline]
     saved_event = _find_saved_peak(recorder)
     peak_event = _find_maximum(totals)
-    rows = _merge_equal(
+    rows = _merge(
         _make_saved_row(allocation, size_bytes, save_count, recorder.modules.compiled)
         for allocation, (size_bytes, save_count) in _replay(recorder, saved_event).items()
         if _is_saved(allocation, save_count)
@@ -47,9 +46,7 @@ def make_report(recorder: Recorder, note: str = "") -> dict[str, Any]:
         "peak_bytes": totals[peak_event],
         "peak_event": peak_event,
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
-        "at_peak": _merge_equal(
-            _make_row(allocation, *state) for allocation, state in _replay(recorder, peak_event).items()
-        ),
+        "at_peak": _merge(_make_row(allocation, *state) for allocation, state in _replay(recorder, peak_event).items()),
         "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
         "saved_event": saved_event,
         "saved_for_backward": rows,
@@ -165,16 +162,11 @@ def _name_operand(allocation: Allocation) -> str:
     return allocation.operator
 
 
-def _merge_equal(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge equal rows, summing bytes and counts, and sort by bytes in descending order."""
-    return _merge((repr(row), row) for row in rows)
-
-
-def _merge(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge rows with equal keys, in place, and sort by bytes in descending order."""
+def _merge(rows: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str] = repr) -> list[dict[str, Any]]:
+    """Merge rows with equal keys in place, summing bytes and counts, and sort by bytes in descending order."""
     merged: dict[str, dict[str, Any]] = {}
-    for key, row in keyed:
-        first = merged.setdefault(key, row)
+    for row in rows:
+        first = merged.setdefault(key(row), row)
         if first is not row:
             first["bytes"] += row["bytes"]
             first["count"] += row["count"]
@@ -199,7 +191,7 @@ def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         New rows by bytes in descending order.
     """
     masked = [{name: _mask_numbers(name, value) for name, value in row.items()} for row in rows]
-    return _merge((repr({**row, "bytes": 0, "count": 0}), row) for row in masked)
+    return _merge(masked, key=lambda row: repr({**row, "bytes": 0, "count": 0}))
 
 
 def _mask_numbers(name: str, value: Any) -> Any:
