@@ -103,8 +103,8 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
 def _compute_split_loss(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, vocab_size = logits.device_mesh, logits.shape[-1]
     vocab_start = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard splits as torch.chunk does
-    local = logits.to_local().flatten(0, 1)
-    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), vocab_start, vocab_size, mesh.get_group())
+    local_logits = logits.to_local().flatten(0, 1)
+    loss: Tensor = _SplitCrossEntropy.apply(local_logits, targets.flatten(), vocab_start, vocab_size, mesh.get_group())
     return loss
 
 
@@ -115,8 +115,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, vocab_size: int, group: ProcessGroup
     ) -> Tensor:
-        parts = _compute_parts(logits, targets - vocab_start)
-        rank_max, rank_sum, rank_target = all_gather(parts, 0, group).unflatten(0, (-1, len(parts))).unbind(1)
+        reduced = _reduce_logits(logits, targets - vocab_start)
+        rank_max, rank_sum, rank_target = all_gather(reduced, 0, group).unflatten(0, (-1, len(reduced))).unbind(1)
         max_logit = rank_max.amax(0)
         exp_sum = (rank_sum * (rank_max - max_logit).exp()).sum(0)
         ctx.save_for_backward(logits, targets, max_logit, exp_sum)
@@ -140,20 +140,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return grad_logits.detach(), None, None, None, None
 
 
-def _compute_parts(logits: Tensor, row_targets: Tensor) -> Tensor:
+def _reduce_logits(logits: Tensor, row_targets: Tensor) -> Tensor:
     """Return the largest logit of each row, the sum of exponentials relative to it, and the target's logit or 0.
 
     float32 [3, rows]. A rank without logits has a largest logit of -inf and a sum of 0.
     """
-    parts = logits.new_zeros((3, len(row_targets)), dtype=torch.float32)
-    parts[0] = -torch.inf
-    for rows, columns, max_logit, exp_sum, target_logit in _iter_slices(logits, row_targets, *parts):
+    reduced = logits.new_zeros((3, len(row_targets)), dtype=torch.float32)
+    reduced[0] = -torch.inf
+    for rows, columns, max_logit, exp_sum, target_logit in _iter_slices(logits, row_targets, *reduced):
         max_logit.copy_(rows.amax(1))
         base = max_logit.masked_fill(max_logit == -torch.inf, 0)  # -inf - -inf would be NaN
         exp_sum.copy_((rows - base[:, None]).exp_().sum(1))
-        index, is_held = _locate_targets(columns, rows)
-        target_logit.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
-    return parts
+        index, is_local = _locate_targets(columns, rows)
+        target_logit.copy_(torch.where(is_local, rows.gather(1, index), 0)[:, 0])
+    return reduced
 
 
 def _compute_gradient(
@@ -165,11 +165,11 @@ def _compute_gradient(
     exp(rows - max_logit) * factor.
     """
     grads = (rows - max_logit[:, None]).exp_().mul_(factor[:, None])
-    index, is_held = _locate_targets(row_targets, rows)
-    return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, grad_loss[:, None], 0))
+    index, is_local = _locate_targets(row_targets, rows)
+    return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_local, grad_loss[:, None], 0))
 
 
 def _locate_targets(row_targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the column of each row's target, or 0 if another rank has it, and whether it is here; both [rows, 1]."""
-    is_held = (row_targets >= 0) & (row_targets < rows.shape[1])
-    return torch.where(is_held, row_targets, 0)[:, None], is_held[:, None]
+    is_local = (row_targets >= 0) & (row_targets < rows.shape[1])
+    return torch.where(is_local, row_targets, 0)[:, None], is_local[:, None]
