@@ -165,10 +165,8 @@ def test_import_of_shards_and_of_16_bits_is_exact_in_float32(tmp_path, shard, dt
     folder = make_hf(tmp_path / "hf", getattr(torch, dtype), shard)
     assert len(list(folder.glob("*.safetensors"))) == (1 if shard == "5GB" else 4 if dtype == "float16" else 7)
     convert("hf-to-quaver", folder, tmp_path / "out")
-    stored = {
-        name: tensor.float()
-        for name, tensor in load_with_transformers(folder, getattr(torch, dtype)).state_dict().items()
-    }
+    weights = load_with_transformers(folder, getattr(torch, dtype)).state_dict()
+    stored = {name: tensor.float() for name, tensor in weights.items()}
     assert_same(load_with_quaver(tmp_path / "out").state_dict(), stored)
 
 
@@ -247,12 +245,9 @@ def test_shards_of_an_export_are_within_their_size_and_in_the_index(hf, out, tmp
         assert {name for name, where in index["weight_map"].items() if where == file.name} == tensors.keys()
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000 or len(tensors) == 1
         assert file.stat().st_mode == (tmp_path / "back" / "config.json").stat().st_mode
-    assert index["metadata"]["total_size"] == 4 * sum(
-        p.numel() for p in load_with_transformers(hf("plain")).parameters()
-    )
-    assert_same(
-        load_with_transformers(tmp_path / "back").state_dict(), load_with_transformers(hf("plain")).state_dict()
-    )
+    reference = load_with_transformers(hf("plain"))
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in reference.parameters())
+    assert_same(load_with_transformers(tmp_path / "back").state_dict(), reference.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -213,10 +213,8 @@ def test_a_whole_step_has_its_bytes_and_phases():
     assert max(read_column(report, "gradients")) == parameters
     assert read_column(report, "gradients")[-1] == 0
     assert set(read_column(report, "optimizer_state")) == {2 * parameters + steps}
-    assert (read_column(first, "optimizer_state")[0], read_column(first, "optimizer_state")[-1]) == (
-        0,
-        2 * parameters + steps,
-    )
+    growth = read_column(first, "optimizer_state")
+    assert (growth[0], growth[-1]) == (0, 2 * parameters + steps)
     assert read_column(report, "saved_activations")[-1] == 0
     totals = [sum(row[2:]) for row in report["timeline"]]
     assert report["peak_bytes"] == max(totals) == totals[report["peak_event"]]

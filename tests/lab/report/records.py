@@ -103,15 +103,9 @@ def make_metrics(steps, models=("tensorwise",), *, seed=0):
     for step in range(1, steps + 1):
         for model in models:
             loss = 2 + 3.5 * math.exp(-step / (steps / 5)) + numbers.normal(0, 0.03)
-            record = {
-                "kind": "step",
-                "step": step,
-                "model": model,
-                "precision": model,
-                "loss": loss,
-                "loss_spike": False,
-            }
+            record = {"kind": "step", "step": step, "model": model, "precision": model, "loss": loss}
             yield record | {
+                "loss_spike": False,
                 "grad_norm": 1 + 4 * math.exp(-step / 20) + abs(numbers.normal(0, 0.2)),
                 "tokens_per_s": 50_000 + numbers.normal(0, 1000),
                 "memory_active_bytes": 3 * 2**30 + step * 1000,

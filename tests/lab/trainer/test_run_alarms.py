@@ -118,10 +118,8 @@ def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
 def test_a_run_resumed_at_or_before_a_fallback_takes_the_same_steps(watched_config):
     """From step 1 it falls back again, in its step; from step 2 it begins with that recipe, weights and moments."""
     checkpoint = {"interval": 1, "keep_latest_k": 0}
-    run = add_outlier(
-        prepare_run(with_settings(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint))
-    )
-    train(run)
+    config = with_settings(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)
+    train(run := add_outlier(prepare_run(config)))
     assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {3}
     config = load_config(run.folder.path / "config.toml")
     for step, kind in ((2, nn.Linear), (1, Float8Linear)):  # which discards the later ones

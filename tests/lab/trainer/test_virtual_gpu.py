@@ -6,8 +6,8 @@ import pytest
 pytest.importorskip("triton")
 
 from quaver.lab.cli import main
-from quaver.lab.runs.json_lines import read_json_lines
 from tests.command_line import TEXT
+from tests.lab.trainer.runs import read_steps
 from tests.library.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
 
@@ -28,15 +28,8 @@ def train_and_resume(folder, *words):
         assert main(["train", *words, "--job.name=a", "--training.steps=2"]) == 0
         assert main(["train", f"--resume={folder / 'a'}", "--training.steps=3"]) == 0
         assert main(["train", *words, "--job.name=b", "--training.steps=3"]) == 0
-    numbers = [
-        [
-            (r["step"], r["loss"], r["grad_norm"])
-            for r in read_json_lines(folder / name / "metrics.jsonl")
-            if r["kind"] == "step"
-        ]
-        for name in "ab"
-    ]
-    return numbers, dict(card.calls)
+    steps = [read_steps(folder / name / "metrics.jsonl") for name in "ab"]
+    return [[(r["step"], r["loss"], r["grad_norm"]) for r in records] for records in steps], dict(card.calls)
 
 
 @pytest.mark.nightly
