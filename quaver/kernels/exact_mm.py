@@ -91,8 +91,9 @@ def _exact_float8_mm(a: Tensor, matmul: ExactMatmul) -> Tensor:
     """Compute the equation at the top of the file on plain tensors."""
     a_operand = Operand(a, matmul.a_dequant_scale, ScaleLayout(*matmul.a_layout), None, matmul.a_outer_scale)
     b_operand = Operand(matmul.b, matmul.b_dequant_scale, ScaleLayout(*matmul.b_layout), None, matmul.b_outer_scale)
-    operands = unpack_codes(a_operand), unpack_codes(b_operand)
-    return _multiply_wide(*operands, matmul.bias, matmul.out_dtype, matmul.scales_are_powers_of_2)
+    a_operand, b_operand = unpack_codes(a_operand), unpack_codes(b_operand)
+    out = a.new_empty(a_operand.data.shape[0], b_operand.data.shape[1], dtype=matmul.out_dtype)
+    return _multiply_wide(a_operand, b_operand, matmul.bias, matmul.scales_are_powers_of_2, out)
 
 
 def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, *, scales_are_powers_of_2: bool) -> None:
@@ -101,20 +102,15 @@ def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, *, scales_are_power
     matmul = ExactMatmul(b.data, *scales, None, out.dtype, scales_are_powers_of_2, a.layout, b.layout)
     result = _mm_cpu(a.data, matmul) if is_cpu(a.data) else None
     if result is None:
-        _multiply_wide(a, b, None, out.dtype, scales_are_powers_of_2, out)
+        _multiply_wide(a, b, None, scales_are_powers_of_2, out)
     else:
         out.copy_(result)
 
 
 def _multiply_wide(
-    a_operand: Operand,
-    b_operand: Operand,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    scales_are_powers_of_2: bool,
-    out: Tensor | None = None,
+    a_operand: Operand, b_operand: Operand, bias: Tensor | None, scales_are_powers_of_2: bool, out: Tensor
 ) -> Tensor:
-    """Multiply two operands, and write the product to `out` if it is given."""
+    """Multiply two operands, write the product to `out`, and return it."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
     varies_along_k = a_operand.varies_along(1), b_operand.varies_along(0)
     if is_cpu(a) and _count_elements_of_largest(a, b) < MIN_PANEL_MM_ELEMENTS:
@@ -122,18 +118,16 @@ def _multiply_wide(
             must_fold or (scales_are_powers_of_2 and not layout.is_tensorwise)
             for must_fold, layout in zip(varies_along_k, layouts, strict=True)
         ]
-        product = _small_mm((a_operand, b_operand), folded, bias, out_dtype)
-        return product if out is None else out.copy_(product)
+        return _small_mm((a_operand, b_operand), folded, bias, out)
     # The bfloat16 matmul applies one scale to the whole result; powers of two are exact in its operands.
     tensorwise = layouts[0].is_tensorwise and layouts[1].is_tensorwise
     is_exact_in_bfloat16 = tensorwise or scales_are_powers_of_2
-    if is_exact_in_bfloat16 and _prefers_bfloat16(a, b, out_dtype):
+    if is_exact_in_bfloat16 and _prefers_bfloat16(a, b, out.dtype):
         wide_dtype, mm = torch.bfloat16, _bfloat16_mm
     else:
         wide_dtype, mm = torch.float32, _float32_mm
     dim = 0 if a.numel() >= b.numel() else 1  # the dim of the larger operand and of the result that panels divide
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     widened = _widen_operand(smaller, wide_dtype, scales_are_powers_of_2, varies_along_k[1 - dim])
     block = 1 if larger.layout[dim] == ALL else larger.layout[dim]
     for start, length in split_panels(larger.data, dim, block):
@@ -233,26 +227,18 @@ def _float32_mm(a: _WideOperand, b: _WideOperand, bias: Tensor | None, out: Tens
     return out if sums is out else out.copy_(sums)
 
 
-def _small_mm(
-    operands: tuple[Operand, Operand], folded: list[bool], bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def _small_mm(operands: tuple[Operand, Operand], folded: list[bool], bias: Tensor | None, out: Tensor) -> Tensor:
     """Widen and multiply two small operands in the fewest calls. `folded`: for each, whether to fold in its scales."""
     a, b = (
-        multiply_scale_(operand.data.float(), require(operand.dequant_scale, "the dequant_scale"), operand.layout)
+        _WideOperand(
+            multiply_scale_(operand.data.float(), require(operand.dequant_scale, "the dequant_scale"), operand.layout),
+            operand.outer_scale,
+        )
         if fold
-        else operand.data.float()
+        else _WideOperand(operand.data.float(), operand.dequant_scale)
         for operand, fold in zip(operands, folded, strict=True)
     )
-    sums = a.new_empty(a.shape[0], b.shape[1])
-    torch.mm(a, b, out=sums)
-    result_scales = (
-        operand.outer_scale if fold else operand.dequant_scale for operand, fold in zip(operands, folded, strict=True)
-    )
-    for scale in _list_factors_of_sums(*result_scales):
-        sums.mul_(scale)
-    if bias is not None:
-        sums.add_(bias)
-    return sums.to(out_dtype)
+    return _float32_mm(a, b, bias, out)
 
 
 def _mm_cpu(a: Tensor, matmul: ExactMatmul) -> Tensor | None:
