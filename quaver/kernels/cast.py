@@ -174,24 +174,8 @@ def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
 
 
 def _cast_blockwise_cpu(hp: Tensor, cast: BlockCast) -> Operands | None:
-    """Compute the amaxes and the codes in C, and the scales in between in PyTorch."""
-    if not (cpu.supports(hp, cast.float8_dtype) and has_cast_kernel(cast.rule)):
-        return None
-
-    def quantize(layout: ScaleLayout) -> Operand:
-        amax: Any = cpu.compute_block_amax(hp, layout)
-        scales = scaling.compute_scales(amax, cast.float8_dtype, cast.power_of_2, cast.rule, is_blockwise=True)
-        return _cast_to_operand_cpu(hp, scales, cast.float8_dtype, layout, cast.rule)
-
-    return cast_by_layout(quantize, cast.row, cast.column, cast.row_layout)
-
-
-def _cast_to_operand_cpu(
-    hp: Tensor, scales: scaling.CastScales, float8_dtype: torch.dtype, layout: ScaleLayout, rule: str
-) -> Operand:
-    factor = scaling.choose_factor(scales, rule)
-    codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=divides(rule))
-    return Operand(codes, scales.dequant, layout, scales.quant)
+    float8_dtype, row, column, power_of_2, _, _, rule = cast
+    return _cast_by_rule_cpu(hp, float8_dtype, row, column, cast.row_layout, power_of_2, rule)
 
 
 def _cast_blockwise_fake(hp: Tensor, cast: BlockCast) -> Operands:
@@ -241,7 +225,7 @@ def _cast_tensorwise_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands | None:
     if rule:
-        return _cast_by_rule_cpu(hp, float8_dtype, row, column, TENSORWISE, rule)
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, TENSORWISE, False, rule)
     return _make_operands_cpu(cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2), TENSORWISE, row, column)
 
 
@@ -255,16 +239,28 @@ def _make_operands_cpu(
 
 
 def _cast_by_rule_cpu(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, rule: str
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    row_layout: ScaleLayout,
+    power_of_2: bool,
+    rule: str,
 ) -> Operands | None:
-    """Compute amaxes and scales in PyTorch, and the codes in C."""
+    """Compute the scales in PyTorch, and the codes and the amaxes of blocks in C."""
     if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
 
     def cast(layout: ScaleLayout) -> Operand:
-        amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
-        scales = scaling.compute_scales(amax, float8_dtype, power_of_2=False, rule=rule)
-        return _cast_to_operand_cpu(hp, scales, float8_dtype, layout, rule)
+        amax: Any
+        if layout.is_blockwise:
+            amax = cpu.compute_block_amax(hp, layout)
+        else:
+            amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
+        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=layout.is_blockwise)
+        factor = scaling.choose_factor(scales, rule)
+        codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=divides(rule))
+        return Operand(codes, scales.dequant, layout, scales.quant)
 
     return cast_by_layout(cast, row, column, row_layout)
 
@@ -273,7 +269,7 @@ def _cast_rowwise_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, rule: str
 ) -> Operands | None:
     if rule:
-        return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, rule)
+        return _cast_by_rule_cpu(hp, float8_dtype, row, column, ROWWISE, False, rule)
     if row and column:
         tensors = cpu.dynamic_cast_both_dims(hp, float8_dtype, power_of_2=power_of_2)
         return None if tensors is None else unflatten_operands(FlatOperands(*tensors), row, column, ROWWISE)
@@ -389,11 +385,7 @@ The amax of a tensorwise cast is PyTorch's, so that Inductor computes it in the 
 
 
 def _cast_with_scale(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row_scale: Tensor | None,
-    column_scale: Tensor | None,
-    rule: str,
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None, rule: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantize with given scales.
 
@@ -420,11 +412,7 @@ def _cast_with_scale(
 
 
 def _cast_with_scale_cpu(
-    hp: Tensor,
-    float8_dtype: torch.dtype,
-    row_scale: Tensor | None,
-    column_scale: Tensor | None,
-    rule: str,
+    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None, rule: str
 ) -> tuple[Tensor | None, ...] | None:
     codes: list[Tensor | None] = []
     if not has_cast_kernel(rule):

@@ -252,12 +252,7 @@ def dynamic_cast_both_dims(
 
 
 def cast_with_scale(
-    hp: Tensor,
-    factor: Tensor,
-    float8_dtype: torch.dtype,
-    layout: ScaleLayout = TENSORWISE,
-    *,
-    divides: bool = False,
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout = TENSORWISE, *, divides: bool = False
 ) -> Tensor | None:
     """Run `recipes.scaling.cast_to_float8` on `hp` [rows, columns] with the scales `factor`.
 

@@ -113,12 +113,7 @@ class Float8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to an open scope, to a model and to this module; probes belong to a monitor.
-        state = {
-            **self.__dict__,
-            "cast_once_weights": {},
-            "all_gather_state": None,
-            "_last_run": self._make_last_run(),
-        }
+        state = {**self.__dict__, "cast_once_weights": {}, "all_gather_state": None, "_last_run": self._make_last_run()}
         state.pop("probes", None)
         return state
 

@@ -186,12 +186,7 @@ def _is_traced(scale: PersistentScale) -> bool:
 
 
 def _cast_with_agreed_scale(
-    hp: Tensor,
-    quant_scale: Tensor,
-    is_known: Tensor,
-    float8_dtype: torch.dtype,
-    power_of_2: bool,
-    group_name: str,
+    hp: Tensor, quant_scale: Tensor, is_known: Tensor, float8_dtype: torch.dtype, power_of_2: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row codes, quant_scale, dequant_scale, and this rank's update of `PersistentScale.amax_buffer`."""
     check_memory(hp, quant_scale, is_known)
