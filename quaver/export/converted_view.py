@@ -19,6 +19,7 @@ from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_f
 from quaver.conversion.roles import LM_HEAD, ROUTER_NAMES
 from quaver.experts.module import get_expert_weights, is_experts
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import find_tied_modules
 from quaver.torch_private.dtensor import is_dtensor
 from quaver.torch_private.fsdp import find_fsdp_module_class, get_param_dtype
@@ -63,7 +64,7 @@ def make_converted_view(
     config = resolve_config(recipe)
     if config.has_persistent_scales:
         name = recipe if isinstance(recipe, str) else config.short_str()
-        raise ValueError(
+        raise InputError(
             f"recipe: expected one whose scales follow from the weights alone, got {name}; convert the model to it and "
             "train, or calibrate, or give another"
         )

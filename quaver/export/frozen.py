@@ -26,6 +26,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRe
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
 from quaver.recipes.serving import get_serving_casts, serving_config
+from quaver.runtime.errors import InputError
 from quaver.runtime.module_names import find_parameter_names, join_names
 
 _STORED_IN_HP = FilterDecision(convert=False, reason="in high precision in the checkpoint")
@@ -306,7 +307,7 @@ def _use_casts_of_engine(config: Float8LinearConfig, serving: str) -> Float8Line
     """Return the config with the casts of an engine; the backward reads the stored codes."""
     engine_casts, weight = get_serving_casts(serving), config.casts.weight.row
     if engine_casts.input.is_persistent or engine_casts.weight.granularity != weight.granularity:
-        raise ValueError(
+        raise InputError(
             f"serving: expected an engine with dynamic scales and {weight.granularity} weights as the checkpoint, "
             f"got {serving!r}"
         )

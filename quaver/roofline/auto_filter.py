@@ -14,6 +14,7 @@ from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unsupported_scales, predict_linear_cost
 from quaver.roofline.device_specs import DeviceSpec, get_device_spec, get_machine_spec, require_device_spec
+from quaver.runtime.errors import InputError
 
 
 def auto_filter_for_recipe(
@@ -50,9 +51,9 @@ def auto_filter_for_recipe(
         raise ValueError(f"min_speedup: expected a number, 0 or more, got {min_speedup!r}")
     spec = _choose_spec(device)
     if spec.float8_tflops is None:
-        raise ValueError(f"device: expected one that multiplies float8, got {spec.name}, where no layer gains")
+        raise InputError(f"device: expected one that multiplies float8, got {spec.name}, where no layer gains")
     if find_unsupported_scales(spec, recipe):
-        raise ValueError(
+        raise InputError(
             f"recipe: expected one whose scales {spec.name} multiplies, got {recipe}, with which no layer gains"
         )
     predict_linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
