@@ -52,7 +52,7 @@ def step(model):
     model(torch.randn(4, 48).bfloat16()).sum().backward()
 
 
-def make(recipe="tensorwise", mode="eager"):
+def make_model(recipe="tensorwise", mode="eager"):
     torch.manual_seed(0)
     model = convert_to_float8_training(Model(mode).bfloat16(), config=recipe)
     if mode in ("inductor", "aot_eager"):
@@ -60,29 +60,29 @@ def make(recipe="tensorwise", mode="eager"):
     return model
 
 
-def train(model, count=3, micro_batches=1):
+def train(model, count=3, microbatches=1):
     torch.manual_seed(1)
-    batches = [torch.randn(40 * micro_batches, 48).bfloat16().requires_grad_() for _ in range(count)]
+    batches = [torch.randn(40 * microbatches, 48).bfloat16().requires_grad_() for _ in range(count)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return steps.train(model, optimizer, batches, microbatches=micro_batches)
+    return steps.train(model, optimizer, batches, microbatches=microbatches)
 
 
-def train_and_monitor(model, every=2, count=3, micro_batches=1, **options):
+def train_and_monitor(model, every=2, count=3, microbatches=1, **options):
     """Return the losses, and the lines of the record."""
     lines = []
     with monitor(model, every=every, sink=lines.append, **options):
-        losses = train(model, count, micro_batches)
+        losses = train(model, count, microbatches)
     return losses, lines
 
 
 @pytest.mark.parametrize("recipe", [*DYNAMIC_RECIPES, "delayed"])
 def test_a_sample_is_what_the_linear_computed_with(recipe):
-    model = make(recipe)
+    model = make_model(recipe)
     hps = {"weight": model.up.weight.detach().clone()}
     model.up.register_forward_hook(lambda module, inputs, output: hps.update(input=inputs[0].detach().clone()))
     model.up.register_full_backward_hook(lambda module, grads, outputs: hps.update(grad_output=outputs[0].clone()))
     losses, (header, sample) = train_and_monitor(model, count=1)
-    assert losses == train(make(recipe), count=1)
+    assert losses == train(make_model(recipe), count=1)
     assert header["recipe"] == recipe
     casts = model.up.config.casts
     for index, tensor in enumerate(header["tensors"]):
@@ -100,7 +100,7 @@ def test_a_sample_is_what_the_linear_computed_with(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_results_are_compared_with_high_precision(recipe):
-    model, hps = make(recipe), {}
+    model, hps = make_model(recipe), {}
     down = model.down
     down.register_forward_hook(lambda module, inputs, output: hps.update(x=inputs[0].detach(), output=output.detach()))
     down.register_full_backward_hook(lambda module, grads, outputs: hps.update(grad_input=grads[0], grad=outputs[0]))
@@ -134,8 +134,8 @@ def test_results_are_compared_with_high_precision(recipe):
 )
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):
     torch._dynamo.utils.counters.clear()
-    expected = train_and_monitor(make(recipe), count=4, extras_every=2, hardware="h100")
-    assert train_and_monitor(make(recipe, mode), count=4, extras_every=2, hardware="h100") == expected
+    expected = train_and_monitor(make_model(recipe), count=4, extras_every=2, hardware="h100")
+    assert train_and_monitor(make_model(recipe, mode), count=4, extras_every=2, hardware="h100") == expected
     if mode != "checkpoint":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
@@ -152,7 +152,7 @@ def test_equal_layers_share_one_compiled_graph():
 
 
 def test_microbatches_merge_into_one_sample():
-    (_, (header, sample)) = train_and_monitor(make("rowwise"), count=1, micro_batches=3)
+    (_, (header, sample)) = train_and_monitor(make_model("rowwise"), count=1, microbatches=3)
     casts = ((tensor["operand"], tensor["cast"]) for tensor in header["tensors"])
     numel = dict(zip(casts, sample["numel"], strict=True))
     assert numel["input", "row"] == 3 * 40 * 64
@@ -160,24 +160,24 @@ def test_microbatches_merge_into_one_sample():
 
 
 def test_every_kth_step_is_sampled_and_linears_take_turns_with_extras():
-    _, lines = train_and_monitor(make(), every=2, count=8, extras_every=2)
+    _, lines = train_and_monitor(make_model(), every=2, count=8, extras_every=2)
     assert [line["step"] for line in lines[1:]] == [1, 2, 4, 6, 8]
     layers = [tensor["layer"] for tensor in lines[0]["tensors"]]
     for line, expected in zip(lines[1:], [{"up", "down"}, {"down"}, {"up"}, {"down"}, {"up"}], strict=True):
         for values in (line["whatif"]["rowwise"], line["histogram"]["before"]):
             assert {name for name, value in zip(layers, values, strict=True) if value is not None} == expected
     assert lines[2]["amax"] != lines[3]["amax"]
-    _, lines = train_and_monitor(make(), every=2, count=3, completed_steps=10, extras_every=0)
+    _, lines = train_and_monitor(make_model(), every=2, count=3, completed_steps=10, extras_every=0)
     assert [line["step"] for line in lines[1:]] == [12]
     assert lines[0]["step"] == 11
 
 
 def test_sums_of_a_gpu_follow_its_accumulation():
     """Only the samples with extras have sums, and a matmul in high precision has none."""
-    model = make("rowwise_with_gw_hp")
+    model = make_model("rowwise_with_gw_hp")
     weight = model.up.weight.detach().clone()
     losses, (header, *samples) = train_and_monitor(model, every=1, count=2, extras_every=2, hardware="H100")
-    assert losses == train(make("rowwise_with_gw_hp"), count=2)
+    assert losses == train(make_model("rowwise_with_gw_hp"), count=2)
     assert header["hardware"] == "h100"
     sums = {}
     for index, tensor in enumerate(header["tensors"]):
@@ -191,15 +191,18 @@ def test_sums_of_a_gpu_follow_its_accumulation():
     assert sums["up", "output"] == pytest.approx(list(compare_sums("rowwise_with_gw_hp", input, weight)), abs=0.01)
     sampled = zip(header["tensors"], samples[1]["sums"]["fast"], strict=True)
     assert {tensor["layer"] for tensor, value in sampled if value is not None} == {"up"}
-    assert "sums" not in train_and_monitor(make(), every=1, count=1)[1][1]
-    assert train_and_monitor(make(), every=1, count=1, hardware="h200", extras_every=1)[1][1]["sums"]["exact"][-1] > 60
+    assert "sums" not in train_and_monitor(make_model(), every=1, count=1)[1][1]
+    assert (
+        train_and_monitor(make_model(), every=1, count=1, hardware="h200", extras_every=1)[1][1]["sums"]["exact"][-1]
+        > 60
+    )
 
 
 def test_without_a_monitor_nothing_is_called(monkeypatch):
     calls = []
     for name in ("observe_operand", "observe_output", "observe_grad_input", "observe_grad_weight"):
         monkeypatch.setattr(observe, name, lambda *_: calls.append(1))
-    model = make()
+    model = make_model()
     train(model)
     with monitor(model):
         pass
@@ -223,7 +226,7 @@ def test_freed_memory_is_not_read():
 
 
 def test_validation_is_not_sampled():
-    model = make()
+    model = make_model()
     with monitor(model, every=1) as watch:
         step(model.eval())
         watch.step()
@@ -234,7 +237,7 @@ def test_validation_is_not_sampled():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_training_in_eval_mode_is_named_once(by_hand, caplog):
-    model = make().eval()
+    model = make_model().eval()
     with monitor(model, every=1, steps_by_hand=by_hand) as watch:
         for _ in range(2):
             train(model, count=1)
@@ -245,7 +248,7 @@ def test_training_in_eval_mode_is_named_once(by_hand, caplog):
 
 
 def test_step_ends_a_step_without_an_optimizer_once():
-    model = make()
+    model = make_model()
     with monitor(model, every=1) as watch:
         for _ in range(2):
             step(model)
@@ -280,7 +283,7 @@ def step_both(model, optimizers, other):
 
 @pytest.mark.parametrize("run_step", [step_in_turn, step_halves, step_both])
 def test_a_step_ends_once_beside_other_optimizers(run_step):
-    model, other = make(), make()
+    model, other = make_model(), make_model()
     parts = [model] if run_step is step_in_turn else [model.up, model.down]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -300,7 +303,7 @@ MONITORED = [("tensorwise", "eager"), ("rowwise", "eager"), ("tensorwise", "aot_
 @pytest.mark.parametrize(("recipe", "mode"), MONITORED)
 def test_matmuls_that_change_their_precision_begin_another_header(recipe, mode):
     """A sample is that of a monitor which is opened for its step alone."""
-    model, twin = make(recipe, mode), make(recipe, mode)
+    model, twin = make_model(recipe, mode), make_model(recipe, mode)
     lines, expected = [], []
     with monitor(model, every=np.int64(1), sink=lines.append):
         for completed, matmuls in enumerate(([], ["output"], ["grad_weight"], ["grad_weight"], [])):
@@ -322,7 +325,7 @@ def test_an_optimizer_of_replaced_parameters_ends_no_step():
 
 
 def test_a_step_that_is_repeated_is_sampled():
-    model = make()
+    model = make_model()
     with monitor(model, every=100, completed_steps=6) as watch:
         train(model, count=1)
         assert not watch.samples
@@ -336,7 +339,7 @@ def test_a_step_that_is_repeated_is_sampled():
 
 
 def test_a_record_is_written_and_resumed(tmp_path):
-    model = make()
+    model = make_model()
     for completed in (0, 2):
         with monitor(model, every=1, sink=tmp_path / "numerics.jsonl", completed_steps=completed, extras_every=3):
             train(model, count=3)
@@ -348,7 +351,7 @@ def test_a_record_is_written_and_resumed(tmp_path):
 
 
 def test_a_copy_and_a_converted_model_have_no_probes():
-    model = make()
+    model = make_model()
     with monitor(model, every=1):
         assert copy.deepcopy(model).up.probes is None
         convert_to_high_precision(model)
@@ -357,7 +360,7 @@ def test_a_copy_and_a_converted_model_have_no_probes():
 
 
 def test_layers_that_are_converted_again_are_sampled_from_the_next_step(caplog):
-    model = make()
+    model = make_model()
     with monitor(model, every=1) as watch:
         convert_to_high_precision(model)
         convert_to_float8_training(model, config="rowwise")
@@ -369,7 +372,7 @@ def test_layers_that_are_converted_again_are_sampled_from_the_next_step(caplog):
 
 
 def test_a_weight_that_was_cast_once_is_observed():
-    model = make("rowwise")
+    model = make_model("rowwise")
     with monitor(model, every=1) as watch, quaver.cast_weights_once(model):
         step(model)
         watch.step()
@@ -393,7 +396,7 @@ def test_a_weight_that_was_cast_once_is_observed():
     ],
 )
 def test_bad_arguments_are_refused(options, error, message):
-    model = make()
+    model = make_model()
     with pytest.raises(error, match=message):
         monitor(model, **options)
     assert model.up.probes is None
@@ -417,7 +420,7 @@ class Failing:
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no network\nat all")])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand, caplog):
-    model = make()
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters())
     with monitor(model, every=1, sink=Failing(error), steps_by_hand=by_hand) as watch:
         after = register_optimizer_step_post_hook(lambda *_: None)  # torch goes on to it after the monitor's own
@@ -443,7 +446,7 @@ def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand,
 
 def test_a_sample_that_cannot_be_made_is_not_blamed_on_the_sink(monkeypatch, caplog):
     monkeypatch.setattr(monitoring, "find_disagreements", lambda *_: 1 // 0)
-    model, lines = make(), []
+    model, lines = make_model(), []
     with monitor(model, every=1, sink=lines.append, steps_by_hand=True) as watch:
         step(model)
         watch.step()
@@ -456,7 +459,7 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
         if line["kind"] == "sample":
             raise KeyboardInterrupt
 
-    model = make()
+    model = make_model()
     with monitor(model, every=1, sink=stop, steps_by_hand=True) as watch:
         step(model)
         with pytest.raises(KeyboardInterrupt):
@@ -469,7 +472,7 @@ def test_a_sample_after_a_stop_is_not_blamed_on_the_sink(monkeypatch, caplog):
 
 
 def test_ctrl_c_while_a_monitor_starts_leaves_no_probes(monkeypatch):
-    model = make()
+    model = make_model()
     monkeypatch.setattr(monitoring, "StepEndDetector", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         monitor(model)
@@ -479,7 +482,7 @@ def test_ctrl_c_while_a_monitor_starts_leaves_no_probes(monkeypatch):
 @pytest.mark.parametrize("sink", ["missing/numerics.jsonl", "damaged.jsonl", Failing(RuntimeError("mine"), lines=0)])
 def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sink):
     (tmp_path / "damaged.jsonl").write_text("hello\n")
-    model = make()
+    model = make_model()
     for _ in range(2):
         with pytest.raises((OSError, ValueError, RuntimeError), match="No such file|not a record|mine"):
             monitor(model, sink=tmp_path / sink if isinstance(sink, str) else sink)
@@ -487,7 +490,7 @@ def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sin
 
 
 def test_a_monitor_may_be_closed_by_its_sink_and_then_samples_no_more():
-    model, lines = make(), []
+    model, lines = make_model(), []
     watch = monitor(model, every=1, sink=lambda line: (lines.append(line), len(lines) == 2 and watch.close()))
     after = register_optimizer_step_post_hook(lambda *_: None)  # torch goes on to it after the monitor's own
     train(model, count=3)
@@ -499,7 +502,7 @@ def test_a_monitor_may_be_closed_by_its_sink_and_then_samples_no_more():
 def test_a_model_without_float8_and_a_second_monitor_are_refused():
     with pytest.raises(ValueError, match="no float8 linears|got none"):
         monitor(nn.Linear(4, 4))
-    model = make()
+    model = make_model()
     assert monitor.find(model) is None
     monitor(model)
     with pytest.raises(
@@ -512,6 +515,6 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
 
 
 def test_a_sample_in_a_cuda_graph_is_refused():
-    model, message = make(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
+    model, message = make_model(), "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
     with monitor(model), simulate_capture(), pytest.raises(RuntimeError, match=message):
         model(torch.randn(4, 48).bfloat16())

@@ -131,10 +131,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
         assert 20 < summary["sqnr_db"][0] < 40
 
 
-# ---- a model ---------------------------------------------------------------------------------------------------------
-
-
-def make(recipe, mode="eager"):
+def make_model(recipe, mode="eager"):
     model = convert_to_float8_training(make_mixture(layers=1), config=recipe)
     if mode == "compiled":
         model[0].experts.compile(fullgraph=True, backend="aot_eager")
@@ -159,16 +156,16 @@ def train_and_monitor(model, **options):
 
 
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code():
-    expected = train_and_monitor(make("rowwise"))
+    expected = train_and_monitor(make_model("rowwise"))
     layers = dict.fromkeys(tensor["layer"] for tensor in expected[1][0]["tensors"])
     assert list(layers) == ["0.experts.gate_up_proj", "0.experts.down_proj", "0.out"]
     assert all(None not in line["amax"] for line in expected[1][1:])
-    assert train_and_monitor(make("rowwise"), recomputed=True) == expected
-    assert train_and_monitor(make("rowwise", "compiled")) == expected
+    assert train_and_monitor(make_model("rowwise"), recomputed=True) == expected
+    assert train_and_monitor(make_model("rowwise", "compiled")) == expected
 
 
 def test_a_monitor_changes_nothing_and_leaves_nothing():
-    model, other = make("tensorwise"), make("tensorwise")
+    model, other = make_model("tensorwise"), make_model("tensorwise")
     losses, _ = train_and_monitor(model)
     assert "probes" not in vars(model[0].experts)
     assert losses == train_mixture(other)
@@ -184,7 +181,7 @@ def starve_first_expert(model, step):
 
 
 def test_an_expert_without_tokens_raises_the_alarm():
-    _, (header, *samples) = train_and_monitor(make("tensorwise"), change=starve_first_expert, steps=16)
+    _, (header, *samples) = train_and_monitor(make_model("tensorwise"), change=starve_first_expert, steps=16)
     alarms = Alarms()
     raised = [event for sample in samples for event in alarms.update(header, sample) if event.rule == "dead"]
     assert (raised[0].layer, raised[0].operand) == ("0.experts.down_proj", "grad_weight")
@@ -204,7 +201,7 @@ def test_frozen_modules_have_operands_and_the_scales_of_weights(recipe):
 
 
 def test_experts_of_a_copy_have_no_probes():
-    model = make("tensorwise")
+    model = make_model("tensorwise")
     with monitor(model):
         assert model[0].experts.probes.keys() == {"gate_up_proj", "down_proj"}
         assert copy.deepcopy(model)[0].experts.probes is None

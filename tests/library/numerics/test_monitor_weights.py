@@ -15,7 +15,7 @@ SCALE = 64.0
 BATCHES = draw(4, 32, 48).unbind()
 
 
-def make(config):
+def make_model(config):
     torch.manual_seed(0)
     return convert_to_float8_training(nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32)), config=config)
 
@@ -39,9 +39,9 @@ def make_static_config():
 
 
 def test_static_scales_are_sampled_and_alarm_only_where_clipping_costs_more_than_rounding():
-    model = make(make_static_config())
+    model = make_model(make_static_config())
     losses, (header, *samples) = train_and_monitor(model, make_sgd(model))
-    model = make(make_static_config())
+    model = make_model(make_static_config())
     assert losses == train(model, make_sgd(model), BATCHES)
     assert {tensor["scaling"] for tensor in header["tensors"] if tensor["cast"] != "result"} == {"static"}
     index = [(tensor["layer"], tensor["operand"]) for tensor in header["tensors"]].index(("0", "input"))
@@ -53,7 +53,7 @@ def test_static_scales_are_sampled_and_alarm_only_where_clipping_costs_more_than
         batches, alarms = [batch.clone() for batch in BATCHES], Alarms()
         for batch in batches:
             batch[0, 0] = spike
-        model = make(make_static_config())
+        model = make_model(make_static_config())
         _, (header, *samples) = train_and_monitor(model, make_sgd(model), batches)
         for sample in samples:
             assert sample["saturated"][index] == pytest.approx(1 / BATCHES[0].numel(), rel=1e-5)
@@ -65,9 +65,9 @@ def test_static_scales_are_sampled_and_alarm_only_where_clipping_costs_more_than
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_primary_weights_have_scales_and_their_runs_are_the_same(recipe):
-    model = make(recipe)
+    model = make_model(recipe)
     losses, (header, *samples) = train_and_monitor(model, use_float8_primary_weights(model, make_sgd(model)))
-    model = make(recipe)
+    model = make_model(recipe)
     assert losses == train(model, use_float8_primary_weights(model, make_sgd(model)), BATCHES)
     for tensor, scale, sqnr_db in zip(header["tensors"], samples[-1]["scale_max"], samples[-1]["sqnr_db"], strict=True):
         if tensor["operand"] == "weight":
