@@ -54,7 +54,7 @@ RUN_FLAGS = [
 ]
 
 PHASES = (
-    "quaver.lab.runs.checkpoint_folder.CheckpointFolder.begin",
+    "quaver.lab.runs.checkpoint_folder.CheckpointFolder.make_partial",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     "torch.distributed.checkpoint.filesystem._write_item",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",

@@ -38,7 +38,7 @@ def report_bad_input() -> Iterator[None]:
 
 def choose_exit_code(error: BaseException) -> int:
     """Return 4 if `error` says that a result cannot be written, for want of space for example, and 2 otherwise."""
-    cannot_write = isinstance(error, NotWrittenError) or has_no_room(error)
+    is_write_error = isinstance(error, NotWrittenError) or has_no_room(error)
     if isinstance(error, CheckpointError):
-        cannot_write = error.cannot_write
-    return EXIT_NOT_WRITTEN if cannot_write else EXIT_BAD_INPUT
+        is_write_error = error.is_write_error
+    return EXIT_NOT_WRITTEN if is_write_error else EXIT_BAD_INPUT

@@ -89,7 +89,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
         yield fingerprints
     except (*BAD_INPUT_ERRORS, CheckpointError) as bad:
         error = bad
-        refusal = Refusal(describe_error(bad), cannot_write=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
+        refusal = Refusal(describe_error(bad), is_write_error=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:
         verdict = ranks.agree_on_refusal(refusal, "".join(fingerprints))
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
@@ -98,7 +98,7 @@ def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
     if verdict:
         if ranks.is_first:
             print_error(verdict.message)
-        raise SystemExit(EXIT_NOT_WRITTEN if verdict.cannot_write else EXIT_BAD_INPUT) from error
+        raise SystemExit(EXIT_NOT_WRITTEN if verdict.is_write_error else EXIT_BAD_INPUT) from error
 
 
 def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, flags: Sections) -> int:

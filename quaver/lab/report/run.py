@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from quaver.lab.json_file import STRICT, read_json
 from quaver.lab.report.alarms import read_alarms
 from quaver.lab.runs.file_names import CONVERSION_FILE, METRICS_FILE, NUMERICS_FILE, PROVENANCE_FILE, SUMMARY_FILE
-from quaver.lab.runs.json_lines import is_torn, read_json_lines
+from quaver.lab.runs.json_lines import has_incomplete_last_line, read_json_lines
 from quaver.lab.runs.provenance import RunStart, read_starts
 from quaver.lab.runs.status import RunSummary, read_summary
 from quaver.numerics.record import Record
@@ -138,4 +138,4 @@ def _read_numerics(path: Path) -> dict[str, Any]:
 
 
 def _list_torn_files(paths: list[Path]) -> list[str]:
-    return [path.name for path in paths if path.is_file() and is_torn(path)]
+    return [path.name for path in paths if path.is_file() and has_incomplete_last_line(path)]

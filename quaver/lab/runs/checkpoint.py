@@ -133,7 +133,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
-        with self._name_other_steps(step):
+        with self._list_other_steps_in_errors(step):
             return self._load(step, models, restore_recipes)
 
     def _load(
@@ -160,7 +160,7 @@ class Checkpointer:
         return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
 
     @contextmanager
-    def _name_other_steps(self, step: int) -> Iterator[None]:
+    def _list_other_steps_in_errors(self, step: int) -> Iterator[None]:
         """Append to a CheckpointError that says `CHECKPOINT_HINT` how to choose: the run's steps other than `step`."""
         try:
             yield
@@ -168,8 +168,8 @@ class Checkpointer:
             steps = [str(other) for other in self.folder.list_steps() if other != step]
             if not str(error).endswith(CHECKPOINT_HINT):
                 raise
-            choice = f" with --checkpoint.load_step {' or '.join(steps)}" if steps else "; the run has no other"
-            raise CheckpointError(f"{error}{choice}") from error
+            option = f" with --checkpoint.load_step {' or '.join(steps)}" if steps else "; the run has no other"
+            raise CheckpointError(f"{error}{option}") from error
 
     def _stage(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state` in host memory: the next optimizer step changes the original.
@@ -193,7 +193,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be copied to host memory: {error}; "
                 f"{_describe_newest(self.folder)}",
-                cannot_write=True,
+                is_write_error=True,
             ) from error
         return staged
 
@@ -204,7 +204,7 @@ class Checkpointer:
         """
         folder = self.folder
         try:
-            self._run_on_first_rank(partial(folder.begin, step))
+            self._run_on_first_rank(partial(folder.make_partial, step))
             digests: dict[str, FileDigest] = {}
             for name, values in state.items():
                 writer = FileSystemWriter(folder.get_partial_path(step) / name)
@@ -221,7 +221,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: "
                 f"{describe_innermost_cause(error)}; {_describe_newest(folder)}",
-                cannot_write=True,
+                is_write_error=True,
             ) from error
         try:
             self._run_on_first_rank(partial(folder.prune, self.config.keep_latest_k))
@@ -229,7 +229,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"old checkpoints in {str(folder.path)!r} could not be removed: {describe_innermost_cause(error)}; "
                 f"the checkpoint of step {step} is intact",
-                cannot_write=True,
+                is_write_error=True,
             ) from error
 
     def _run_on_first_rank(self, action: Callable[[], None]) -> None:
@@ -311,14 +311,14 @@ def _check_same_model(path: Path, saved: dict[str, Any], config: dict[str, Any])
             )
 
 
-def _describe_new_order(saved: dict[str, Any], now: dict[str, Any]) -> str:
+def _describe_new_order(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """Return how the order of the sequences differs from the one in which `saved` counted them, or ""."""
     changes = [
-        f"{section}.{name} {saved['config'][section][name]} -> {now['config'][section][name]}"
+        f"{section}.{name} {saved['config'][section][name]} -> {current['config'][section][name]}"
         for section, name in (("training", "seq_len"), ("training", "seed"))
-        if saved["config"][section][name] != now["config"][section][name]
+        if saved["config"][section][name] != current["config"][section][name]
     ]
-    if saved["data"]["sha256"] != now["data"]["sha256"]:
+    if saved["data"]["sha256"] != current["data"]["sha256"]:
         changes.append("other tokens")
     if not changes:
         return ""

@@ -138,7 +138,7 @@ class CheckpointFolder:
             rename_and_flush(self.get_path(later), aside)
         return later_steps
 
-    def begin(self, step: int) -> None:
+    def make_partial(self, step: int) -> None:
         """Make an empty folder to write the checkpoint of `step` in."""
         self.remove_partials()
         self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
@@ -195,11 +195,11 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             raise FileNotFoundError(
                 f"{str(checkpoint)!r} is not a checkpoint but a run; give one of its checkpoints, such as {str(last)!r}"
             )
-        why = f"{RECORD_FILE} is missing" if checkpoint.exists() else "the folder does not exist"
+        reason = f"{RECORD_FILE} is missing" if checkpoint.exists() else "the folder does not exist"
         steps = CheckpointFolder(checkpoint.parent).list_steps()
         others = f"; the checkpoints beside it are of steps {', '.join(map(str, steps))}" if steps else ""
         raise FileNotFoundError(
-            f"{str(checkpoint)!r} is not a checkpoint: {why}{others}; give a step-... folder of a run's checkpoints "
+            f"{str(checkpoint)!r} is not a checkpoint: {reason}{others}; give a step-... folder of a run's checkpoints "
             "(checkpoint.keep_latest_k removes old ones), or one that quaver convert hf-to-quaver wrote"
         )
     checked = read_json(path, _RECORD_ADAPTER, CHECKPOINT_HINT)

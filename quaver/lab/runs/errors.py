@@ -12,10 +12,10 @@ from quaver.runtime.errors import InputError, NotWrittenError
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names it, the cause, and the intact checkpoints."""
 
-    def __init__(self, message: str, *, cannot_write: bool = False) -> None:
-        """Take the message, and whether writing a checkpoint or removing an old one failed."""
+    def __init__(self, message: str, *, is_write_error: bool = False) -> None:
+        """Make the error of a write or of the removal of an old checkpoint, if `is_write_error`, else of a read."""
         super().__init__(message)
-        self.cannot_write = cannot_write
+        self.is_write_error = is_write_error
 
 
 @contextmanager

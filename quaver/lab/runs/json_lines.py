@@ -53,7 +53,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return [dict(_parse_record(line, path, number)) for number, line in lines if line.endswith(b"\n")]
 
 
-def is_torn(path: Path) -> bool:
+def has_incomplete_last_line(path: Path) -> bool:
     """Return whether the last line of a file is incomplete. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 1, 0))

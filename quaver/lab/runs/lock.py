@@ -50,10 +50,10 @@ class RunLock:
             OSError: the folder cannot be written.
         """
         self._take_lock()
-        killed = self._read_holder()
-        if killed is not None:
-            folder = repr(str(self._folder))
-            print_to_stderr(f"took over the lock of {folder} from a run that was killed: {_describe(killed)}")
+        killed_holder = self._read_holder()
+        if killed_holder is not None:
+            folder, killed = repr(str(self._folder)), _describe_holder(killed_holder)
+            print_to_stderr(f"took over the lock of {folder} from a run that was killed: {killed}")
         holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
             with replace_file(self._folder / HOLDER_FILE) as partial:
@@ -61,7 +61,7 @@ class RunLock:
         except OSError:
             self._lock.release()
             raise
-        self._finalizer = weakref.finalize(self, _release, self._lock, self._folder / HOLDER_FILE)
+        self._finalizer = weakref.finalize(self, _release_lock, self._lock, self._folder / HOLDER_FILE)
 
     def check_is_free(self) -> None:
         """Raise BlockingIOError if another run holds the lock. Writes nothing."""
@@ -83,7 +83,7 @@ class RunLock:
         try:
             self._lock.acquire(timeout=ACQUIRE_TIMEOUT_S)
         except Timeout as error:
-            holder = _describe(self._read_holder())
+            holder = _describe_holder(self._read_holder())
             raise BlockingIOError(
                 f"another run writes the run folder {str(self._folder)!r}: {holder}; wait until it ends, or stop it"
             ) from error
@@ -97,13 +97,13 @@ class RunLock:
             return {}
 
 
-def _release(lock: BaseFileLock, holder: Path) -> None:
+def _release_lock(lock: BaseFileLock, holder_file: Path) -> None:
     with suppress(OSError):  # the folder may be gone, or no longer writable
-        holder.unlink()
+        holder_file.unlink()
     lock.release()
 
 
-def _describe(holder: dict[str, Any] | None) -> str:
+def _describe_holder(holder: dict[str, Any] | None) -> str:
     if not holder:
         return "its process is not known"
     return f"process {holder.get('pid')} on host {holder.get('host')}, since {holder.get('since')}"

@@ -54,11 +54,11 @@ def hash_files_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDig
         return dict(zip([_make_name(folder, path) for path in paths], threads.map(_hash_file, paths), strict=True))
 
 
-def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
-    """Write the manifest of `folder`; files that have no digest in `known` are read."""
-    rest = {name: path for name, path in _list_files(folder).items() if name not in known}
+def write_manifest(folder: Path, digests: dict[str, FileDigest]) -> None:
+    """Write the manifest of `folder`; files that have no digest in `digests` are read."""
+    unhashed = {name: path for name, path in _list_files(folder).items() if name not in digests}
     with make_file_threads() as threads:
-        digests = {**known, **dict(zip(rest, threads.map(_hash_file, rest.values()), strict=True))}
+        digests = {**digests, **dict(zip(unhashed, threads.map(_hash_file, unhashed.values()), strict=True))}
     content = asdict(Manifest(MANIFEST_FORMAT, dict(sorted(digests.items()))))
     (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

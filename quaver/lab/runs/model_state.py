@@ -77,7 +77,7 @@ def load_model(trained: SavedModel, path: Path, saved_optimizer: str) -> None:
     if saved_optimizer != trained.config.optimizer.name:
         optimizer = trained.make_optimizer(saved_optimizer)
     state, reader = collect_state(trained, optimizer), CheckpointReader(path)
-    if trained.scaling and not fit_histories(state["float8"], read_metadata(reader), path):
+    if trained.scaling and not resize_histories(state["float8"], read_metadata(reader), path):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
     load_state(state, reader)
     set_model_state_dict(trained.model, state["model"])
@@ -93,7 +93,7 @@ def load_model(trained: SavedModel, path: Path, saved_optimizer: str) -> None:
     trained.precompute_scales()
 
 
-def fit_histories(scales: dict[str, Tensor], metadata: Metadata, path: Path) -> bool:
+def resize_histories(scales: dict[str, Tensor], metadata: Metadata, path: Path) -> bool:
     """Replace histories by empty ones of the saved lengths, and return whether `metadata`, of `path`, has scales.
 
     `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.

@@ -39,7 +39,7 @@ class Refusal:
     """The reason why a run does not start."""
 
     message: str
-    cannot_write: bool = False
+    is_write_error: bool = False
     """Whether a rank cannot write, for want of space for example; otherwise it had bad input."""
 
 
@@ -91,26 +91,26 @@ class Ranks:
         store = self._make_next_store()
         if self.is_first:
             verdict = refusal or self._collect_verdict(store, fingerprint)
-            store.set("verdict", _encode(verdict))
-            keys = [f"heard {rank}" for rank in range(1, self.world_size)]
+            store.set("verdict", _encode_refusal(verdict))
+            keys = [f"verdict read by {rank}" for rank in range(1, self.world_size)]
             if not _wait_for_keys(store, keys, STORE_TIMEOUT_S) and verdict is None:
-                late = ", ".join(key.removeprefix("heard ") for key in keys if not store.check([key]))
+                late = ", ".join(key.removeprefix("verdict read by ") for key in keys if not store.check([key]))
                 verdict = Refusal(f"waited {STORE_TIMEOUT_S} s for rank {late}, which checked its input and then ended")
         else:
-            store.set(f"said {self.rank}", f"{fingerprint}\n{_encode(refusal)}")
+            store.set(f"input of {self.rank}", f"{fingerprint}\n{_encode_refusal(refusal)}")
             if not _wait_for_keys(store, ["verdict"], 2 * INPUT_TIMEOUT_S):
                 raise TimeoutError(_describe_late_rank(0, 2 * INPUT_TIMEOUT_S))
-            verdict = _decode(store.get("verdict").decode())
-            store.set(f"heard {self.rank}", "")
+            verdict = _decode_refusal(store.get("verdict").decode())
+            store.set(f"verdict read by {self.rank}", "")
         return verdict
 
     def _collect_verdict(self, store: Store, fingerprint: str) -> Refusal | None:
         deadline = time.monotonic() + INPUT_TIMEOUT_S
         for rank in range(1, self.world_size):
-            if not _wait_for_keys(store, [f"said {rank}"], deadline - time.monotonic()):
+            if not _wait_for_keys(store, [f"input of {rank}"], deadline - time.monotonic()):
                 return Refusal(_describe_late_rank(rank, INPUT_TIMEOUT_S))
-            other_fingerprint, _, text = store.get(f"said {rank}").decode().partition("\n")
-            if refusal := _decode(text):
+            other_fingerprint, _, text = store.get(f"input of {rank}").decode().partition("\n")
+            if refusal := _decode_refusal(text):
                 return replace(refusal, message=f"rank {rank}: {refusal.message}")
             if other_fingerprint != fingerprint:
                 problem = "read another config or other data than rank 0; give every rank the same files"
@@ -167,7 +167,7 @@ class Ranks:
 
 def read_ranks() -> Ranks:
     """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them. Raises InputError."""
-    world_size = _read_variable("WORLD_SIZE", default=1, least=1)
+    world_size = _read_variable("WORLD_SIZE", default=1, minimum=1)
     if world_size == 1:
         return Ranks()
     rank = _read_variable("RANK", below=world_size)
@@ -186,11 +186,11 @@ def read_ranks() -> Ranks:
     return Ranks(rank, local_rank, world_size)
 
 
-def _encode(refusal: Refusal | None) -> str:
+def _encode_refusal(refusal: Refusal | None) -> str:
     return json.dumps(refusal and asdict(refusal))
 
 
-def _decode(text: str) -> Refusal | None:
+def _decode_refusal(text: str) -> Refusal | None:
     fields = json.loads(text)
     return fields and Refusal(**fields)
 
@@ -212,13 +212,13 @@ def _describe_late_rank(rank: int, seconds: int) -> str:
     )
 
 
-def _read_variable(name: str, *, default: int | None = None, least: int = 0, below: int | None = None) -> int:
+def _read_variable(name: str, *, default: int | None = None, minimum: int = 0, below: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    is_in_range = text.isdecimal() and int(text) >= least and (below is None or int(text) < below)
+    is_in_range = text.isdecimal() and int(text) >= minimum and (below is None or int(text) < below)
     if not is_in_range:
         end = "" if below is None else f" and below WORLD_SIZE = {below}"
         raise InputError(
-            f"environment variable {name} must be an integer from {least}{end}, got {text!r}; "
+            f"environment variable {name} must be an integer from {minimum}{end}, got {text!r}; "
             "start the ranks with torchrun, or unset WORLD_SIZE"
         )
     return int(text)

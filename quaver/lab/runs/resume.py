@@ -55,9 +55,10 @@ def _find_resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | 
     steps = CheckpointFolder(path / config.folder).list_steps() if is_run else []
     if config.load_step != -1:
         if config.load_step not in steps:
-            folder, have = str(path / config.folder), ", ".join(map(str, steps)) or "none"
+            folder, available = str(path / config.folder), ", ".join(map(str, steps)) or "none"
             raise FileNotFoundError(
-                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; its steps are {have}"
+                f"checkpoint.load_step must be a step that {folder!r} has, got {config.load_step}; its steps are "
+                f"{available}"
             )
         return config.load_step
     if not steps and config.resume == "must":
@@ -97,8 +98,8 @@ def _describe_refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} is no run: it has files but no {CONFIG_FILE}; give another job.name"
     can_resume = (path / CONFIG_FILE).exists() and CheckpointFolder(path / config.folder).list_steps()
-    fix = f"resume it with --resume {shlex.quote(str(path))}" if can_resume else "remove it"
-    return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
+    remedy = f"resume it with --resume {shlex.quote(str(path))}" if can_resume else "remove it"
+    return f"the run folder {str(path)!r} has files already; give another job.name or {remedy}"
 
 
 def remove_resume_settings(config: TrainConfig) -> TrainConfig:
@@ -108,18 +109,18 @@ def remove_resume_settings(config: TrainConfig) -> TrainConfig:
 
 def _find_changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     recorded = load_config(path / CONFIG_FILE)
-    before, now = asdict(remove_resume_settings(recorded)), asdict(remove_resume_settings(config))
+    recorded_sections, sections = asdict(remove_resume_settings(recorded)), asdict(remove_resume_settings(config))
     changed_settings = {
-        f"{section}.{name}": [before[section][name], value]
-        for section, values in now.items()
+        f"{section}.{name}": [recorded_sections[section][name], value]
+        for section, values in sections.items()
         for name, value in values.items()
-        if f"{section}.{name}" not in RUN_FOLDER_SETTINGS and before[section][name] != value
+        if f"{section}.{name}" not in RUN_FOLDER_SETTINGS and recorded_sections[section][name] != value
     }
     for name, (old, new) in changed_settings.items():
         expected = f"{old!r}, that of the run in {str(path)!r}"
         require(not name.startswith("model."), name, expected, new, "start a new run")
-    initial_path, asked_path = (config["checkpoint"]["initial_load_path"] for config in (before, now))
-    expected = f"{initial_path!r}, from which the run in {str(path)!r} began"
-    has_same_start = asked_path == initial_path
-    require(has_same_start, "checkpoint.initial_load_path", expected, asked_path, "its checkpoint has the weights")
+    recorded_path, initial_path = recorded.checkpoint.initial_load_path, config.checkpoint.initial_load_path
+    expected = f"{recorded_path!r}, from which the run in {str(path)!r} began"
+    is_same = initial_path == recorded_path
+    require(is_same, "checkpoint.initial_load_path", expected, initial_path, "its checkpoint has the weights")
     return changed_settings

@@ -79,7 +79,8 @@ class RunFolder:
         with _name_lock_file(path):
             lock.acquire()
         try:
-            return cls(path, *_find_resume_state(path, config), lock, is_new)  # again: a run may have ended in between
+            resume_state = _check_and_find_resume_state(path, config)  # again: a run may have ended in between
+            return cls(path, *resume_state, lock, is_new)
         except BaseException:
             lock.release()
             raise
@@ -198,7 +199,7 @@ def check_run_folder(config: TrainConfig) -> Path:
     if config.job.name:
         with _name_lock_file(path):
             RunLock(path).check_is_free()  # first: the advice for a folder that has files would harm a run
-        _find_resume_state(path, config)
+        _check_and_find_resume_state(path, config)
     else:
         _check_subfolders(path, config)
     return path
@@ -223,15 +224,15 @@ def _make_folder(config: TrainConfig) -> tuple[Path, bool]:
 
 def _make_unused_folder(path: Path) -> Path:
     """Make `path`, or if that exists the first of path-2, path-3 and so on that does not, and return its path."""
-    unused, number = path, 1
+    folder, number = path, 1
     while True:
         try:
-            unused.mkdir()
+            folder.mkdir()
         except FileExistsError:  # of a run that started in the same second
             number += 1
-            unused = path.with_name(f"{path.name}-{number}")
+            folder = path.with_name(f"{path.name}-{number}")
         else:
-            return unused
+            return folder
 
 
 def _name_by_time(config: TrainConfig) -> str:
@@ -260,7 +261,7 @@ def _make_write_error(path: Path, error: OSError) -> OSError:
     return make_write_error(error, f"the run folder {str(path)!r}", "give another job.dump_folder")
 
 
-def _find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
+def _check_and_find_resume_state(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
     """Check the folder's files and `SUBFOLDER_SETTINGS`, and return `find_resume_state` of them."""
     try:
         # A killed process may leave partial files; their names begin with a dot.

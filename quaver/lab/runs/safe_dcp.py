@@ -206,20 +206,20 @@ def _convert_metadata(pickled: Any, max_chunks: int) -> Metadata:
         _check_text(name): _convert_storage(_check_text(name), value)
         for name, value in state["state_dict_metadata"].items()
     }
-    places = {}
+    storage_data = {}
     for key, value in state["storage_data"].items():
-        index, place = _get_state(key, "MetadataIndex"), _get_state(value, "_StorageInfo")
-        if place.get("transform_descriptors"):
+        key_state, info = _get_state(key, "MetadataIndex"), _get_state(value, "_StorageInfo")
+        if info.get("transform_descriptors"):
             raise ValueError("a tensor is compressed or encrypted")
-        offset = index.get("offset")
-        at = MetadataIndex(_check_text(index["fqn"]), None if offset is None else _convert_shape(offset))
-        begin, length = _convert_shape((place["offset"], place["length"]))
-        places[at] = StorageInfo(_check_text(place["relative_path"]), begin, length)
+        offset = key_state.get("offset")
+        index = MetadataIndex(_check_text(key_state["fqn"]), None if offset is None else _convert_shape(offset))
+        file_offset, length = _convert_shape((info["offset"], info["length"]))
+        storage_data[index] = StorageInfo(_check_text(info["relative_path"]), file_offset, length)
     for name, tensor in tensors.items():
         offsets = [chunk.offsets for chunk in tensor.chunks] if isinstance(tensor, TensorStorageMetadata) else [None]
-        if not all(MetadataIndex(name, offset) in places for offset in offsets):
+        if not all(MetadataIndex(name, offset) in storage_data for offset in offsets):
             raise ValueError(f"a part of {name} has no place in a file")
-    return Metadata(tensors, storage_data=places)
+    return Metadata(tensors, storage_data=storage_data)
 
 
 def _convert_storage(name: str, pickled: Any) -> STORAGE_TYPES:
@@ -262,7 +262,8 @@ def _is_exact_cover(chunks: list[ChunkStorageMetadata], size: torch.Size) -> boo
     for sign, (offset, lengths) in [(-1, tensor), *((1, box) for box in boxes)]:
         ends = [((offset[dim], 1), (offset[dim] + lengths[dim], -1)) for dim in cut_dims]
         for corner in itertools.product(*ends):
-            corners[tuple(at for at, _ in corner)] += sign * math.prod(corner_sign for _, corner_sign in corner)
+            point = tuple(coordinate for coordinate, _ in corner)
+            corners[point] += sign * math.prod(corner_sign for _, corner_sign in corner)
     return not any(corners.values())
 
 

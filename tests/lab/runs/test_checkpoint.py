@@ -18,7 +18,7 @@ from quaver.lab.runs.checkpoint_folder import RECORD_FILE, CheckpointFolder, rea
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.manifest import MANIFEST_FILE
-from quaver.lab.runs.model_state import fit_histories, load_rng_states
+from quaver.lab.runs.model_state import load_rng_states, resize_histories
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
@@ -147,11 +147,11 @@ def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config
 
 def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypatch):
     """The thread of step 2 begins to write when step 3 has changed every parameter."""
-    is_changed, begin, steps = threading.Event(), CheckpointFolder.begin, []
+    is_changed, make_partial, steps = threading.Event(), CheckpointFolder.make_partial, []
 
-    def begin_late(folder: CheckpointFolder, step: int) -> None:
+    def make_partial_late(folder: CheckpointFolder, step: int) -> None:
         assert step > 2 or is_changed.wait(60)
-        begin(folder, step)
+        make_partial(folder, step)
 
     def take_step(model: TrainedModel, step: int, *batches: object, **options: object) -> object:
         result = train_step(model, step, *batches, **options)
@@ -161,7 +161,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
         return result
 
     train_step = TrainedModel.train_step
-    monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
+    monkeypatch.setattr(CheckpointFolder, "make_partial", make_partial_late)
     monkeypatch.setattr(TrainedModel, "train_step", take_step)
     run = run_to_end(set_steps(config, 3, async_mode="async"))
     manifests = [run.checkpoints.folder.get_path(2) / MANIFEST_FILE for run in (run, finished)]
@@ -197,7 +197,7 @@ def test_a_checkpoint_cannot_ask_for_a_history_of_any_length():
     metadata = Metadata(dict.fromkeys(("float8.input.amax_history", "float8.quant_scale"), size))
     for name, shape in (("input.amax_history", (3,)), ("quant_scale", ())):
         with pytest.raises(CheckpointError, match=rf"'x': {name} must be .*, got a tensor of \[1099511627776\]"):
-            fit_histories({name: torch.zeros(shape)}, metadata, Path("x"))
+            resize_histories({name: torch.zeros(shape)}, metadata, Path("x"))
 
 
 def test_resuming_from_an_earlier_step_sets_the_later_ones_aside(config, finished, saved):
@@ -496,7 +496,7 @@ def test_a_save_to_a_folder_that_cannot_be_listed_reports_why_it_failed(tiny_con
 def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
     for step in (1, 2):
-        folder.begin(step)
+        folder.make_partial(step)
         (folder.get_partial_path(step) / "model").mkdir()
         folder.publish(step, {"format": 1})
 

@@ -258,7 +258,7 @@ def test_a_save_that_dies_after_its_tensors_leaves_no_fewer_checkpoints(config, 
                 patch.setattr(owner, name, make_fatal(getattr(owner, name)))
             try:
                 again.set_aside_after(2)
-                again.begin(3)
+                again.make_partial(3)
                 shutil.copytree(original / "step-00000003" / "bfloat16", again.get_partial_path(3) / "bfloat16")
                 again.publish(3, record)
                 again.prune(2)

@@ -125,7 +125,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "verdict"),
+    ("inputs", "verdict"),
     [
         ([("", "same"), ("", "same"), ("", "same")], ""),
         ([("bad", ""), ("bad", ""), ("bad", "")], "bad"),
@@ -134,56 +134,56 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         ([("", "same"), ("", "other"), ("", "same")], "rank 1 read another config or other data than rank 0"),
     ],
 )
-def test_every_rank_agrees_on_the_same_error(monkeypatch, told, verdict):
-    heard = agree_in_threads(monkeypatch, dict(enumerate(told)))
-    assert len(heard) == 3
-    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in heard.values())
+def test_every_rank_agrees_on_the_same_error(monkeypatch, inputs, verdict):
+    answers = agree_in_threads(monkeypatch, dict(enumerate(inputs)))
+    assert len(answers) == 3
+    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in answers.values())
 
 
-def agree_in_threads(monkeypatch, told: dict[int, tuple[str, str]], late_s: float = 0.0) -> dict[int, str]:
-    """Return what each of these of three ranks hears. Rank 2 is later than the others."""
+def agree_in_threads(monkeypatch, inputs: dict[int, tuple[str, str]], late_s: float = 0.0) -> dict[int, str]:
+    """Return the answer that each rank of `inputs`, of three, reads. Rank 2 starts `late_s` later."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
-    heard: dict[int, str] = {}
+    answers: dict[int, str] = {}
 
     def agree(rank: int) -> None:
         time.sleep(late_s if rank == 2 else 0)
         try:
-            message, fingerprint = told[rank]
-            refusal = Refusal(message, cannot_write=message == "full") if message else None
+            message, fingerprint = inputs[rank]
+            refusal = Refusal(message, is_write_error=message == "full") if message else None
             verdict = Ranks(rank, rank, 3).agree_on_refusal(refusal, fingerprint)
-            heard[rank] = "" if verdict is None else verdict.message + " (not written)" * verdict.cannot_write
+            answers[rank] = "" if verdict is None else verdict.message + " (not written)" * verdict.is_write_error
         except TimeoutError as error:
-            heard[rank] = f"TimeoutError: {error}"
+            answers[rank] = f"TimeoutError: {error}"
 
-    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in told]
+    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in inputs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return heard
+    return answers
 
 
 def test_ranks_wait_longer_for_data_than_the_timeout_of_their_store(monkeypatch):
-    told = dict.fromkeys(range(3), ("", "same"))
-    assert agree_in_threads(monkeypatch, told, late_s=1.0) == dict.fromkeys(range(3), "")
+    inputs = dict.fromkeys(range(3), ("", "same"))
+    assert agree_in_threads(monkeypatch, inputs, late_s=1.0) == dict.fromkeys(range(3), "")
 
 
 @pytest.mark.parametrize(("missing", "line"), [(2, "waited 1 s for rank 2"), (0, "TimeoutError: waited 2 s for rank")])
 def test_a_rank_that_does_not_come_is_named_by_the_others(monkeypatch, missing, line):
     monkeypatch.setattr(ranks_module, "INPUT_TIMEOUT_S", 1)
     monkeypatch.setattr(ranks_module, "STORE_TIMEOUT_S", 1)
-    heard = agree_in_threads(monkeypatch, {rank: ("", "same") for rank in range(3) if rank != missing})
-    assert len(heard) == 2
-    assert all(words.startswith(line) and "quaver prepare-data" in words for words in heard.values())
+    answers = agree_in_threads(monkeypatch, {rank: ("", "same") for rank in range(3) if rank != missing})
+    assert len(answers) == 2
+    assert all(words.startswith(line) and "quaver prepare-data" in words for words in answers.values())
 
 
 def test_a_rank_that_ends_before_it_reads_the_answer_is_named_by_rank_0(monkeypatch):
     monkeypatch.setattr(ranks_module, "STORE_TIMEOUT_S", 1)
     store = HashStore()
-    for key in ("said 1", "heard 1", "said 2"):
-        PrefixStore("quaver/1", store).set(key, "same\nnull" if key.startswith("said") else "")
+    for key in ("input of 1", "verdict read by 1", "input of 2"):
+        PrefixStore("quaver/1", store).set(key, "same\nnull" if key.startswith("input") else "")
     monkeypatch.setattr(ranks_module, "open_store", lambda rank, world_size: store)
     verdict = Ranks(0, 0, 3).agree_on_refusal(fingerprint="same")
     assert verdict == Refusal("waited 1 s for rank 2, which checked its input and then ended")
