@@ -112,9 +112,9 @@ class TokenCache:
         """Refuse a folder into which another user can write tokens under the name that this run computes."""
         if os.getuid() == 0 or not self.folder.exists():
             return
-        belongs = self.folder.stat().st_uid in (os.getuid(), 0)
+        is_own = self.folder.stat().st_uid in (os.getuid(), 0)
         expected = "a folder that belongs to you, or that you cannot write"
-        require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
+        require(is_own or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
 
     def _make_entry(self, build: Build, advance: Advance) -> None:
         """Build aside, then rename: an entry is whole or absent."""

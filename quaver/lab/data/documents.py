@@ -68,8 +68,8 @@ def find_files(path: str) -> list[SourceFile]:
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if (name not in STDLIB_SKIPPED if is_library else _is_visible(name))]
-        admits = _is_library_source if is_library else _is_visible
-        paths = [Path(folder, name) for name in names if admits(name)]
+        is_included = _is_library_source if is_library else _is_visible
+        paths = [Path(folder, name) for name in names if is_included(name)]
         files += [SourceFile.from_path(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
     return sorted(files, key=lambda file: file.name)
 

@@ -24,7 +24,7 @@ from quaver.lab.settings import Data, TrainConfig
 from quaver.lab.terminal.counts import format_count
 from quaver.runtime.errors import InputError
 
-MAX_GROUP_CHARACTERS = 1 << 22
+MAX_BATCH_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
 
 _COPIED_FIELDS = ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")
@@ -61,7 +61,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None) -> Tok
     entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes)
     if entry.description["corrupt"] and data.on_corrupt == "refuse":
         raise make_corrupt_error(entry.description["corrupt_places"][0])
-    _check_enough(entry, data, config.training.seq_len)
+    _check_token_counts(entry, data, config.training.seq_len)
     return TokenData(
         entry.splits["train"],
         entry.splits["validation"],
@@ -75,7 +75,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     skipped = SkippedItems(refuses_corrupt=data.on_corrupt == "refuse")
     dtype = choose_token_dtype(tokenizer.vocab_size)
     with open_split_writers(folder, dtype) as writers:
-        for batch in _group_pieces(source.read_pieces(skipped, advance)):
+        for batch in _batch_pieces(source.read_pieces(skipped, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
             with name_cache_in_errors(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
@@ -104,13 +104,13 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
         write_description(folder, description)
 
 
-def _group_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batch_pieces(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
         characters += len(piece.text) + 1
-        if characters > MAX_GROUP_CHARACTERS:
+        if characters > MAX_BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     yield batch
@@ -120,7 +120,7 @@ def _describe_skipped(corrupt: int, places: list[str]) -> str:
     return f"; {format_count(corrupt, 'corrupt item')} skipped, the first at {places[0]}" if corrupt else ""
 
 
-def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
+def _check_token_counts(entry: CacheEntry, data: Data, seq_len: int) -> None:
     skipped = _describe_skipped(entry.description["corrupt"], entry.description["corrupt_places"])
     for name in SPLITS:
         count = len(entry.splits[name].tokens)

@@ -39,17 +39,17 @@ def require_pyarrow() -> None:
 
 
 def _read_json_lines(file: SourceFile, field: str, skipped: SkippedItems, advance: Advance) -> Iterator[str]:
-    done = number = 0
-    with file.path.open("rb") as raw:
-        lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
+    counted_bytes = number = 0
+    with file.path.open("rb") as stream:
+        lines: Iterable[bytes] = gzip.GzipFile(fileobj=stream) if file.name.endswith(".gz") else stream
         try:
             for number, line in enumerate(lines, start=1):
                 place = f"{file.name}:{number}"
                 value = _get_field(line, field, place, skipped) if line.strip() else None
                 if value is not None and skipped.accept_text(place, value):
                     yield value
-                advance(raw.tell() - done)
-                done = raw.tell()
+                advance(stream.tell() - counted_bytes)
+                counted_bytes = stream.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             skipped.add_corrupt(f"{file.name}:{number + 1}", f"the archive is broken here ({error}), the rest is lost")
 
@@ -63,10 +63,10 @@ def _get_field(line: bytes, field: str, place: str, skipped: SkippedItems) -> An
         return None
     value = content.get(field) if isinstance(content, dict) else None
     if value is None:
-        kind = f"a {type(content).__name__}"
+        found = f"a {type(content).__name__}"
         if isinstance(content, dict):
-            kind = "null in it" if field in content else f"an object without the field {field!r}"
-        skipped.add_corrupt(place, f"expected an object with text in the field {field!r}, got {kind}")
+            found = "null in it" if field in content else f"an object without the field {field!r}"
+        skipped.add_corrupt(place, f"expected an object with text in the field {field!r}, got {found}")
     return value
 
 
@@ -76,8 +76,8 @@ def _read_parquet(file: SourceFile, field: str, skipped: SkippedItems, advance: 
 
     row = 0
     try:
-        with file.path.open("rb") as opened:
-            parquet = ParquetFile(opened, buffer_size=BUFFER_BYTES)
+        with file.path.open("rb") as stream:
+            parquet = ParquetFile(stream, buffer_size=BUFFER_BYTES)
             schema = parquet.schema_arrow
             has_text = _has_strings(schema, field)
             if not has_text:
@@ -103,12 +103,12 @@ def _read_parquet(file: SourceFile, field: str, skipped: SkippedItems, advance: 
 def _has_strings(schema: Any, field: str) -> bool:
     if schema.names.count(field) != 1:
         return False
-    kind = schema.field(field).type
-    return str(kind.value_type if str(kind).startswith("dictionary") else kind) in STRING_TYPES
+    column_type = schema.field(field).type
+    return str(column_type.value_type if str(column_type).startswith("dictionary") else column_type) in STRING_TYPES
 
 
 def _iter_column(parquet: Any, field: str) -> Iterator[Any]:
     """Yield the values of a column as Arrow scalars, so that no other value is lost if one is not UTF-8."""
-    for group in range(parquet.num_row_groups):
-        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
+    for row_group in range(parquet.num_row_groups):
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[row_group], columns=[field], use_threads=False):
             yield from batch.column(0)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.lab.data.order import Integers, compute_stream_indices
+from quaver.lab.data.order import Int64Array, compute_stream_indices
 from quaver.lab.data.tokenizer import Tokens
 from quaver.lab.settings import Training, Validation
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -45,7 +45,7 @@ class TokenSplit:
     """`tokens`, 1-d unsigned, and `ends`, int64: where each document ends, its end token included. Memory-mapped."""
 
     tokens: Tokens
-    ends: Integers
+    ends: Int64Array
 
     def count_sequences(self, seq_len: int) -> int:
         """Return the number of sequences in one epoch."""
@@ -61,16 +61,18 @@ class TokenData:
     origin: dict[str, Any] = field(repr=False)
     document_mask: bool = False
 
-    def make_step_batches(self, training: Training, consumed: int, dims: ParallelDims = SINGLE_RANK) -> list[Batch]:
-        """Return this rank's microbatches of the optimizer step that begins with sequence `consumed` of the stream.
+    def make_step_batches(
+        self, training: Training, consumed_sequences: int, dims: ParallelDims = SINGLE_RANK
+    ) -> list[Batch]:
+        """Return this rank's microbatches of the optimizer step after the first `consumed_sequences` of the stream.
 
         Microbatch m of data-parallel rank r of n is microbatch m * n + r of a single process.
 
         Args:
-            consumed: sequences that earlier steps took on all ranks, training.step_batch_size in each step.
+            consumed_sequences: those that earlier steps took on all ranks, training.step_batch_size in each step.
         """
-        count = self.train.count_sequences(training.seq_len)
-        indices = compute_stream_indices(consumed, training.step_batch_size, count, training.seed)
+        epoch_len = self.train.count_sequences(training.seq_len)
+        indices = compute_stream_indices(consumed_sequences, training.step_batch_size, epoch_len, training.seed)
         return self._make_batches(self.train, indices * training.seq_len, training, dims)
 
     def make_validation_batches(
@@ -82,10 +84,12 @@ class TokenData:
         """
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
-        divides = validation.steps % dims.data_parallel_degree == 0
-        return self._make_batches(self.validation, starts, training, dims if divides else SINGLE_RANK)
+        is_divisible = validation.steps % dims.data_parallel_degree == 0
+        return self._make_batches(self.validation, starts, training, dims if is_divisible else SINGLE_RANK)
 
-    def _make_batches(self, split: TokenSplit, starts: Integers, training: Training, dims: ParallelDims) -> list[Batch]:
+    def _make_batches(
+        self, split: TokenSplit, starts: Int64Array, training: Training, dims: ParallelDims
+    ) -> list[Batch]:
         size = training.local_batch_size
         batches = [starts[first : first + size] for first in range(0, len(starts), size)]
         batches_of_rank = batches[dims.data_parallel_rank :: dims.data_parallel_degree]
@@ -99,10 +103,10 @@ def _make_batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_doc
     return Batch(sequences[:, :-1], sequences[:, 1:], None if documents is None else torch.from_numpy(documents))
 
 
-def _number_documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Integers:
+def _number_documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Int64Array:
     """Return the document number of each token, [windows, seq_len], counted from 0 in each window."""
-    begins = np.zeros((len(starts), seq_len), dtype=np.int64)
-    for row, start in zip(begins, starts, strict=True):
+    document_starts = np.zeros((len(starts), seq_len), dtype=np.int64)
+    for row, start in zip(document_starts, starts, strict=True):
         first, last = np.searchsorted(split.ends, [start, start + seq_len - 1], side="right")
         row[split.ends[first:last] - start] = 1
-    return begins.cumsum(axis=1)
+    return document_starts.cumsum(axis=1)

@@ -61,9 +61,9 @@ def _find_character_start(file: SourceFile, position: int) -> int:
 
 
 def _read_chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
-    with file.path.open("rb") as opened:
-        opened.seek(start)
-        while chunk := opened.read(min(CHUNK_BYTES, end - start)):
+    with file.path.open("rb") as stream:
+        stream.seek(start)
+        while chunk := stream.read(min(CHUNK_BYTES, end - start)):
             start += len(chunk)
             yield chunk
     if start < end:

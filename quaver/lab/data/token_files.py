@@ -64,7 +64,9 @@ class SplitWriter:
     def __init__(self, tokens: IO[bytes], ends: IO[bytes], dtype: "np.dtype[Any]") -> None:
         self._files, self._dtypes = (tokens, ends), (dtype, ENDS_DTYPE)
         self._items = [0, 0]
-        self._hashes: list[dict[str, Any]] = [{"sha256": hashlib.sha256(), "xxh3_128": xxh3_128()} for _ in SPLIT_PARTS]
+        self._hashers: list[dict[str, Any]] = [
+            {"sha256": hashlib.sha256(), "xxh3_128": xxh3_128()} for _ in SPLIT_PARTS
+        ]
 
     def append(self, tokens: Tokens) -> None:
         """Write the next tokens."""
@@ -78,19 +80,19 @@ class SplitWriter:
     def _write(self, part: int, values: Tokens | Sequence[int]) -> None:
         content = np.asarray(values).astype(self._dtypes[part]).tobytes()
         self._files[part].write(content)
-        for hashed in self._hashes[part].values():
-            hashed.update(content)
+        for hasher in self._hashers[part].values():
+            hasher.update(content)
         self._items[part] += len(values)
 
     def finish(self) -> dict[str, Any]:
         """Flush to the disk; return the part of entry.json about this split."""
-        for opened in self._files:
-            opened.flush()
-            os.fsync(opened.fileno())
-        parts = zip(SPLIT_PARTS, self._items, self._hashes, strict=True)
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        parts = zip(SPLIT_PARTS, self._items, self._hashers, strict=True)
         return {
-            part: {"items": items} | {name: hashed.hexdigest() for name, hashed in hashes.items()}
-            for part, items, hashes in parts
+            part: {"items": items} | {name: hasher.hexdigest() for name, hasher in hashers.items()}
+            for part, items, hashers in parts
         }
 
 
@@ -159,10 +161,10 @@ class DamagedEntryError(Exception):
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
     """Write entry.json, the last file of an entry."""
-    with (folder / ENTRY_FILE).open("w", encoding="utf-8") as opened:
-        json.dump(description, opened, indent=2)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with (folder / ENTRY_FILE).open("w", encoding="utf-8") as file:
+        json.dump(description, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def count_entry_bytes(folder: Path) -> int:
@@ -192,7 +194,7 @@ def open_entry(folder: Path) -> CacheEntry:
             expected = description["splits"][split]
             tokens = _map_file(folder / f"{split}.tokens", dtype, expected["tokens"])
             splits[split] = TokenSplit(tokens, _map_file(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]))
-            _check_numbers(split, splits[split], description["vocab_size"])
+            _check_tokens_and_ends(split, splits[split], description["vocab_size"])
     except (InputError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
     return CacheEntry(splits, description)
@@ -202,17 +204,17 @@ def _map_file(path: Path, dtype: "np.dtype[Any]", expected: _TokenFileDigest) ->
     size, expected_size = path.stat().st_size, expected["items"] * dtype.itemsize
     if size != expected_size or not path.is_file():
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected_size}")
-    with path.open("rb") as opened:  # hashed and mapped as one file: another rank may replace a damaged entry meanwhile
+    with path.open("rb") as file:  # hashed and mapped as one file: another rank may replace a damaged entry meanwhile
         try:
-            digest = hashlib.file_digest(opened, xxh3_128).hexdigest()
+            digest = hashlib.file_digest(file, xxh3_128).hexdigest()
         except OSError as error:
             raise DamagedEntryError(f"{path.name} cannot be read: {error.strerror}") from error
         if digest != expected["xxh3_128"]:
             raise DamagedEntryError(f"{path.name} is not what was written")
-        return np.memmap(opened, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+        return np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def _check_numbers(name: str, split: TokenSplit, vocab_size: int) -> None:
+def _check_tokens_and_ends(name: str, split: TokenSplit, vocab_size: int) -> None:
     if len(split.tokens) and split.tokens.max() >= vocab_size:
         raise DamagedEntryError(f"{name}.tokens has a token that is not below {vocab_size}")
     bounds = np.concatenate([[0], split.ends])

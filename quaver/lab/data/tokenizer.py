@@ -57,12 +57,10 @@ def load_tokenizer(data: Data) -> Tokenizer:
 
 def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
     """Raise InputError if the model has fewer tokens than the tokenizer."""
-    size = tokenizer.vocab_size
+    size, given = tokenizer.vocab_size, model.vocab_size
     is_bytes = data.tokenizer == BYTE_TOKENIZER
-    why = "because text is read as bytes" if is_bytes else f"the tokens of data.tokenizer {data.tokenizer!r}"
-    require(
-        model.vocab_size >= size, "model.vocab_size", f"at least {size}, {why}", model.vocab_size, f"set it to {size}"
-    )
+    reason = "because text is read as bytes" if is_bytes else f"the tokens of data.tokenizer {data.tokenizer!r}"
+    require(given >= size, "model.vocab_size", f"at least {size}, {reason}", given, f"set it to {size}")
 
 
 def make_byte_tokenizer() -> Tokenizer:
@@ -137,6 +135,6 @@ def _find_special_name(inner: Any, path: Path) -> str:
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     named = [name for name in EOS_TOKEN_NAMES if name in special]
     if len(named) != 1:
-        which = f"several: {', '.join(named)}" if named else f"none of {', '.join(EOS_TOKEN_NAMES)}"
-        raise InputError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
+        problem = f"several: {', '.join(named)}" if named else f"none of {', '.join(EOS_TOKEN_NAMES)}"
+        raise InputError(f"{str(path)!r} does not say which token ends a document ({problem}); set data.eos_token")
     return named[0]

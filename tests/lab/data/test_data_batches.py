@@ -48,8 +48,8 @@ def test_the_order_is_the_same_on_every_machine_and_for_good():
 
 def test_any_part_of_the_stream_equals_that_of_the_whole():
     whole = compute_stream_indices(0, 350, 100, seed=7)
-    for start, amount in ((0, 1), (99, 2), (90, 120), (250, 100), (349, 1)):
-        assert np.array_equal(compute_stream_indices(start, amount, 100, seed=7), whole[start : start + amount])
+    for start, length in ((0, 1), (99, 2), (90, 120), (250, 100), (349, 1)):
+        assert np.array_equal(compute_stream_indices(start, length, 100, seed=7), whole[start : start + length])
 
 
 def list_windows(batches) -> list[tuple[int, ...]]:
