@@ -11,7 +11,7 @@ from quaver.lab.bench.options import BenchOptions
 from quaver.lab.bench.results import Result, UnfinishedError, format_table, format_title, group_cases
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_NONFINITE, print_error, report_bad_input
-from quaver.lab.cli.run_config import load_and_print_turned_off
+from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.output_file import write_result
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.flags import parse_options, split_options
@@ -90,6 +90,6 @@ def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Res
     path, flags = parse_arguments(run_flags, kind, prog="quaver bench train")
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
-    config = load_and_print_turned_off(path, flags)
+    config = load_config_and_warn(path, flags)
     options.prepare()
     return options, partial(options.measure_steps, options.set_up(config))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from quaver.lab.cli.run_config import load_and_print_turned_off
+from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.settings.config_file import parse_arguments
 from quaver.lab.settings.fields import RankCount, Settings, setting
 from quaver.lab.terminal.counts import format_count
@@ -31,7 +31,7 @@ class DryRunOptions(Settings):
 
 def plan_run(run_flags: list[str], ranks: int) -> DryRun:
     """Return the plan of `quaver train RUN_FLAGS` on `ranks` processes. Raises what `dry_run` raises for bad input."""
-    config = load_and_print_turned_off(*parse_arguments(run_flags, DryRunOptions))
+    config = load_config_and_warn(*parse_arguments(run_flags, DryRunOptions))
     with show_progress("planning the run"):
         return dry_run(config, ranks)
 

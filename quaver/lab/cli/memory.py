@@ -16,7 +16,7 @@ from quaver.lab.cli.memory_views import (
     make_side_by_side_table,
     summarize_advice,
 )
-from quaver.lab.cli.run_config import load_and_print_turned_off
+from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
         options, run_flags = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         options.check_files()
         config_path, flags = parse_arguments(run_flags, MemoryOptions, prog="quaver memory")
-        config = load_and_print_turned_off(config_path, flags)
+        config = load_config_and_warn(config_path, flags)
         default_device = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or default_device
         if options.traffic:
@@ -176,7 +176,7 @@ def _predict(
         other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
         is_over = not other_flags or other_flags[0].startswith("--")
-        other_config = load_and_print_turned_off(
+        other_config = load_config_and_warn(
             *parse_arguments([*run_flags, *other_flags] if is_over else other_flags, prog="quaver memory")
         )
     results: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import torch
 from quaver.lab.cli.errors import report_bad_input
 from quaver.lab.cli.plan_options import PlanOptions
 from quaver.lab.cli.plan_views import iter_notes_on_steps, iter_views
-from quaver.lab.cli.run_config import load_and_print_turned_off
+from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.output_file import replace_output, write_result
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts, list_precisions
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options, run_flags = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         options.check_files()
-        config = load_and_print_turned_off(*parse_arguments(run_flags, PlanOptions, prog="quaver plan"))
+        config = load_config_and_warn(*parse_arguments(run_flags, PlanOptions, prog="quaver plan"))
         spec = options.read_device()
         cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
         if options.ledger:

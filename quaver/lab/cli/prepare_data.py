@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quaver.lab.cli.errors import report_bad_input
-from quaver.lab.cli.run_config import load_and_print_turned_off
+from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.data import load_data
 from quaver.lab.settings import Data
 from quaver.lab.settings.config_file import parse_arguments
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     exit_if_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with report_bad_input():
         config_path, flags = parse_arguments(argv, prog="quaver prepare-data")
-        data = load_data(load_and_print_turned_off(config_path, flags), ShownProgress())
+        data = load_data(load_config_and_warn(config_path, flags), ShownProgress())
     origin = data.origin
     files = format_count(origin["files"], "file")
     print(f"source       {origin['path']}: {files}, {origin['other_files']:,} others not read")

@@ -17,7 +17,7 @@ from quaver.lab.cli.errors import (
     print_error,
     report_bad_input,
 )
-from quaver.lab.cli.run_config import print_turned_off
+from quaver.lab.cli.run_config import print_settings_turned_off
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.runs.run_folder import RunFolder
@@ -105,7 +105,7 @@ def _train(setup: RunSetup, folder: RunFolder | None, config_path: Path | None, 
     try:
         training_run = build_run(setup, folder)
         if setup.ranks.is_first:
-            print_turned_off(config_path, flags)
+            print_settings_turned_off(config_path, flags)
         summary = train(training_run)
     except (NonFiniteError, CheckpointError, NotWrittenError, InputError) as error:
         if setup.ranks.is_first:

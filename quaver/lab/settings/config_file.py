@@ -15,9 +15,9 @@ import tomli_w
 from quaver.lab.settings import Float8, Numerics, TrainConfig
 from quaver.lab.settings.fields import (
     Settings,
-    as_tuple,
+    convert_list_to_tuple,
     expand_user,
-    get_types,
+    get_field_types,
     is_section,
     setting,
     suggest_nearest,
@@ -38,10 +38,10 @@ _WITHOUT_FLOAT8 = ("enable_float8_linear", "recipe_name", "filter_fqns")
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
     """Return the defaults, overridden by the TOML file at `path`, overridden by `flags`.
 
-    A flag that turns float8 off also turns off what `list_turned_off` returns. Raises InputError and OSError.
+    A flag that turns float8 off also turns off what `list_settings_turned_off` returns. Raises InputError and OSError.
     """
     sections = {} if path is None else read_toml(path)
-    for name in _list_turned_off(sections, flags or {}):
+    for name in _list_settings_turned_off(sections, flags or {}):
         section, key = name.split(".")
         del sections[section][key]
     for section, values in (flags or {}).items():
@@ -49,25 +49,25 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
     return build_config(sections)
 
 
-def list_turned_off(path: Path | None, flags: Sections) -> list[str]:
+def list_settings_turned_off(path: Path | None, flags: Sections) -> list[str]:
     """Return the settings of the file that only float8 reads, if a flag turns float8 off, else nothing.
 
     Settings that `flags` give, or that have their defaults in the file, are left out.
     """
-    return [] if path is None else _list_turned_off(read_toml(path), flags)
+    return [] if path is None else _list_settings_turned_off(read_toml(path), flags)
 
 
-def _list_turned_off(sections: Sections, flags: Sections) -> list[str]:
+def _list_settings_turned_off(sections: Sections, flags: Sections) -> list[str]:
     if flags.get("float8", {}).get("enable_float8_linear") is not False:
         return []
-    in_float8 = (f"float8.{name}" for name in get_types(Float8) if name not in _WITHOUT_FLOAT8)
-    in_numerics = (f"numerics.{name}" for name in get_types(Numerics))
+    in_float8 = (f"float8.{name}" for name in get_field_types(Float8) if name not in _WITHOUT_FLOAT8)
+    in_numerics = (f"numerics.{name}" for name in get_field_types(Numerics))
     turned_off = []
     for name in (*in_float8, *in_numerics, "validation.high_precision_too", "metrics.float8_scales_freq"):
         section, key = name.split(".")
         values = sections.get(section, {})
-        default = get_types(TrainConfig)[section].__dataclass_fields__[key].default
-        if key in values and key not in flags.get(section, {}) and as_tuple(values[key]) != default:
+        default = get_field_types(TrainConfig)[section].__dataclass_fields__[key].default
+        if key in values and key not in flags.get(section, {}) and convert_list_to_tuple(values[key]) != default:
             turned_off.append(name)
     return turned_off
 
@@ -88,22 +88,22 @@ def read_toml(path: Path) -> Sections:
 
 def _check_names(sections: Sections, source: str) -> None:
     for section, values in sections.items():
-        _check_known(section, get_types(TrainConfig), f"section in {source}")
+        _check_name(section, get_field_types(TrainConfig), f"section in {source}")
         if not isinstance(values, dict):
             raise InputError(f"{section} in {source} must be a section, got {values!r}; write [{section}]")
         for key in values:
-            _check_known(f"{section}.{key}", _list_setting_names(), f"key in {source}")
+            _check_name(f"{section}.{key}", _list_setting_names(), f"key in {source}")
 
 
 def build_config(sections: Sections) -> TrainConfig:
     """Make a TrainConfig from nested plain values. Missing values take their defaults. Raises InputError."""
     _check_names(sections, "the settings")
-    return TrainConfig(**{name: cls(**sections.get(name, {})) for name, cls in get_types(TrainConfig).items()})
+    return TrainConfig(**{name: cls(**sections.get(name, {})) for name, cls in get_field_types(TrainConfig).items()})
 
 
 def list_changed_settings(config: TrainConfig) -> Sections:
     """Return the settings that differ from their defaults, by section; `build_config` makes an equal config of them."""
-    sections = {name: getattr(config, name) for name in get_types(TrainConfig)}
+    sections = {name: getattr(config, name) for name in get_field_types(TrainConfig)}
     changed = {
         name: {
             field.name: value for field in fields(section) if (value := getattr(section, field.name)) != field.default
@@ -139,13 +139,13 @@ def parse_arguments(
         prog: the command whose help that hint names otherwise.
     """
     values, rest = split_flags(TrainFlags, argv)
-    known = [
+    names = [
         *_list_setting_names(),
-        *(name for name, cls in get_types(options).items() if not is_section(cls)),
+        *(name for name, cls in get_field_types(options).items() if not is_section(cls)),
     ]
     for word in rest:
-        if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") not in known:
-            raise make_unknown_flag_error(word, known, prog=prog)
+        if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") not in names:
+            raise make_unknown_flag_error(word, names, prog=prog)
     for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
         raise InputError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
     config_path = expand_user(rest[0]) if rest else None
@@ -176,11 +176,12 @@ def _find_config_of_run(folder: Path) -> Path:
 
 
 def _list_setting_names() -> list[str]:
-    return [f"{section}.{name}" for section, cls in get_types(TrainConfig).items() for name in get_types(cls)]
+    sections = get_field_types(TrainConfig)
+    return [f"{section}.{name}" for section, cls in sections.items() for name in get_field_types(cls)]
 
 
-def _check_known(name: str, known: Collection[str], kind: str) -> None:
-    if name in known:
+def _check_name(name: str, names: Collection[str], kind: str) -> None:
+    if name in names:
         return
-    hint = suggest_nearest(name, known, otherwise="see quaver train --help")
+    hint = suggest_nearest(name, names, fallback="see quaver train --help")
     raise InputError(f"unknown {kind}: {name!r}; {hint}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.fields import Settings, format_default, get_choices, get_help, get_types
+from quaver.lab.settings.fields import Settings, format_default, get_choices, get_field_types, get_help
 
 PAGE_HEAD = """# Configuration
 
@@ -18,12 +18,12 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 def format_configuration_page() -> str:
     """Return the page as Markdown."""
-    return "\n".join([PAGE_HEAD, *(_format_section(cls) for cls in get_types(TrainConfig).values())])
+    return "\n".join([PAGE_HEAD, *(_format_section(cls) for cls in get_field_types(TrainConfig).values())])
 
 
 def _format_section(cls: type[Settings]) -> str:
-    texts, hints = get_help(cls), get_types(cls)
-    meanings = {name: text + _format_choices(hints[name], text) for name, text in texts.items()}
+    texts, types = get_help(cls), get_field_types(cls)
+    meanings = {name: text + _format_choices(types[name], text) for name, text in texts.items()}
     rows = [f"`{field.name}` | `{format_default(field)}` | {meanings[field.name]}" for field in fields(cls)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{cls.section}]\n\n{' '.join((cls.__doc__ or '').split())}\n\n{table}\n"

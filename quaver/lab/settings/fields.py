@@ -30,8 +30,8 @@ RankCount = Annotated[int, Ge(1), Le(100_000)]
 FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
-TYPES_AS_TEXT = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-_BOUNDS_AS_TEXT = {
+TYPE_DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_BOUND_DESCRIPTIONS = {
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt}",
     "less_than_equal": "at most {le}",
@@ -92,11 +92,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name in get_types(cls):
-            value, annotation = getattr(self, name), get_types(cls)[name]
+        for name in get_field_types(cls):
+            value, annotation = getattr(self, name), get_field_types(cls)[name]
             if is_section(annotation):
                 continue
-            value = as_tuple(value)
+            value = convert_list_to_tuple(value)
             try:
                 checked = _make_adapters(cls)[name].validate_python(value)
             except ValidationError as error:
@@ -104,7 +104,7 @@ class Settings:
                 if first["type"] == "value_error":  # of an AfterValidator
                     raise InputError(f"{self.name_field(name)}: {first['ctx']['error']}") from None
                 is_type = first["type"].endswith("_type")
-                bound = _BOUNDS_AS_TEXT.get(first["type"], f"one of {', '.join(get_choices(annotation))}")
+                bound = _BOUND_DESCRIPTIONS.get(first["type"], f"one of {', '.join(get_choices(annotation))}")
                 expected = describe_type(annotation) if is_type else bound.format(**first.get("ctx", {}))
                 value = getattr(self, name) if is_type else first["input"]
                 raise InputError(f"{self.name_field(name)} must be {expected}, got {value!r}") from None
@@ -142,7 +142,7 @@ def require(holds: bool, name: str, expected: str, value: object, hint: str = ""
         raise InputError(f"{name} must be {expected}, got {value!r}" + (f"; {hint}" if hint else ""))
 
 
-def as_tuple(value: Any) -> Any:
+def convert_list_to_tuple(value: Any) -> Any:
     """Return a list as a tuple, as settings have it, and other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -162,7 +162,7 @@ def is_folder_name(name: str) -> bool:
     return name not in (".", "..") and name.isprintable() and not set(name) & set("/\\")
 
 
-def get_types(cls: Any) -> dict[str, Any]:
+def get_field_types(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields, with their bounds."""
     return _resolve_types(cls)
 
@@ -206,29 +206,31 @@ def get_choices(annotation: Any) -> tuple[str, ...]:
 def describe_type(annotation: Any) -> str:
     """Return the type of a setting as an error message names it."""
     item = get_item_type(annotation)
-    return TYPES_AS_TEXT[get_base_type(annotation)] if item is None else f"a list of {TYPES_AS_TEXT[item].split()[-1]}s"
+    if item is None:
+        return TYPE_DESCRIPTIONS[get_base_type(annotation)]
+    return f"a list of {TYPE_DESCRIPTIONS[item].split()[-1]}s"
 
 
 def get_help(cls: type) -> dict[str, str]:
     """Return the help text of each field. A field without one inherits the text of the base class."""
-    return {field.name: field.metadata["help"] for field in _iter_own_fields(cls) if field.metadata}
+    return {field.name: field.metadata["help"] for field in _iter_fields_of_bases(cls) if field.metadata}
 
 
-def _iter_own_fields(cls: type) -> "Iterator[Field[Any]]":
+def _iter_fields_of_bases(cls: type) -> "Iterator[Field[Any]]":
     for owner in reversed(cls.__mro__):
         yield from owner.__dict__.get("__dataclass_fields__", {}).values()
 
 
 def suggest_nearest(
-    name: str, choices: Collection[str], *, otherwise: str, format_name: Callable[[str], str] = str
+    name: str, choices: Collection[str], *, fallback: str, format_name: Callable[[str], str] = str
 ) -> str:
-    """Return the hint for an unknown `name`: the nearest of `choices` as `format_name` writes it, or `otherwise`."""
+    """Return the hint for an unknown `name`: the nearest of `choices` as `format_name` writes it, or `fallback`."""
     # A right key in the wrong section is near, a right section alone is not.
     keys = [choice.rpartition(".")[2] for choice in choices]
-    near = difflib.get_close_matches(name.rpartition(".")[2], keys, n=1, cutoff=0.7)
-    candidates = [choice for choice, key in zip(choices, keys, strict=True) if key in near]
+    nearest_keys = difflib.get_close_matches(name.rpartition(".")[2], keys, n=1, cutoff=0.7)
+    candidates = [choice for choice, key in zip(choices, keys, strict=True) if key in nearest_keys]
     matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
-    return f"did you mean {format_name(matches[0])!r}?" if matches else otherwise
+    return f"did you mean {format_name(matches[0])!r}?" if matches else fallback
 
 
 def format_default(setting: "Field[Any]") -> str:
@@ -246,7 +248,7 @@ def _make_adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
     strict = ConfigDict(strict=True)
     return {
         name: TypeAdapter(annotation, config=strict)
-        for name, annotation in get_types(cls).items()
+        for name, annotation in get_field_types(cls).items()
         if not is_section(annotation)
     }
 

@@ -16,9 +16,9 @@ from quaver.lab.settings.fields import (
     format_default,
     get_base_type,
     get_choices,
+    get_field_types,
     get_help,
     get_item_type,
-    get_types,
     is_positional,
     is_section,
     suggest_nearest,
@@ -40,12 +40,12 @@ def parse_options(cls: type[_Options], argv: list[str], *, prog: str) -> _Option
     try:
         values, rest = split_flags(cls, argv)
     except InputError as error:
-        raise InputError(f"{error}; {_point_to_help(prog)}") from error
+        raise InputError(f"{error}; {_format_help_hint(prog)}") from error
     if rest and rest[0].startswith("--"):
         names = [field.name for field in fields(cls) if not is_positional(field)]
         raise make_unknown_flag_error(rest[0], names, prog=prog)
     if rest:
-        raise InputError(f"unexpected argument {rest[0]!r}; {_point_to_help(prog)}")
+        raise InputError(f"unexpected argument {rest[0]!r}; {_format_help_hint(prog)}")
     return cls(**values)
 
 
@@ -62,11 +62,12 @@ def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_
 def make_unknown_flag_error(word: str, names: Collection[str], *, prog: str) -> InputError:
     """Return the error for the flag `word` of the command `prog`, which is none of the settings `names`."""
     flag = word.partition("=")[0]
-    hint = suggest_nearest(flag[2:].replace("-", "_"), names, otherwise=_point_to_help(prog), format_name=_format_flag)
+    name, fallback = flag[2:].replace("-", "_"), _format_help_hint(prog)
+    hint = suggest_nearest(name, names, fallback=fallback, format_name=_format_flag)
     return InputError(f"unknown flag: {flag!r}; {hint}")
 
 
-def _point_to_help(prog: str) -> str:
+def _format_help_hint(prog: str) -> str:
     return f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
 
 
@@ -157,7 +158,7 @@ class _Parser(ArgumentParser):
     def _add_flags(self, add: Callable[..., object], cls: type, section: str) -> None:
         texts = get_help(cls)
         for field in fields(cls):
-            annotation, name = get_types(cls)[field.name], section + field.name
+            annotation, name = get_field_types(cls)[field.name], section + field.name
             if is_section(annotation):
                 group = self.add_argument_group(field.name, _join_lines(annotation.__doc__))
                 self._add_flags(group.add_argument, annotation, f"{name}.")

@@ -106,8 +106,8 @@ def _make_parallel_dims(config: TrainConfig, rank: int, world_size: int) -> Para
     degrees = (replicate, shard, tensor)
     if prod(degrees) == world_size:
         expert = config.parallelism.expert_parallel_degree
-        divides = f"a divisor of the {shard} ranks over which FSDP2 shards"
-        require(shard % expert == 0, "parallelism.expert_parallel_degree", divides, expert)
+        expected = f"a divisor of the {shard} ranks over which FSDP2 shards"
+        require(shard % expert == 0, "parallelism.expert_parallel_degree", expected, expert)
         return ParallelDims(*degrees, rank, expert)
     product = " * ".join(map(str, degrees)) if shard != -1 else f"a multiple of {replicate} * {tensor}"
     names = [f"parallelism.{name}" for name in DEGREE_SETTINGS]

@@ -75,10 +75,11 @@ class TrainConfig(Settings):
 
     def _check_logits(self) -> None:
         """Raise InputError for a batch whose largest activation has more bytes than a 64-bit integer counts."""
-        widest = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
-        most = max(1, MAX_ELEMENTS // (self.training.seq_len * widest))
-        expected = f"at most {most} with training.seq_len = {self.training.seq_len} and a model as wide as {widest}"
-        self.require(self.training.local_batch_size <= most, "training.local_batch_size", expected)
+        max_width = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
+        seq_len = self.training.seq_len
+        max_batch_size = max(1, MAX_ELEMENTS // (seq_len * max_width))
+        expected = f"at most {max_batch_size} with training.seq_len = {seq_len} and a model as wide as {max_width}"
+        self.require(self.training.local_batch_size <= max_batch_size, "training.local_batch_size", expected)
 
     def _check_persistent_scales(self) -> None:
         precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
@@ -99,8 +100,8 @@ class TrainConfig(Settings):
         splits_tied = degree > 1 and self.model.tie_word_embeddings
         self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", hint)
         hint = "linears that read one input gather it in one recipe"
-        is_one = degree == 1 or not self.float8.layer_recipes
-        self.require(is_one, "float8.layer_recipes", f"empty with {setting}", hint)
+        has_one_recipe = degree == 1 or not self.float8.layer_recipes
+        self.require(has_one_recipe, "float8.layer_recipes", f"empty with {setting}", hint)
 
     def _check_expert_parallel(self) -> None:
         degree, experts = self.parallelism.expert_parallel_degree, self.model.n_experts
@@ -134,11 +135,11 @@ class TrainConfig(Settings):
         names = "float8.skip_first_layers + float8.skip_last_layers"
         require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
         for entry in float8.parse_schedule():
-            for part, total, most, expected in (
+            for part, total, max_count, expected in (
                 (entry.steps, steps, steps - 1, f"entries of fewer steps than training.steps = {steps}"),
                 (entry.blocks, layers, layers, f"entries of at most model.n_layers = {layers} blocks"),
             ):
-                fits = part is None or part.count(total) <= most
+                fits = part is None or part.count(total) <= max_count
                 require(fits, "float8.high_precision_schedule", expected, entry.text)
         hint = "every loss is one in high precision"
         is_read = float8.enable_float8_linear or not self.validation.high_precision_too
@@ -157,12 +158,12 @@ class TrainConfig(Settings):
     def _check_activation_checkpoint(self) -> None:
         checkpoint, is_compiled = self.activation_checkpoint, self.training.compile
         expected = "true with activation_checkpoint.mode = memory_budget"
-        is_possible = checkpoint.mode != "memory_budget" or is_compiled
-        self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
+        has_compiler = checkpoint.mode != "memory_budget" or is_compiled
+        self.require(has_compiler, "training.compile", expected, "the compiler decides what to save")
         every = parse_selective_option(checkpoint.selective_ac_option)
-        in_full = checkpoint.mode in ("full", "memory_budget") or every is not None
+        recomputes_blocks = checkpoint.mode in ("full", "memory_budget") or every is not None
         self.require(
-            not (in_full and is_compiled and self.parallelism.tensor_parallel_degree > 1),
+            not (recomputes_blocks and is_compiled and self.parallelism.tensor_parallel_degree > 1),
             "activation_checkpoint.mode",
             "none, or selective with op, for compiled blocks that are split by tensor parallelism",
             "torch 2.13 cannot compile another recomputation of them",

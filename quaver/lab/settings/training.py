@@ -129,13 +129,13 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
                 self.require_default(name, unless=f"activation_checkpoint.mode is {mode}")
         with reraise_as_input_error("activation_checkpoint."):
             every = parse_selective_option(self.selective_ac_option)
-        readers = {"selective_ac_also_save": find_savable_operators, "selective_ac_never_save": find_operators}
-        for name, read in readers.items():
+        finders = {"selective_ac_also_save": find_savable_operators, "selective_ac_never_save": find_operators}
+        for name, find in finders.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"
                 self.require_default(name, unless=unless)
             with reraise_as_input_error(f"activation_checkpoint.{name}: "):
-                read(getattr(self, name))
+                find(getattr(self, name))
 
 
 @dataclass(frozen=True)

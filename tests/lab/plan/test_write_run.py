@@ -16,7 +16,7 @@ from quaver.lab.plan.launchers import LAUNCH_TEMPLATES
 from quaver.lab.plan.write_run import format_config, write_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.fields import get_base_type, get_choices, get_types
+from quaver.lab.settings.fields import get_base_type, get_choices, get_field_types
 from tests.lab.trainer.runs import CONFIGS, with_settings
 from tests.thinned import at_night
 
@@ -40,10 +40,10 @@ def configs(draw: st.DrawFn) -> TrainConfig:
     """Valid configs: some settings of the default one take other values, where the trainer does not refuse them."""
     config = TrainConfig()
     for _ in range(draw(st.integers(0, 12))):
-        name = draw(st.sampled_from(list(get_types(TrainConfig))))
+        name = draw(st.sampled_from(list(get_field_types(TrainConfig))))
         section = getattr(config, name)
         field = draw(st.sampled_from(fields(section))).name
-        hint = get_types(type(section))[field]
+        hint = get_field_types(type(section))[field]
         value = draw(st.sampled_from(get_choices(hint)) if get_choices(hint) else make_values(get_base_type(hint)))
         try:
             config = replace(config, **{name: replace(section, **{field: value})})
@@ -82,7 +82,7 @@ def test_a_file_has_the_settings_that_are_no_defaults_below_its_comment(name, tm
     assert top == "# from a plan\n#\n# 1,234 tokens/s"
     assert load_config(path) == config
     written = tomllib.loads(toml)
-    assert list(written) == [section for section in get_types(TrainConfig) if section in written] != []
+    assert list(written) == [section for section in get_field_types(TrainConfig) if section in written] != []
     for section, values in written.items():
         assert [key for key in values if getattr(getattr(defaults, section), key) == values[key]] == []
 

@@ -8,8 +8,8 @@ import pytest
 
 from quaver.lab.model.llama import make_meta_llama
 from quaver.lab.settings import Float8, TrainConfig, Training
-from quaver.lab.settings.config_file import build_config, list_turned_off, load_config, parse_arguments
-from quaver.lab.settings.fields import get_base_type, get_types
+from quaver.lab.settings.config_file import build_config, list_settings_turned_off, load_config, parse_arguments
+from quaver.lab.settings.fields import get_base_type, get_field_types
 
 DELAYED = "--float8.recipe_name delayed --float8.delayed_history_len=4"
 
@@ -47,8 +47,8 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
     names = {f"float8.{name}" for name in ("enable_fsdp_float8_all_gather", "cast_weights_once", "delayed_history_len")}
     names |= {f"float8.{name}" for name in ("auto_filter", "emulate", "use_fast_accum")}
     names |= {"float8.precompute_float8_dynamic_scale_for_fsdp", "numerics.every", "metrics.float8_scales_freq"}
-    assert {*list_turned_off(*parse_arguments(words))} == names
-    assert list_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
+    assert {*list_settings_turned_off(*parse_arguments(words))} == names
+    assert list_settings_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
     with pytest.raises(ValueError, match="enable_float8_linear must be true with float8.enable_fsdp_float8_all"):
         read_config(*words, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
 
@@ -258,8 +258,8 @@ def test_configs_are_frozen():
 
 NUMBERS = [
     f"{section}.{name}"
-    for section, kind in get_types(TrainConfig).items()
-    for name, hint in get_types(kind).items()
+    for section, kind in get_field_types(TrainConfig).items()
+    for name, hint in get_field_types(kind).items()
     if get_base_type(hint) in (int, float)
 ]
 
