@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     try:
-        with _end_as_by_ctrl_c():
+        with _interrupt_on_sigterm():
             code = _run_verb(argv)
         sys.stdout.flush()  # else a closed pipe or a full disk is found when the interpreter exits
         return code
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"quaver {argv[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
         return EXIT_BAD_INPUT
     except (MemoryError, RuntimeError) as error:
-        details = _describe_full_memory(error)
+        details = _describe_out_of_memory(error)
         if details is None:
             raise
         print_error(f"this machine lacks the memory{details}; make the model or the batch smaller")
@@ -116,7 +116,7 @@ def _run_verb(argv: list[str]) -> int:
 
 
 @contextmanager
-def _end_as_by_ctrl_c() -> Iterator[None]:
+def _interrupt_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt at a SIGTERM in the block, unless the process ignores or handles it."""
     is_main_thread = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -153,7 +153,7 @@ def _discard_stdout() -> None:
     os.close(null)
 
 
-def _describe_full_memory(error: MemoryError | RuntimeError) -> str | None:
+def _describe_out_of_memory(error: MemoryError | RuntimeError) -> str | None:
     """Return what `error` says of the memory that is missing, in brackets; None if it is another error."""
     _, is_on_cpu, details = str(error).partition(_CPU_ALLOCATOR)
     is_on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which only a verb imports

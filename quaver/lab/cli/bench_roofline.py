@@ -57,9 +57,11 @@ class RooflineOptions(Settings):
         models = [list_model_layers(name) for name in self.model or ([] if self.config else LLAMA3_MODELS)]
         models += [list_config_layers(Path(path)) for path in self.config]
         names = [model.name for model in models]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise InputError(f"two models are called {twice}; give each --model once, and --config files other names")
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise InputError(
+                f"two models are called {repeated}; give each --model once, and --config files other names"
+            )
         devices, recipes = require_device_specs(self.device), canonicalize_recipes(self.recipes)
         return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
 
@@ -69,15 +71,15 @@ def main(argv: list[str]) -> int:
     with report_bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings, output = options.resolve(), Path(options.output)
-        pictured = settings.devices if options.pictures is None else require_device_specs(options.pictures)
-        missing = [spec.name for spec in pictured if spec not in settings.devices]
+        drawn_specs = settings.devices if options.pictures is None else require_device_specs(options.pictures)
+        missing = [spec.name for spec in drawn_specs if spec not in settings.devices]
         if missing:
             raise InputError(f"--pictures must be devices of --device, got {', '.join(missing)}")
         check_output_folder(output, "--output")
         with show_progress("predicting"):
             roofline = predict_roofline(settings)
     files = roofline.write(output)
-    for spec in pictured:
+    for spec in drawn_specs:
         files.append(output / f"roofline_{spec.name.lower()}.png")
         with show_progress(f"drawing {files[-1]}"), replace_output(files[-1]) as image:
             draw_map(roofline, spec, image)
@@ -90,8 +92,8 @@ def iter_views(roofline: Roofline) -> Iterator[str | Table]:
     """Yield two tables per device and model: one of its linears, one of their totals."""
     settings = roofline.settings
     for spec, model in product(settings.devices, settings.models):
-        place = (spec.name, model.name)
-        layers = [layer for layer in roofline.layers if (layer.device, layer.model) == place]
+        key = (spec.name, model.name)
+        layers = [layer for layer in roofline.layers if (layer.device, layer.model) == key]
         names = dict.fromkeys(f"{layer.layer}\n{layer.k:,}\n{layer.n:,}" for layer in layers)
         by_recipe: dict[str, list[str]] = {}
         for layer in layers:
@@ -99,7 +101,7 @@ def iter_views(roofline: Roofline) -> Iterator[str | Table]:
         title = f"{model.name} on {spec.name}, {settings.tokens:,} tokens: speedup of a linear"
         rows = ((recipe, *cells) for recipe, cells in by_recipe.items())
         yield make_table(title, ("linear\nK\nN", *names), rows=rows, right=names)
-        totals = [total for total in roofline.totals if (total.device, total.model) == place]
+        totals = [total for total in roofline.totals if (total.device, total.model) == key]
         speedups = [(total.speedup, *map(total.compute_step_speedup, LINEAR_SHARES)) for total in totals]
         columns = ("recipe", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
         title = f"{model.name} on {spec.name}: speedup of all linears, {1e3 * totals[0].bfloat16_s:,.0f} ms in bfloat16"

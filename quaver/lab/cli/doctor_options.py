@@ -45,11 +45,11 @@ class DoctorOptions(Settings):
 
     def check(self) -> None:
         """Raise InputError for options that nothing reads."""
-        surveys = ("data", "budget_db", "output", "sequences", "seq_len", "hardware")
+        survey_options = ("data", "budget_db", "output", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
-            self.require_default(*surveys, "compile", beside="--gpu")
+            self.require_default(*survey_options, "compile", beside="--gpu")
         elif self.model is None:
-            self.require_default(*surveys, unless="--model is given")
+            self.require_default(*survey_options, unless="--model is given")
         else:
             self.require_default("compile", beside="--model")
         if self.gpu is None or self.model is None:

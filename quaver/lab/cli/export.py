@@ -74,8 +74,8 @@ class ExportOptions(Settings):
         super().check()
         parse_bytes(self.max_shard_size, "--max-shard-size")
         if CHECKPOINT_FORMATS[self.format].is_file:
-            for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
-            self.require_default(*for_folders, unless="--format is that of a folder")
+            folder_options = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
+            self.require_default(*folder_options, unless="--format is that of a folder")
 
 
 def main(argv: list[str]) -> int:

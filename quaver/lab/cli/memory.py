@@ -175,9 +175,9 @@ def _predict(
     with reraise_as_input_error("--vs: "):
         other_flags = shlex.split(options.vs or "")
     if options.vs is not None:  # --vs has flags that override the first run's, or a whole command line
-        is_over = not other_flags or other_flags[0].startswith("--")
+        is_override = not other_flags or other_flags[0].startswith("--")
         other_config = load_config_and_warn(
-            *parse_arguments([*run_flags, *other_flags] if is_over else other_flags, prog="quaver memory")
+            *parse_arguments([*run_flags, *other_flags] if is_override else other_flags, prog="quaver memory")
         )
     results: dict[str, Any] = {}
     with show_progress("predicting a step") as set_activity:
@@ -204,12 +204,12 @@ def _predict(
 
 def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> None:
     """Write the files that the options ask for."""
-    more = {name: part.to_dict() for name, part in results.items()}
-    _write_result(memory.to_dict() | more, options)
+    other_results = {name: result.to_dict() for name, result in results.items()}
+    _write_result(memory.to_dict() | other_results, options)
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         with replace_output(Path(options.html), "--html") as page:
-            write_html(page, title=title, prediction=_with_timeline(memory), **(more | pages))
+            write_html(page, title=title, prediction=_with_timeline(memory), **(other_results | pages))
         print(f"saved {options.html}")
     if options.png is not None:
         with replace_output(Path(options.png), "--png") as image:

@@ -92,9 +92,11 @@ def make_tensor_table(prediction: Prediction, top: int) -> Table:
     rows = []
     for row in merge_layers(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
-        made_by = f"{strip_phase(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
+        producer = (
+            f"{strip_phase(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
+        )
         places = [place for place in (row["module"], row["source"]) if place]
-        description = f"{_replace_underscores(row['category'])}: {tensors}, {made_by}" + "".join(
+        description = f"{_replace_underscores(row['category'])}: {tensors}, {producer}" + "".join(
             f"\n  {place}" for place in places
         )
         rows.append((*_format_peak_numbers(prediction, row["bytes"])[1:], description))
@@ -115,19 +117,19 @@ def iter_comparison_views(
     comparison: Comparison, prediction: Prediction, other: Prediction, top: int
 ) -> Iterator[str | Table]:
     """Yield the categories at both peaks, then the lines of `iter_comparison_lines`."""
-    here, there = prediction.by_category, other.by_category
-    sizes = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
+    names = [name for name in CATEGORIES if name in prediction.by_category or name in other.by_category]
+    sizes = {name: (prediction.by_category.get(name, 0), other.by_category.get(name, 0)) for name in names}
     sizes["sum"] = prediction.peak_bytes, other.peak_bytes
     sizes["saved for backward"] = prediction.saved_by_forward_bytes, other.saved_by_forward_bytes
     rows = [
         (
             _replace_underscores(name),
-            f"{ours:,}",
-            f"{theirs:,}",
-            f"{theirs - ours:+,}",
-            f"{theirs / ours:.3f}" if ours else "",
+            f"{size:,}",
+            f"{other_size:,}",
+            f"{other_size - size:+,}",
+            f"{other_size / size:.3f}" if size else "",
         )
-        for name, (ours, theirs) in sizes.items()
+        for name, (size, other_size) in sizes.items()
     ]
     numbers = ("bytes", "bytes there", "difference", "ratio")
     yield make_table("Compared with the other run, at the peaks", ("what", *numbers), rows=rows, right=numbers)
@@ -144,9 +146,9 @@ def iter_comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]
         yield _format_line(name, label)
         yield _format_line("", f"peak {_format_long_size(peak)}, in the {where}")
         yield _format_line("", f"saved {_format_long_size(saved)}, by the first forward for its backward")
-    more_peak = comparison.peak_bytes_b - comparison.peak_bytes_a
-    more_saved = comparison.saved_bytes_b - comparison.saved_bytes_a
-    yield _format_line("more", f"peak {format_change(more_peak)}, saved {format_change(more_saved)}")
+    peak_difference = comparison.peak_bytes_b - comparison.peak_bytes_a
+    saved_difference = comparison.saved_bytes_b - comparison.saved_bytes_a
+    yield _format_line("more", f"peak {format_change(peak_difference)}, saved {format_change(saved_difference)}")
     yield from ("", *_iter_differences("Differences in what is saved for backward", comparison.list_rows("saved"), top))
     yield from ("", *_iter_differences("Differences in what is alive at the peaks", comparison.list_rows("peak"), top))
 
@@ -157,21 +159,21 @@ def _iter_differences(title: str, rows: tuple[TensorDifference, ...], top: int) 
         return
     yield f"{title}:"
     yield from (f"    {row.sentence}" for row in rows[:top])
-    left = rows[top:]
-    if left:
-        difference = format_change(sum(row.difference_bytes for row in left))
-        yield f"    and {format_count(len(left), 'more row')}, {difference} in all"
+    omitted = rows[top:]
+    if omitted:
+        difference = format_change(sum(row.difference_bytes for row in omitted))
+        yield f"    and {format_count(len(omitted), 'more row')}, {difference} in all"
 
 
 def make_advice_table(advice: Advice) -> Table:
     """Return the settings that were tried and are possible, in that order; the best one is marked by a star."""
-    asks_fit = advice.fit_bytes is not None
+    has_limit = advice.fit_bytes is not None
     rows = []
     for index, row in enumerate(advice.rows):
         if row.peak_bytes is not None:
-            fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
+            fits = [{True: "yes", False: "no", None: ""}[row.fits]] if has_limit else []
             rows.append(("*" if index == advice.fastest_index else "", row.change, *_format_advice_numbers(row), *fits))
-    columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if asks_fit else []))
+    columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if has_limit else []))
     title = "What changing a setting would do to the peak"
     return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
 
@@ -180,9 +182,11 @@ def _format_advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
     difference = format_change(row.difference_bytes) if row.difference_bytes else ""
     cost = row.cost
-    again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
+    recomputed = (
+        "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
+    )
     step = "" if cost is None or cost.simulated_s is None else f"{cost.simulated_s:.3g} s"
-    return peak, difference, again, step
+    return peak, difference, recomputed, step
 
 
 def summarize_advice(advice: Advice) -> list[str]:

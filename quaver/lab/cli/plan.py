@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         options.check_files()
         config = load_config_and_warn(*parse_arguments(run_flags, PlanOptions, prog="quaver plan"))
         spec = options.read_device()
-        cluster = Cluster.from_spec(spec, options.nodes_of, options.network_gbps, options.storage)
+        cluster = Cluster.from_spec(spec, options.gpus_per_node, options.network_gbps, options.storage)
         if options.ledger:
             check_ledger_gpu(spec)
         memory = (
@@ -48,14 +48,14 @@ def main(argv: list[str]) -> int:
         layouts = list_layouts(
             config,
             options.gpus,
-            gpus_per_node=options.nodes_of,
+            gpus_per_node=options.gpus_per_node,
             precisions=list_precisions(spec, options.recipes),
             step_sequences=options.count_step_sequences(config),
-            less_precise_storage=options.store_less,
+            less_precise_storage=options.less_precise_storage,
         )
         layouts.drop_unmultiplied(spec)
         if options.write is not None:
-            check_run_files(config, options.gpus, options.nodes_of, Path(options.write))
+            check_run_files(config, options.gpus, options.gpus_per_node, Path(options.write))
         with show_progress("planning") as set_activity:
             result = search(layouts, cluster, memory, top=options.top, set_activity=set_activity)
         if not result.rows:
@@ -76,7 +76,7 @@ def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str
     return (
         f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision} on "
         f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
-        "add GPUs with --gpus, or try --store-less"
+        "add GPUs with --gpus, or try --less-precise-storage"
     )
 
 
@@ -100,7 +100,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         )
         with report_bad_input():
             files += write_run(
-                row.candidate.config, options.gpus, options.nodes_of, Path(options.write), comment=comment
+                row.candidate.config, options.gpus, options.gpus_per_node, Path(options.write), comment=comment
             )
     for file in files:
         print(f"saved {file}")

@@ -31,7 +31,7 @@ class PlanOptions(Settings):
     gpus: RankCount = setting(8, "Number of GPUs of the run.")
     gpu: str = setting("h100", f"Kind of the GPUs: {DEVICE_NAMES.lower()}.")
     spec: UserPath | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
-    nodes_of: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")
+    gpus_per_node: AtLeast1 = setting(8, "Number of GPUs that the links of a node connect.")
     network: str = setting(
         "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
     )
@@ -43,7 +43,7 @@ class PlanOptions(Settings):
     memory: str | None = setting(
         None, f"Bytes that a peak may have, such as 75GiB; {USABLE_MEMORY_SHARE:.0%} of the GPU's by default."
     )
-    store_less: bool = setting(
+    less_precise_storage: bool = setting(
         False,
         "Also try a bfloat16 residual stream, and optimizer states and saved activations in float8, which change "
         "a run's numbers.",

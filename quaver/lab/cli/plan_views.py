@@ -39,7 +39,7 @@ def iter_views(
     """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
     first = result.rows[0]
     yield (
-        f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
+        f"{options.gpus} x {cluster.spec.name}, {options.gpus_per_node} to a node, {options.network_gbps:g} Gb/s each; "
         f"{first.run.seq_len:,} tokens a sequence; {result.fitting_layouts:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
@@ -51,10 +51,10 @@ def iter_views(
     yield _LEGEND
     best_bfloat16 = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
     if best_bfloat16 is not None and best_bfloat16 is not first:
-        gain = first.tokens_per_s / best_bfloat16.tokens_per_s
+        speedup = first.tokens_per_s / best_bfloat16.tokens_per_s
         is_equal = best_bfloat16.run.step_tokens == first.run.step_tokens
-        unequal = "" if is_equal else "; their steps have different numbers of tokens"
-        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
+        note = "" if is_equal else "; their steps have different numbers of tokens"
+        yield f"{first.candidate.precision} has {speedup:.2f} times the tokens/s of the best layout in bfloat16{note}"
     elif best_bfloat16 is None:
         yield "no bfloat16 layout fits"
     yield f"row 1: {'; '.join(limits[0])}"
@@ -87,9 +87,9 @@ def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchRe
             f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, "
             "rounded so that ranks divide them"
         )
-    trainings = [candidate.config.training for candidate in layouts.candidates]
-    largest = max(training.local_batch_size for training in trainings)
-    is_step_fixed = len({training.step_batch_size for training in trainings}) == 1
+    settings = [candidate.config.training for candidate in layouts.candidates]
+    largest = max(training.local_batch_size for training in settings)
+    is_step_fixed = len({training.step_batch_size for training in settings}) == 1
     if planned.local_batch == largest and (planned.micro_batches > 1 or not is_step_fixed):
         yield f"row 1 has the largest local batch of the search, {largest}; --training.local_batch_size adds another"
     if layouts.configured_refusal:
@@ -100,7 +100,7 @@ _REDUCTION_MARKS = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
 def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
-    waits = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
+    waiting_share = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
     dims = row.candidate.dims
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
@@ -115,7 +115,7 @@ def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str,
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
         f"{100 * compute_mfu(row.run, row.seconds, cluster.spec):.0f}",
-        f"{100 * waits:.0f}",
+        f"{100 * waiting_share:.0f}",
     )
 
 
@@ -125,15 +125,15 @@ def _format_tokens(tokens: int) -> str:
     return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
 
 
-def _format_degrees(degree: int, second: int) -> str:
-    return f"{degree}x{second}" if second > 1 else str(degree)
+def _format_degrees(first: int, second: int) -> str:
+    return f"{first}x{second}" if second > 1 else str(first)
 
 
 def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.description}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
-    links = [
+    rows = [
         (
             link.name,
             f"{link.sent_bytes / 1e9:.3g}",
@@ -141,10 +141,14 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
         )
         for link in list_links(row.timeline)
     ]
-    if links:
-        yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
-    kinds = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
-    parts = [(name.replace("_", "-"), f"{s:.3g}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
+    if rows:
+        yield make_table("Links in a step", ("link", *numbers), rows=rows, right=numbers)
+    seconds_by_kind = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
+    parts = [
+        (name.replace("_", "-"), f"{s:.3g}", f"{s / row.timeline.seconds:.1%}")
+        for name, s in seconds_by_kind.items()
+        if s
+    ]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:
         yield _count_kernels(row, cluster)
@@ -158,10 +162,8 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, compute_times).seconds
-    both = zip(
-        ("forward", "backward"), compute_times.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False
-    )
-    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in both]
+    times = zip(("forward", "backward"), compute_times.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False)
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in times]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (
         f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
