@@ -162,7 +162,8 @@ def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, compute_times).seconds
-    times = zip(("forward", "backward"), compute_times.block, ComputeTimes.from_formulas(row.run, cluster).block, strict=False)
+    computed_block = ComputeTimes.from_formulas(row.run, cluster).block
+    times = zip(("forward", "backward"), compute_times.block, computed_block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in times]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (

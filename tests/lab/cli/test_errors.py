@@ -10,11 +10,16 @@ import pytest
 from torch import nn
 
 from quaver import convert_to_float8_training
-from quaver.lab.cli import main
+from quaver.export import save
+from quaver.lab.cli import errors, export, main, plan, train
+from quaver.lab.model import float8
+from quaver.lab.plan import advise, search
 from quaver.lab.runs.lock import HOLDER_FILE
+from quaver.lab.runs.run_folder import RunFolder
+from quaver.lab.settings import Float8
+from quaver.lab.trainer import run_setup
 from tests.command_line import TEXT, TINY
 
-CLI = "quaver.lab.cli"
 TRAIN = f"{' '.join(TINY)} --data=text.txt"
 
 
@@ -22,59 +27,50 @@ def fail(*args, **options):
     raise ValueError("not enough values to unpack")
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("quaver.lab.trainer.run_setup.make_models", f"train {TRAIN}"),
-        (f"{CLI}.train.RunFolder.open", f"train {TRAIN}"),
-        ("quaver.lab.model.float8.convert_layers", f"train {TRAIN}"),
-        ("quaver.lab.settings.float8.Float8.require_default", f"train {TRAIN}"),
-        (f"{CLI}.dry_run.dry_run", f"train {TRAIN} --dry-run"),
-        (f"{CLI}.prepare_data.load_data", f"prepare-data {TRAIN}"),
-        (f"{CLI}.plan.search", f"plan {TRAIN}"),
-        ("quaver.lab.plan.search.estimate_peak", f"plan {TRAIN}"),
-        (f"{CLI}.memory.predict_memory", f"memory {TRAIN}"),
-        (f"{CLI}.memory.predict_traffic", f"memory --traffic {TRAIN}"),
-        (f"{CLI}.memory.estimate_peak", f"memory --quick {TRAIN}"),
-        ("quaver.lab.plan.advise.predict_memory", f"memory --advise {TRAIN}"),
-        (f"{CLI}.bench_roofline.predict_roofline", "bench roofline"),
-        ("quaver.lab.bench.train.set_up_run", f"bench train {TRAIN}"),
-        (f"{CLI}.doctor_gpu.describe_gpu", "doctor --gpu=h100"),
-        (f"{CLI}.doctor_model.open_surveyed_model", "doctor --model=run"),
-        (f"{CLI}.report.read_runs", "report run"),
-        (f"{CLI}.convert.import_hf", "convert hf-to-quaver hf out"),
-        (f"{CLI}.convert.export_hf", "convert quaver-to-hf run out"),
-        (f"{CLI}.import_weights.import_float8", "import float8 out"),
-        (f"{CLI}.export.find_checkpoint", "export run out"),
-    ],
-)
-def test_a_bug_is_not_shown_as_bad_input(function, words, tmp_path, monkeypatch):
+@pytest.fixture
+def _text_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.setattr(function, fail)
+
+
+def test_a_value_error_is_not_reported_as_bad_input():
+    with pytest.raises(ValueError, match="^not enough values to unpack$"), errors.report_bad_input():
+        fail()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        (run_setup, "make_models", f"train {TRAIN}"),
+        (RunFolder, "open", f"train {TRAIN}"),
+        (float8, "convert_layers", f"train {TRAIN}"),
+        (Float8, "require_default", f"train {TRAIN}"),
+        (search, "estimate_peak", f"plan {TRAIN}"),
+        (advise, "predict_memory", f"memory --advise {TRAIN}"),
+    ],
+)
+@pytest.mark.usefixtures("_text_file")
+def test_a_bug_is_not_shown_as_bad_input(owner, name, words, monkeypatch):
+    monkeypatch.setattr(owner, name, fail)
     with pytest.raises(ValueError, match="^not enough values to unpack$"):
         main(words.split())
 
 
-@pytest.mark.parametrize(
-    ("function", "verb"), [("quaver.lab.trainer.run_setup.make_models", "train"), (f"{CLI}.plan.search", "plan")]
-)
-def test_an_error_without_text_is_shown_by_its_class(function, verb, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("module", "name", "verb"), [(run_setup, "make_models", "train"), (plan, "search", "plan")])
+@pytest.mark.usefixtures("_text_file")
+def test_an_error_without_text_is_shown_by_its_class(module, name, verb, monkeypatch, capsys):
     def refuse(*args, **options):
         raise NotImplementedError
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.setattr(function, refuse)
+    monkeypatch.setattr(module, name, refuse)
     with pytest.raises(SystemExit, match="^2$"):
         main(f"{verb} {TRAIN}".split())
     assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: NotImplementedError"
 
 
+@pytest.mark.usefixtures("_text_file")
 def test_a_sigterm_before_the_training_is_one_line_and_frees_the_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
-    monkeypatch.setattr(f"{CLI}.train.build_run", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(train, "build_run", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert main(f"train {TRAIN} --job.name=a".split()) == 130
     assert capsys.readouterr().err == "quaver: interrupted\n"
     assert not (tmp_path / "runs" / "a" / HOLDER_FILE).exists()
@@ -85,8 +81,8 @@ def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, mon
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     source = SimpleNamespace(model=model, config={}, weights=None, rounded_from=None, origin={}, files=[])
     (tmp_path / "config.json").touch()
-    monkeypatch.setattr(f"{CLI}.export.open_huggingface_source", lambda path, **options: source)
-    monkeypatch.setattr("quaver.export.save.iter_float8_weights", fail)
+    monkeypatch.setattr(export, "open_huggingface_source", lambda path, **options: source)
+    monkeypatch.setattr(save, "iter_float8_weights", fail)
     with pytest.raises(ValueError, match="^not enough values to unpack$"):
         main(["export", str(tmp_path), str(tmp_path / "out"), "--recipe", "rowwise"])
 

@@ -1,4 +1,4 @@
-"""Calls what runs the C extension, for the programs of test_no_crash.py."""
+"""Calls the C extension in every way, for test_no_crash.py."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ LAYOUTS = TENSORWISE, TENSORWISE
 codes, scale, recorded_amax = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 
 
-def list_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
+def iter_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     for dim in (None, 0, 1):
         yield lambda dim=dim: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_both_dims(hp, E4M3)
@@ -36,17 +36,18 @@ def list_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, *rest)
 
 
-def attempt(**tensors):
-    """Every call ends; whether in a result or an error is not what is tested."""
-    for call in list_calls(**tensors):
+def run_calls(**tensors):
+    """Check that every call ends, in a result or an error."""
+    for call in iter_calls(**tensors):
         with contextlib.suppress(Exception):
             call()
 
 
-def assert_refused(call, error=ValueError):
+def check_is_refused(function, *args, error=ValueError):
+    """Check that `function` raises `error`, or returns None for tensors that the extension does not support."""
     try:
-        if call() is None:  # it does not take them
+        if function(*args) is None:
             return
     except error:
         return
-    raise SystemExit(f"not refused: {call}")
+    raise AssertionError(f"not refused: {function}{args}")

@@ -7,159 +7,177 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.distributed  # noqa: F401 - registers operations
 from quaver.kernels import cpu
+from quaver.recipes.scale_layout import ScaleLayout
 from tests.isolated import isolated
+from tests.library.kernels.extension_calls import (
+    COLUMNS,
+    ROWS,
+    check_is_refused,
+    codes,
+    iter_calls,
+    ones,
+    recorded_amax,
+    run_calls,
+    scale,
+)
+from tests.recipes import E4M3
 
 pytestmark = pytest.mark.skipif(not cpu.HAS_EXTENSION, reason=f"the C extension is off: {cpu.UNAVAILABLE_REASON}")
 
-PREAMBLE = """
-from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from tests.library.kernels.extension_calls import *
-"""
+
+def refuse_real_tensors_under_modes() -> None:
+    def answer(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "data_ptr":
+            return 8
+        return self.make(out) if "empty" in name else out
+
+    class Dispatch(TorchDispatchMode):
+        __torch_dispatch__ = answer
+
+    class Functions(TorchFunctionMode):
+        __torch_function__ = answer
+
+    class FakeDispatch(Dispatch):
+        make = FakeTensorMode(allow_non_fake_inputs=True).from_tensor
+
+    class MetaDispatch(Dispatch):
+        make = staticmethod(lambda out: torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta"))
+
+    class FakeFunctions(Functions):
+        make = FakeDispatch.make
+
+    class MetaFunctions(Functions):
+        make = staticmethod(MetaDispatch.make)
+
+    modes = [FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta")]
+    for mode in (*modes, FakeDispatch(), MetaDispatch(), FakeFunctions(), MetaFunctions()):
+        transposed = codes.t()
+        with mode:
+            assert not cpu.supports(ones, E4M3), mode
+            assert not cpu.supports(codes, torch.bfloat16), mode
+            for call in list(iter_calls())[:8]:
+                check_is_refused(call)
+            assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
+            run_calls()
+    assert cpu.supports(ones, E4M3)
+    assert cpu.supports(codes, torch.bfloat16)
+    expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
+    with torch.device("meta"):  # a function mode, which the operation is called without
+        actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False, "")[:3]
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual, expected, strict=True))
 
 
-PROGRAMS = {
-    "real tensors under modes": """
-def answered(self, func, types, args=(), kwargs=None):
-    out = func(*args, **(kwargs or {}))
-    name = getattr(func, "__name__", "")
-    if name == "data_ptr":
-        return 8
-    return self.make(out) if "empty" in name else out
-
-class Dispatch(TorchDispatchMode):
-    __torch_dispatch__ = answered
-
-class Functions(TorchFunctionMode):
-    __torch_function__ = answered
-
-class FakeDispatch(Dispatch):
-    make = FakeTensorMode(allow_non_fake_inputs=True).from_tensor
-
-class MetaDispatch(Dispatch):
-    make = staticmethod(lambda out: torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta"))
-
-class FakeFunctions(Functions):
-    make = FakeDispatch.make
-
-class MetaFunctions(Functions):
-    make = staticmethod(MetaDispatch.make)
-
-for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True), FakeDispatch(), MetaDispatch(),
-             FakeFunctions(), MetaFunctions(), torch.device("meta")):
-    transposed = codes.t()
-    with mode:
-        assert not cpu.supports(ones, E4M3) and not cpu.supports(codes, torch.bfloat16), mode
-        for call in list(list_calls())[:8]:
-            assert_refused(call)
-        assert cpu.mm(codes, transposed, scale, scale, None, torch.float32) is None, mode
-        attempt()
-assert cpu.supports(ones, E4M3) and cpu.supports(codes, torch.bfloat16)
-expected = cpu.dynamic_cast(ones * 3, E4M3, 1)
-with torch.device("meta"):  # a function mode, which the operation is called without
-    actual = torch.ops.quaver.cast_rowwise(ones * 3, E4M3, True, False, False, "")[:3]
-assert all(torch.equal(one.float(), other.float()) for one, other in zip(actual, expected))
-""",
-    "tensors without memory of their own": """
-mode = FakeTensorMode()
-negated = torch._neg_view(ones)
-for hp in (mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated,
-           ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones),
-           torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {})),
-           torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
-    assert not cpu.supports(hp, E4M3)
-    attempt(hp=hp)
-    attempt(scale=hp, recorded_amax=hp)
-codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
-assert codes.float().unique().tolist() == [-448.0]
-attempt(codes=mode.from_tensor(codes), scale=mode.from_tensor(scale))
-""",
-    "tensors inside functorch transforms": """
-def inside(x):
-    assert not cpu.supports(x, E4M3) and not cpu.supports(ones, E4M3)
-    for call in list(list_calls())[:8]:
-        assert_refused(call)
-    attempt()
-    attempt(hp=x, scale=x.sum(), recorded_amax=x)
-    return x.sum()
-torch.func.grad(inside)(ones)
-torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
-torch.func.functionalize(inside)(ones)
-torch.func.jvp(inside, (ones,), (ones,))
-escaped = []
-torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
-attempt(hp=escaped[0], scale=escaped[0], recorded_amax=escaped[0])
-""",
-    "shapes strides and scales that do not fit": """
-huge = torch.ones(1).expand(1 << 20, 1 << 40)
-for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
-    for call in list(list_calls(hp))[:7]:
-        assert_refused(call)
-for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
-    assert_refused(lambda: cpu.widen(float8, torch.bfloat16))
-for bad in (torch.ones(ROWS - 1, 1), torch.ones(COLUMNS, 1), torch.ones(1, ROWS), torch.ones(0, 1),
-            torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
-    assert_refused(lambda: cpu.cast_with_scale(ones, bad, E4M3))
-    assert_refused(lambda: cpu.cast_and_observe(ones, bad, E4M3, False, recorded_amax))
-    assert_refused(lambda: cpu.cast_and_observe(ones, scale, E4M3, False, bad))
-    assert_refused(lambda: cpu.widen(codes, torch.bfloat16, bad))
-    if cpu.HAS_MM and bad.is_contiguous():
-        assert_refused(lambda: cpu.mm(codes, codes.t(), bad, scale, None, torch.float32))
-        assert_refused(lambda: cpu.mm(codes, codes.t(), scale, bad.t(), None, torch.float32))
-apart = torch.ones(ROWS, 2).double()[:, :1]
-assert_refused(lambda: cpu.observe(ones, codes, apart, apart, ScaleLayout(1, 0)))
-for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
-    assert_refused(lambda: cpu.widen(codes, dtype))
-    assert_refused(lambda: cpu.dynamic_cast(ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz))
-for dim in (-1, 2, 1 << 70):
-    assert_refused(lambda: cpu.dynamic_cast(ones, E4M3, dim))
-for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
-    attempt(hp=empty, codes=empty.to(E4M3))
-""",
-    "what cannot be": """
-from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
-hp, float8 = ones.data_ptr(), codes.data_ptr()
-sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
-room = [hp] * 6
-for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
-    assert_refused(lambda: entry(0, *room, *sizes))
-    assert_refused(lambda: entry(hp, 0, *room[1:], *sizes))
-    bad = {0: (-1, 1 << 61), 1: (-1, 1 << 61), 2: (0, 1 << 61), 3: (-1, 3), 4: (-1, 2), 5: (-2, 3), 8: (-1,),
-           9: (-1,)}
-    for at, values in bad.items():
-        for value in values:
-            assert_refused(lambda: entry(hp, *room, *sizes[:at], value, *sizes[at + 1:]))
-    assert_refused(lambda: entry(hp, *room, 1 << 40, 1 << 40, *sizes[2:]))
-    assert_refused(lambda: entry(hp), TypeError)
-for entry in (block_amax, cast_with_scale, widen):
-    for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
-        assert_refused(lambda: entry(hp, *room, *sizes[:5], *bad), TypeError if len(bad) == 4 else ValueError)
-assert_refused(lambda: block_amax(hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128))
-for missing in range(2, 7):
-    assert_refused(lambda: cast_axes(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
-for missing in range(2, 6):
-    assert_refused(lambda: cast_and_observe(hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes))
-good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
-bad = {0: (0,), 1: (0,), 2: (-1, 2), 3: (-1,), 4: (2, -1), 5: (0,), 6: (2,), 7: (0,), 8: (2,), 9: (-1,),
-       10: (0, 2), 11: (0,), 12: (-1,), 13: (-1, 1 << 61), 14: (-1, 1 << 61), 15: (-1, 1 << 61), 16: (-1, 2)}
-for at, values in bad.items():
-    for value in values:
-        assert_refused(lambda: mm(*good[:at], value, *good[at + 1:]), ValueError if cpu.HAS_MM else RuntimeError)
-""",
-}
-"""Programs that end, each named by what the extension refuses in it."""
+def refuse_tensors_without_memory() -> None:
+    mode = FakeTensorMode()
+    negated = torch._neg_view(ones)
+    tensors = [mode.from_tensor(ones), ones.to("meta"), torch._efficientzerotensor((ROWS, COLUMNS)), negated]
+    tensors += [ones.to_sparse(), ones.to_sparse_csr(), ones.to_mkldnn(), torch._to_functional_tensor(ones)]
+    tensors += [torch.nested.nested_tensor([ones[0], ones[1]]), ones.as_subclass(type("Sub", (torch.Tensor,), {}))]
+    for hp in (*tensors, torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)):
+        assert not cpu.supports(hp, E4M3)
+        run_calls(hp=hp)
+        run_calls(scale=hp, recorded_amax=hp)
+    negated_codes, *_ = torch.ops.quaver.cast_tensorwise(negated, E4M3, True, False, False, "")
+    assert negated_codes.float().unique().tolist() == [-448.0]
+    run_calls(codes=mode.from_tensor(negated_codes), scale=mode.from_tensor(scale))
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_the_extension_refuses_bad_calls(what):
-    isolated(exec, PREAMBLE + PROGRAMS[what], {})
+def refuse_tensors_inside_functorch_transforms() -> None:
+    def inside(x):
+        assert not cpu.supports(x, E4M3)
+        assert not cpu.supports(ones, E4M3)
+        for call in list(iter_calls())[:8]:
+            check_is_refused(call)
+        run_calls()
+        run_calls(hp=x, scale=x.sum(), recorded_amax=x)
+        return x.sum()
+
+    torch.func.grad(inside)(ones)
+    torch.func.vmap(inside)(ones.expand(2, ROWS, COLUMNS))
+    torch.func.functionalize(inside)(ones)
+    torch.func.jvp(inside, (ones,), (ones,))
+    escaped = []
+    torch.func.grad(lambda x: (escaped.append(x * 2), x.sum())[1])(ones)
+    run_calls(hp=escaped[0], scale=escaped[0], recorded_amax=escaped[0])
 
 
-ROWS, COLUMNS = 600, 400
+def refuse_shapes_strides_and_scales_that_do_not_fit() -> None:
+    huge = torch.ones(1).expand(1 << 20, 1 << 40)
+    for hp in (ones.t(), ones[:, ::2], ones[:, 1:], ones[0], ones[None], scale, huge, ones[:1].expand(4, -1)):
+        for call in list(iter_calls(hp))[:7]:
+            check_is_refused(call)
+    for float8 in (codes.t(), codes[:, ::2], codes[0], codes[:1].expand(4, -1), huge.to("meta").to(E4M3)):
+        check_is_refused(cpu.widen, float8, torch.bfloat16)
+    scales = [torch.ones(shape) for shape in ((ROWS - 1, 1), (COLUMNS, 1), (1, ROWS), (0, 1))]
+    for bad in (*scales, torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
+        check_is_refused(cpu.cast_with_scale, ones, bad, E4M3)
+        check_is_refused(cpu.cast_and_observe, ones, bad, E4M3, False, recorded_amax)
+        check_is_refused(cpu.cast_and_observe, ones, scale, E4M3, False, bad)
+        check_is_refused(cpu.widen, codes, torch.bfloat16, bad)
+        if cpu.HAS_MM and bad.is_contiguous():
+            check_is_refused(cpu.mm, codes, codes.t(), bad, scale, None, torch.float32)
+            check_is_refused(cpu.mm, codes, codes.t(), scale, bad.t(), None, torch.float32)
+    apart = torch.ones(ROWS, 2).double()[:, :1]
+    check_is_refused(cpu.observe, ones, codes, apart, apart, ScaleLayout(1, 0))
+    for dtype in (torch.float16, torch.float64, torch.int8, E4M3):
+        check_is_refused(cpu.widen, codes, dtype)
+        check_is_refused(cpu.dynamic_cast, ones, dtype if dtype is not E4M3 else torch.float8_e4m3fnuz)
+    for dim in (-1, 2, 1 << 70):
+        check_is_refused(cpu.dynamic_cast, ones, E4M3, dim)
+    for empty in (torch.ones(0, 4), torch.ones(4, 0), torch.ones(0, 0)):
+        run_calls(hp=empty, codes=empty.to(E4M3))
+
+
+def refuse_impossible_arguments_of_entries() -> None:
+    from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
+
+    hp, float8 = ones.data_ptr(), codes.data_ptr()
+    sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
+    room = [hp] * 6
+    for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
+        check_is_refused(entry, 0, *room, *sizes)
+        check_is_refused(entry, hp, 0, *room[1:], *sizes)
+        bad = {-1: (0, 1, 3, 4, 8, 9), 1 << 61: (0, 1, 2), 0: (2,), 3: (3, 5), 2: (4,), -2: (5,)}
+        for value, positions in bad.items():
+            for index in positions:
+                check_is_refused(entry, hp, *room, *sizes[:index], value, *sizes[index + 1 :])
+        check_is_refused(entry, hp, *room, 1 << 40, 1 << 40, *sizes[2:])
+        check_is_refused(entry, hp, error=TypeError)
+    for entry in (block_amax, cast_with_scale, widen):
+        for bad in ((2, 0, 1, 0, 128), (2, 0, 1, 128, 0), (2, 0, 1, -1, 128), (2, 0, 1, 1, 2049), (1, 0, 1, 1)):
+            check_is_refused(entry, hp, *room, *sizes[:5], *bad, error=TypeError if len(bad) == 4 else ValueError)
+    check_is_refused(block_amax, hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128)
+    for missing in range(2, 7):
+        check_is_refused(cast_axes, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+    for missing in range(2, 6):
+        check_is_refused(cast_and_observe, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+    good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
+    bad = {0: (0, 1, 5, 7, 10, 11), 2: (2, 4, 6, 8, 10, 16), -1: (2, 3, 4, 9, *range(12, 17)), 1 << 61: (13, 14, 15)}
+    error = ValueError if cpu.HAS_MM else RuntimeError
+    for value, positions in bad.items():
+        for index in positions:
+            check_is_refused(mm, *good[:index], value, *good[index + 1 :], error=error)
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        refuse_real_tensors_under_modes,
+        refuse_tensors_without_memory,
+        refuse_tensors_inside_functorch_transforms,
+        refuse_shapes_strides_and_scales_that_do_not_fit,
+        refuse_impossible_arguments_of_entries,
+    ],
+)
+def test_the_extension_refuses(refuse):
+    isolated(refuse)
 
 
 def arguments(schema, name: str) -> dict[str, object]:
