@@ -25,12 +25,12 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 URLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]
 
 
-def prose(page: Path) -> str:
+def strip_code(page: Path) -> str:
     """Return the page without its blocks and spans of code, where brackets are no links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub gives to the page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -38,19 +38,19 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_somewhere(page):
-    for link in LINK.findall(prose(page)):
+    for link in LINK.findall(strip_code(page)):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        assert not anchor or anchor in list_anchors(target), link
 
 
 def test_links_of_the_readme_lead_somewhere_on_a_package_index_too():
     """There relative links lead nowhere; a picture has to be the file itself, not the page that shows it."""
-    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", prose(REPOSITORY / "README.md"))
-    assert len(links) == len(LINK.findall(prose(REPOSITORY / "README.md"))) > 10
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", strip_code(REPOSITORY / "README.md"))
+    assert len(links) == len(LINK.findall(strip_code(REPOSITORY / "README.md"))) > 10
     for picture, link in links:
         path = REPOSITORY / re.sub(r".*?/main/", "", link)
         kind = "raw" if picture else "tree" if path.is_dir() else "blob"
@@ -66,7 +66,7 @@ def test_the_code_of_the_readme_runs():
     assert "2 of 2 matmul weights in float8" in process.stdout
 
 
-def documented() -> dict[str, object]:
+def find_documented() -> dict[str, object]:
     """Return the objects that docs/api/ documents, by path."""
     paths = [path for page in API for path in re.findall(r"^<!-- api: (\S+) -->$", page.read_text(), re.MULTILINE)]
     # torchtitan and Lightning may be absent.
@@ -103,12 +103,12 @@ def test_imports_in_the_code_of_the_pages_resolve():
 @pytest.mark.parametrize("module", ["", ".optim", ".activations", ".export", ".numerics", ".distributed"])
 def test_every_public_name_is_in_the_reference(module):
     public = importlib.import_module(f"quaver{module}")
-    entries = {id(value) for value in documented().values()}
+    entries = {id(value) for value in find_documented().values()}
     assert [name for name in public.__all__ if id(getattr(public, name)) not in entries] == []
 
 
 @pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
-def test_the_reference_is_that_of_the_docstrings(page):
+def test_the_reference_has_the_docstrings(page):
     filled = runpy.run_path(str(REPOSITORY / "docs" / "site" / "api.py"))["filled"]
     text = page.read_text(encoding="utf-8")
     assert filled(text) == text, "run python docs/site/api.py"
@@ -138,7 +138,7 @@ def test_the_page_of_commands_has_the_exit_codes():
 
 
 def test_no_name_has_two_entries():
-    values = [value for value in documented().values() if callable(value)]
+    values = [value for value in find_documented().values() if callable(value)]
     assert len({id(value) for value in values}) == len(values)
 
 

@@ -17,26 +17,26 @@ assert EXAMPLES
 NOTEBOOK = FOLDER / "quickstart.ipynb"
 
 
-def execute(path: Path) -> None:
+def run_example(path: Path) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_prints(path):
     assert len(path.read_text().splitlines()) < 50
-    process = Forked(execute, path).finished()
+    process = Forked(run_example, path).finished()
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
 
 
-def cells(kind: str) -> list[str]:
+def read_cells(kind: str) -> list[str]:
     """Return the notebook's cells of a kind. They hold no magic commands, so plain Python runs them."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
 def test_the_notebook_runs():
-    process = Forked(exec, "\n".join(cells("code")), {"__name__": "__main__"}).finished()
+    process = Forked(exec, "\n".join(read_cells("code")), {"__name__": "__main__"}).finished()
     assert process.returncode == 0, process.stderr
     assert "2 of 3 matmul weights in float8" in process.stdout
     # Printed by the training in both precisions, and by the monitor.
@@ -55,7 +55,7 @@ def test_the_notebook_stores_no_output():
 
 
 def test_the_notebooks_links_lead_to_files():
-    links = re.findall(r"\]\((\S+)\)", "\n".join(cells("markdown")))
+    links = re.findall(r"\]\((\S+)\)", "\n".join(read_cells("markdown")))
     assert links
     assert [link for link in links if not (FOLDER / link).exists()] == []
 

@@ -24,7 +24,7 @@ SMALLER |= {"hidden_dim = 768": "hidden_dim = 192"}
 """Replacements in the debug model's config, with which the commands take a fifth of the time."""
 
 
-def commands() -> list[str]:
+def list_commands() -> list[str]:
     """Return the lines of the page's shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
@@ -79,7 +79,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (REPOSITORY / ".git").exists():
         pytest.skip("needs the repository, to clone it")
     folder = tmp_path_factory.mktemp("newcomer")
-    clone_command, enter, *rest = commands()
+    clone_command, enter, *rest = list_commands()
     assert (clone_command, enter) == ("git clone <this repository> quaver", "cd quaver")
     clone = folder / "quaver"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
@@ -93,7 +93,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_runs(clone):
-    assert len(commands()) >= 10
+    assert len(list_commands()) >= 10
 
 
 def test_the_files_that_the_page_names_exist(clone):

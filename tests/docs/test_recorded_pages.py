@@ -17,7 +17,7 @@ from tests.ranks import run
 from tests.steps import assert_same
 
 
-def code_of(page):
+def read_code(page):
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 
 
@@ -72,16 +72,16 @@ def _run_code(code):
         exec(compile(code, "docs", "exec"), {"__name__": "docs"})
 
 
-def test_the_code_for_ranks_runs():
+def test_the_code_of_the_page_for_ranks_runs():
     """Without the compiler, which would take most of the time."""
-    code = code_of(ROOT / "docs" / "distributed.md")
+    code = read_code(ROOT / "docs" / "distributed.md")
     assert code.count("fully_shard(") > 4
     run(2, _run_code, code)
 
 
 def test_the_code_for_delayed_scaling_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = code_of(scaling.DOCS)
+    code = read_code(scaling.DOCS)
     assert code.count("sync_float8_amax_and_scale_history(") == 1
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*forwards with gradients without")

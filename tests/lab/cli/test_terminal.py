@@ -122,7 +122,7 @@ def test_text_of_a_file_does_not_control_the_terminal(capsys):
 
 
 @pytest.mark.parametrize("wants_colour", [True, False])
-def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_path):
+def test_only_a_terminal_gets_colours(wants_colour, on_terminal, monkeypatch, tmp_path):
     if not wants_colour:
         monkeypatch.setenv("NO_COLOR", "1")
     code, out, err = on_terminal(*ROOFLINE, str(tmp_path))
@@ -152,7 +152,7 @@ def count_twice(monkeypatch):
     return count_twice
 
 
-def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeypatch, count_twice):
+def test_only_a_terminal_gets_progress_which_is_erased_at_the_end(on_terminal, monkeypatch, count_twice):
     monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=count_twice))
     code, out, err = on_terminal("train")
     assert (code, out) == (0, "")
@@ -160,7 +160,7 @@ def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeyp
     assert max(map(len, err.split("\r"))) == 79
 
 
-def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
+def test_a_pipe_gets_no_colours_and_no_progress(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(progress, "REDRAW_INTERVAL_S", 0.001)
     assert main([*ROOFLINE, str(tmp_path)]) == 0

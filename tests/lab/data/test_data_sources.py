@@ -40,7 +40,7 @@ def hf_file(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def test_stdlib_is_large_real_source_and_the_same_each_time(load):
+def test_stdlib_is_a_large_source_and_the_same_each_time(load):
     first, second = (load("stdlib") for _ in range(2))
     assert first.origin == second.origin
     assert np.array_equal(first.train.tokens, second.train.tokens)
@@ -81,7 +81,7 @@ def test_a_single_file_keeps_its_last_tenth_of_whole_characters_for_validation(t
     assert 0 <= len(validation) - len(content) // 10 < (1 if text.isascii() else 4)
 
 
-def test_digest_sees_content_and_order(text_folder, load):
+def test_the_digest_depends_on_content_and_order(text_folder, load):
     digests = {load(text_folder).origin["sha256"]}
     (text_folder / "00.txt").rename(text_folder / "99.txt")
     digests.add(load(text_folder).origin["sha256"])
@@ -119,7 +119,7 @@ WRITERS: dict[str, tuple[str, Callable, dict]] = {
 
 
 @pytest.mark.parametrize("form", WRITERS)
-def test_every_document_once_in_the_split_that_its_text_decides(form, tmp_path, load):
+def test_every_document_is_once_in_the_split_that_its_text_decides(form, tmp_path, load):
     name, write, options = WRITERS[form]
     write(tmp_path / name, TEXTS, **options)
     data = load(tmp_path / name)
@@ -352,7 +352,7 @@ def test_cutting_a_long_text_into_pieces_changes_no_token(hf_file, tmp_path, loa
         ("tokenizer.model", b"aGk= 0\n", ValueError, "got '.*model'; the tokenizer.json of the same model"),
     ],
 )
-def test_files_that_are_no_tokenizers(name, content, error, message, tmp_path):
+def test_files_that_are_no_tokenizers_are_refused(name, content, error, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):

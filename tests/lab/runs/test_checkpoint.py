@@ -250,7 +250,7 @@ def test_disabled_checkpoints_leave_nothing(config):
     assert not run.checkpoints.folder.path.exists()
 
 
-def test_the_record_of_a_checkpoint(config, finished):
+def test_the_record_of_a_checkpoint_has_config_progress_report_and_provenance(config, finished):
     record = read_record(finished.checkpoints.folder.get_path(2))
     assert record["models"] == ["delayed", "bfloat16"]
     assert record["progress"]["step"] == 2
@@ -405,7 +405,7 @@ def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
         assert f"nothing left to do: the run is after step 6, and training.steps = {steps}" in capsys.readouterr().out
 
 
-def test_initial_weights_of_another_run(config, finished):
+def test_a_run_begins_with_the_weights_of_another_and_without_its_states(config, finished):
     path = str(finished.checkpoints.folder.get_path(6))
     second = prepare_run(set_steps(config, 2, initial_load_path=path))
     assert second.began_at_step == 0
@@ -468,7 +468,7 @@ def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
     assert not list(again.checkpoints.folder.path.glob(".*.partial"))
 
 
-def test_a_folder_that_cannot_be_written(config):
+def test_a_checkpoint_folder_that_cannot_be_made_fails_the_save(config):
     run = prepare_run(set_steps(config, 2))
     blocked = run.folder.path / "checkpoint"
     blocked.write_text("a file where the folder should be")

@@ -52,7 +52,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_is_named_and_no_file_is_changed(tmp_path, damage):
+def test_a_damaged_record_is_named_and_no_file_changes(tmp_path, damage):
     good, bad = tmp_path / "metrics.jsonl", tmp_path / "float8_scales.jsonl"
     good.write_text('{"step": 1}\n{"step": 2}\n')
     bad.write_bytes(b'{"step": 1}\n' + DAMAGE[damage].encode("latin-1") + b"\n")

@@ -56,7 +56,7 @@ def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["exec sleep 60", "exit 1"])
-def test_changes_that_git_cannot_tell_are_not_known(tmp_path, monkeypatch, fails):
+def test_changes_are_unknown_if_git_fails(tmp_path, monkeypatch, fails):
     git = tmp_path / "git"
     git.write_text(f"#!/bin/sh\ncase $* in *status*) {fails};; *) echo 0123;; esac\n")
     git.chmod(0o755)

@@ -238,7 +238,7 @@ BAD_SETTINGS = {
 
 
 @pytest.mark.parametrize("words", BAD_SETTINGS)
-def test_settings_that_cannot_be_are_refused_in_one_line(words):
+def test_impossible_settings_are_refused_in_one_line(words):
     with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
         read_config(*shlex.split(words))
     assert "\n" not in str(error.value)

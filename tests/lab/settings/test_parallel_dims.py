@@ -40,7 +40,7 @@ def test_degrees_make_a_mesh(degrees, world_size, mesh):
     ("degrees", "world_size", "product"),
     [((1, 1, 1), 2, r"1 \* 1 \* 1"), ((1, 2, 2), 8, r"1 \* 2 \* 2"), ((2, -1, 2), 6, r"a multiple of 2 \* 2")],
 )
-def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, product):
+def test_degrees_that_do_not_multiply_to_the_number_of_processes_are_refused(degrees, world_size, product):
     with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {product}; change a degree"):
         resolve_config(make_config(*degrees), world_size=world_size)
 

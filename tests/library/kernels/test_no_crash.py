@@ -136,7 +136,7 @@ def refuse_shapes_strides_and_scales_that_do_not_fit() -> None:
 
 
 def refuse_impossible_arguments_of_entries() -> None:
-    from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen
+    from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen  # type: ignore[import-not-found]
 
     hp, float8 = ones.data_ptr(), codes.data_ptr()
     sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]

@@ -23,11 +23,12 @@ from quaver import (
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.scale_rules import SCALE_RULES
+from tests.recipes import E4M3, E5M2
 from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.steps import results_of
 from tests.thinned import at_night
 
-E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+E2M1 = torch.float4_e2m1fn_x2
 TENSOR, ROW, BLOCK = ScalingGranularity.TENSORWISE, ScalingGranularity.ROWWISE, ScalingGranularity.BLOCKWISE
 SHAPES = (33, 48, 64), (130, 144, 80), (20, 40, 136)
 COLUMN = {"input": "grad_weight", "weight": "grad_input", "grad_output": "grad_weight"}

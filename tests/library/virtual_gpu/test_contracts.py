@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
+from tests.recipes import E4M3, E5M2
 from tests.virtual_gpu import virtual_gpu
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E8M0 = torch.float8_e8m0fnu
 ROWS_128, SQUARES_128, ROWS_32 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128, ScalingType.BlockWise1x32
 
 
