@@ -87,12 +87,13 @@ def matches_serving(
     Raises:
         ValueError: `serving` is unknown, or None for a model with no engine or several; the folder lacks a weight, or
             is given beside a model that is a folder.
-        NotImplementedError: the model is sharded; or as `save_float8`.
+        NotImplementedError: the model is sharded, or in a wrapper with other names; or as `save_float8`.
     """
     if isinstance(model, Path | str):
         if folder is not None:
             raise ValueError(f"folder: expected None for a model that is a folder, got {str(folder)!r}")
         folder, model = model, _load_frozen_model(Path(model), serving)
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     modules = {strip_wrappers(name): module for name, module in model.named_modules()}
     linears = {name: module for name, module in modules.items() if isinstance(module, Float8Linear)}
     name = serving or _find_common_engine(linears)
@@ -111,6 +112,11 @@ def matches_serving(
             with_codes = _compute_log_probabilities(model, inputs)
         shares = {linear: _compare_inputs(linears[linear], rows, casts.input) for linear, rows in first_inputs.items()}
         operands = {get_linear_name(weight): operand for weight, operand in _iter_stored_operands(tensors, stored)}
+        if renamed := sorted(operands.keys() - linears.keys()):
+            raise NotImplementedError(
+                f"model: expected the linears under the names of the export, got no {join_names(renamed)}; give the "
+                "model without wrappers, and with adapters of PEFT model.merge_and_unload()"
+            )
         with _replace_linears(linears, operands, casts.input):
             with_equations = _compute_log_probabilities(model, inputs)
         difference = None

@@ -4,6 +4,7 @@ import contextlib
 import copy
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -112,5 +113,9 @@ def test_matches_serving_reports_codes_that_differ():
     assert all(share == 1 for share in match.weights.values())
     assert max(match.inputs.values()) < 0.5
     assert "inputs: 0 of 14 with equal codes" in str(match)
+    adapted = peft.get_peft_model(train_one_step("vllm-per-token"), peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.merge_adapter()
+    with pytest.raises(NotImplementedError, match="names of the export, got no .*merge_and_unload"):
+        matches_serving(adapted, TOKENS)
     compiled = matches_serving(torch.compile(model, backend="eager"), TOKENS, serving="vllm-per-token")
     assert compiled.engine_max_difference == match.engine_max_difference > 0
