@@ -161,9 +161,9 @@ def _advance_momentum(
     gradient, momentum = _compute_momentum(span, grad, old, group)
     direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     select_rows(update, span).copy_(from_blocks(direction, grid))
-    noise = take_low16(_draw_bits(span, grad.device))
+    bits16 = take_low16(_draw_bits(span, grad.device))
     amax = momentum.abs().amax(1) if block_amaxes is None else _slice_rows(block_amaxes.local[0], span).reshape(-1)
-    codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
+    codes, scales = store_moment(momentum, amax, bits16, values.dtype, is_root=False)
     _slice_rows(new[0], span).copy_(from_blocks(codes, grid))
     if scales is not None:
         _slice_rows(new[1], span).copy_(scales.view(-1, grid.blocks))
@@ -217,7 +217,7 @@ def _update_parameter(
         for span in spans:
             rows = _slice_rows(target, span)
             values = to_blocks(rows.float() * decay - lr * _slice_rows(change, span).float(), span.grid)
-            noise = take_low16(draw_more_random_bits(_draw_bits(span, target.device)))
-            rows.copy_(from_blocks(round_to_bfloat16(values, noise), span.grid))
+            bits16 = take_low16(draw_more_random_bits(_draw_bits(span, target.device)))
+            rows.copy_(from_blocks(round_to_bfloat16(values, bits16), span.grid))
     if "master" in state:
         get_local_tensor(parameter).detach().copy_(target)

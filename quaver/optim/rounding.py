@@ -100,12 +100,12 @@ def compute_moment_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     return quant_scale, (1.0 / quant_scale.double()).float()
 
 
-def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, *, is_root: bool) -> tuple[Tensor, Tensor]:
+def quantize_moment(blocks: Tensor, amax: Tensor, bits16: Tensor, *, is_root: bool) -> tuple[Tensor, Tensor]:
     """Quantize float32 [B, 256] to e4m3.
 
     Args:
         amax: the largest magnitude of each block, float32 [B], finite.
-        noise: random bits, int32 [B, 256], 0 to 65535.
+        bits16: random bits, int32 [B, 256], 0 to 65535.
         is_root: round positive values to at least the smallest positive code.
     Returns:
         Codes, uint8 [B, 256], and dequant_scale, float32 [B].
@@ -114,7 +114,7 @@ def quantize_moment(blocks: Tensor, amax: Tensor, noise: Tensor, *, is_root: boo
     magnitude = blocks.abs() * quant_scale[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
     shifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
-    code = ((shifted.view(torch.int32) + (noise << (_DROPPED_BITS - 16))) >> _DROPPED_BITS) - _BIAS_DIFFERENCE
+    code = ((shifted.view(torch.int32) + (bits16 << (_DROPPED_BITS - 16))) >> _DROPPED_BITS) - _BIAS_DIFFERENCE
     code = torch.where(is_subnormal, code - _SMALLEST_NORMAL_CODE, code).clamp(max=_LARGEST_CODE)
     if is_root:
         code = torch.maximum(code, (magnitude > 0).to(torch.int32))

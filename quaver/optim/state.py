@@ -215,14 +215,14 @@ def write_moments(
         )
     for index, (moment, keys) in enumerate(layout.items()):
         target, is_root, values = get_local_tensor(state[keys.values]), moment == "exp_avg_sq", blocks[moment]
-        noise = take_high16(bits) if is_root else take_low16(bits)
+        bits16 = take_high16(bits) if is_root else take_low16(bits)
         if keys.scale is not None:
             amax = values.abs().amax(1) if amaxes is None else amaxes.local[index].reshape(-1)
-            values, scale = quantize_moment(values, amax, noise, is_root=is_root)
+            values, scale = quantize_moment(values, amax, bits16, is_root=is_root)
             target_scale = get_local_scales(parameter, state[keys.scale])
             target_scale.copy_(scale.view_as(target_scale))
         elif target.dtype is torch.bfloat16:
-            values = round_to_bfloat16(values, noise)
+            values = round_to_bfloat16(values, bits16)
         target.copy_(from_blocks(values, grid).reshape(target.shape))
 
 

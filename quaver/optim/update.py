@@ -142,15 +142,15 @@ def load_moment(moment: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def store_moment(
-    values: Tensor, amax: Tensor, noise: Tensor, dtype: torch.dtype, *, is_root: bool
+    values: Tensor, amax: Tensor, bits16: Tensor, dtype: torch.dtype, *, is_root: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Store a moment, float32 [B, 256], in `dtype`, where uint8 means codes with scales.
 
     Arguments as in `quantize_moment`.
     """
     if dtype is torch.uint8:
-        return quantize_moment(values, amax, noise, is_root=is_root)
-    return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
+        return quantize_moment(values, amax, bits16, is_root=is_root)
+    return (values if dtype is torch.float32 else round_to_bfloat16(values, bits16)), None
 
 
 def _update_if_finite(is_finite: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:

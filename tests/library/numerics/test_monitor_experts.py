@@ -142,10 +142,10 @@ def train_mixture(model, recomputed=False, change=lambda model, step: None, step
     """Return the losses. Calls `change` with the model and the number of each step before it."""
     torch.manual_seed(1)
     batches = [torch.randn(64, 40, requires_grad=True) for _ in range(steps)]
-    optimizer, left = torch.optim.SGD(model.parameters(), lr=1e-3), iter(range(2, steps + 2))
+    optimizer, next_steps = torch.optim.SGD(model.parameters(), lr=1e-3), iter(range(2, steps + 2))
     change(model, 1)
     call = (lambda tokens: checkpoint(model, tokens, use_reentrant=False)) if recomputed else None
-    return train(model, optimizer, batches, call=call, after=lambda model: change(model, next(left)))
+    return train(model, optimizer, batches, call=call, after=lambda model: change(model, next(next_steps)))
 
 
 def train_and_monitor(model, **options):

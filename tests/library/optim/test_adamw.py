@@ -183,7 +183,7 @@ def test_gradients_in_float64_are_those_in_float32():
     assert torch.equal(parameter, expected)
 
 
-def decay(beta2, *, stochastic, root):
+def measure_decay(beta2, *, stochastic, root):
     """Return the mean of 255 second moments, over the true one, after 1 / (1 - beta2) steps without gradient."""
     moment = torch.full((64, 256), 0.1)
     moment[:, 0] = 1.0  # the largest of each block stays
@@ -204,11 +204,11 @@ def decay(beta2, *, stochastic, root):
 @pytest.mark.parametrize("beta2", [0.95, 0.99, *at_night([(0.999,)])])
 def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
     frozen = beta2 ** -round(1 / (1 - beta2))
-    assert decay(beta2, stochastic=False, root=root) == pytest.approx(frozen, rel=2**-E4M3.mantissa_bits)
+    assert measure_decay(beta2, stochastic=False, root=root) == pytest.approx(frozen, rel=2**-E4M3.mantissa_bits)
     # A step takes an ulp off a moment m with probability (1 - beta2) * m / ulp, so its variance grows to ulp * m, and
     # that of a root to ulp / 2 of it: the bias of its square. Five standard deviations of the mean are below 0.02.
     bias = 2**-E4M3.mantissa_bits / 2 if root else 0.0
-    assert -0.02 < decay(beta2, stochastic=True, root=root) - 1 < bias + 0.02
+    assert -0.02 < measure_decay(beta2, stochastic=True, root=root) - 1 < bias + 0.02
 
 
 def minimize(storage, steps, compute_gradient, **options):
