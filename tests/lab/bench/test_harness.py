@@ -61,7 +61,7 @@ def test_a_cache_that_the_system_does_not_know_has_no_size(reported, monkeypatch
     assert find_cache_bytes(CPU) is None
 
 
-def test_parsed_shapes_and_matrices():
+def test_shapes_and_matrices_are_parsed():
     assert parse_shapes("64, 8x16x32, 64", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
     layers = [str(layer) for layer in parse_shapes("llama-70b", tokens=512, divisor=8)]
     assert layers == [
@@ -76,7 +76,7 @@ def test_parsed_shapes_and_matrices():
 
 
 @pytest.mark.parametrize("text", ["llama-9b", "1x2x3x4", "0", "axbxc", ""])
-def test_shapes_that_mean_nothing(text):
+def test_shapes_that_mean_nothing_are_refused(text):
     with pytest.raises(ValueError, match="shape .*: expected a size such as 1024, M x K x N .* llama-8b, llama-70b"):
         parse_shapes(text, tokens=1)
     with pytest.raises(ValueError, match="matrix .*: expected a size such as 1024, rows x columns .* llama-70b"):

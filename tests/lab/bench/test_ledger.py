@@ -73,7 +73,7 @@ def test_counts_are_the_recorded_ones(part, name):
     assert count_case(part, name).list_counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
 
 
-def test_the_amax_and_the_cast_of_a_gradient_by_hand():
+def test_an_amax_and_a_cast_of_a_gradient_equal_arithmetic():
     """grad_output [M, N] in bfloat16: the amax reads it; one operation reads it again and writes both layouts."""
     backward = [entry for entry in count_case("linear", "quaver tensorwise").entries if entry.is_backward]
     (amax,) = (e for e in backward if e.category == "amax" and e.launch.reads[0].elements == M * N)
@@ -88,7 +88,7 @@ def test_the_amax_and_the_cast_of_a_gradient_by_hand():
     assert 0 <= cast.read_bytes - 2 * M * N <= 8  # and the scale
 
 
-def test_matmuls_and_saved_bytes_by_hand():
+def test_matmuls_and_saved_bytes_equal_arithmetic():
     """Three products of 2 M K N, and what a linear saves: its input's codes with their scale."""
     counted = count_case("linear", "quaver tensorwise")
     assert [e.flops for e in counted.select("float8 matmul")] == [2 * M * K * N] * 3
@@ -161,7 +161,7 @@ def test_float64_is_counted_once_a_column_or_once_an_element():
 
 
 @pytest.mark.parametrize(("recipe", "gpu"), [("mxfp8", "H200"), ("blockwise", "B200")])
-def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
+def test_a_recipe_that_the_gpu_does_not_multiply_is_refused(recipe, gpu):
     message = f"{recipe}: no float8 matmul of {gpu} takes .* operands would be widened"
     with pytest.raises(NotImplementedError, match=message):
         make_ledger(WORK["linear"], f"quaver {recipe}", gpu)
@@ -290,7 +290,7 @@ TRANSPOSED = """
 """
 
 
-def test_how_programs_share_a_tensor_by_hand():
+def test_programs_of_a_launch_share_a_tensor():
     """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
     layout = KernelLayout.parse(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
     square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}

@@ -112,7 +112,7 @@ def test_a_stack_of_experts_is_as_many_linears_in_one_launch():
     assert roofline.totals[0].shared_s == pytest.approx(layer.cost.float8.total_s)
 
 
-def test_a_models_sum_by_hand():
+def test_the_sum_of_a_model_equals_arithmetic():
     layers = (LinearGroup("a", 1024, 2048, 3, True, 2), LinearGroup("b", 1024, 2048, 1, False, 1))
     (total,) = predict_one(ModelLayers("two", layers, 0.9), 4096).totals
     alone = predict_linear_cost(4096, 1024, 2048, "tensorwise", H200)
@@ -184,7 +184,7 @@ def test_the_recorded_predictions_are_the_models(tmp_path):
     assert all(recorded_result[name] == result[name] for name in ("settings", "constants", "totals"))
 
 
-def test_what_the_page_says_in_words():
+def test_the_sentences_of_the_page_are_predictions():
     """Where float8 begins to pay on an H200, and which recipe gains by reading less."""
     for tokens, features in ((65536, 1000), (8192, 1600), (1024, 5300)):
         assert predict_linear_cost(tokens, features, features, "tensorwise", H200).speedup == pytest.approx(1, abs=0.01)

@@ -27,7 +27,7 @@ def ask(run_quaver, tmp_path):
 
 @needs_gathers
 @pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
-def test_8_ranks_predicted_and_estimated(device, ask):
+def test_8_ranks_are_predicted_and_estimated(device, ask):
     printed, written = ask(*SMALL_8B, "--top", "3", "--device", device)
     assert "ranks      8: dp_shard 8" in printed
     assert ("NVIDIA GPU" in printed) == (device == "cuda")
@@ -47,13 +47,13 @@ def test_8_ranks_predicted_and_estimated(device, ask):
         assert quick["advice"]["rows"][quick["advice"]["fastest_index"]]["fits"] is True
 
 
-def test_the_title_of_a_page_without_a_config(tmp_path, ask):
+def test_a_page_without_a_config_has_a_title(tmp_path, ask):
     page = tmp_path / "page.html"
     ask(*SMALL[1:], "--model.dim", "64", "--html", page)
     assert "defaults in tensorwise, 1 rank" in page.read_text()
 
 
-def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, ask):
+def test_two_settings_are_compared_drawn_and_measured(tmp_path, ask):
     page, picture, vs = tmp_path / "page.html", tmp_path / "step.png", "--activation_checkpoint.mode full"
     files = ["--html", page, "--png", picture, "--measure", "--top", "2"]
     printed, written = ask(*SMALL, *files, "--vs", vs)
@@ -79,7 +79,7 @@ FEW = ("activations: selective, every", "precision: bfloat16", "local batch size
 """Of what is tried alone; test_advise.py has them all, and each prediction takes most of a second."""
 
 
-def test_advice_and_what_fits(ask, monkeypatch):
+def test_advice_names_the_fastest_setting_that_fits(ask, monkeypatch):
     def list_few(*run):
         return [change for change in list_single_changes(*run) if change.name.startswith(FEW)]
 

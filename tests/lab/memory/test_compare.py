@@ -94,7 +94,7 @@ def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(re
     assert " per layer" not in row.sentence
 
 
-def test_a_policy_that_saves_an_unread_tensor():
+def test_a_policy_that_saves_an_unread_tensor_gets_a_hint():
     """A scale that has no gradient: the recomputation makes it of the amax, if that is saved, else of the abs."""
 
     def multiply_by_amax(rows):
@@ -158,7 +158,7 @@ def test_all_casts_are_known_by_their_prefix():
         assert recorder.log[-1].allocation.category == "float8_weights", operator
 
 
-def test_float8_and_widened_copies_of_saved_tensors():
+def test_float8_and_widened_copies_of_saved_tensors_get_hints():
     source = make_row(operator="aten.silu", of="aten.mm")
     codes = make_row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = make_row(operator="aten._to_copy", of="aten.silu", dtype="float32")
@@ -170,7 +170,7 @@ def test_float8_and_widened_copies_of_saved_tensors():
     assert find_hint(codes, SavedByRuns([codes, {**source, "module": "another"}], [])) == ""
 
 
-def test_names_of_operators():
+def test_names_of_operators_are_shortened():
     assert all(map(is_operator, ["aten.mm", "aten.add.Tensor", "quaver::gemm (aten.mm)", "fused_abs_amax"]))
     assert not any(map(is_operator, ["", "an input", "model.layers.0.w1.weight", "w3.weight, unsharded"]))
     assert strip_phase("quaver::cast (aten.abs)") == "aten.abs"

@@ -157,7 +157,7 @@ def test_layers_that_are_alike_are_compiled_once():
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
 
 
-def test_what_each_way_to_compile_saves():
+def test_ways_to_compile_save_different_tensors():
     """Compiled code computes silu again. Breaks in graphs, dynamic shapes and other backends change what is saved."""
     inputs, hidden_bytes = (torch.empty(ROWS, 64),), 4 * ROWS * 128
     eager, whole = predict_step_memory(_Squaring(), inputs), predict_step_memory(build_compiled(), inputs)

@@ -231,7 +231,7 @@ SPLIT = (
 
 @needs_gathers
 @pytest.mark.nightly
-def test_tensor_parallel_runs():
+def test_tensor_parallel_runs_are_predicted():
     on_gpu, on_cpu = (predict_run(SPLIT, 4, device) for device in ("cuda", "cpu"))
     assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
     assert on_cpu.by_category["gathered_weights"] > 0

@@ -133,7 +133,7 @@ def test_what_a_page_says_is_what_was_predicted(tmp_path):
     assert max(sums) == sums[timeline["events"].index(run["peak_event"])] == prediction["peak_bytes"]
 
 
-def test_a_page_of_a_run_that_could_not_be_seen(tmp_path):
+def test_a_run_without_a_timeline_has_a_page(tmp_path):
     (run,) = read_data(write_page(tmp_path, prediction=make_unseen()))["runs"]
     assert (run["timeline"], run["note"]) == (None, "compiled code: not attributed")
     assert run["at_peak"] == {"columns": [], "rows": []}

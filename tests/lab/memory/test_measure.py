@@ -137,7 +137,7 @@ def measure_with_even_load(config):
 
 
 @needs_gathers
-def test_experts_that_ranks_split(tiny_config):
+def test_split_experts_have_the_predicted_memory(tiny_config):
     model = replace(tiny_config.model, n_experts=4, top_k=2)
     config = replace(tiny_config, model=model, parallelism=Parallelism(expert_parallel_degree=2))
     measured = run_on_ranks(2, measure_with_even_load, config)[0]

@@ -54,7 +54,7 @@ WEIGHT_BYTES = 4 * 2 * 64 * 256
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_step_by_arithmetic(device):
+def test_a_predicted_step_equals_arithmetic(device):
     """All that autograd saves is an input of a matmul, and one of them also relu's result."""
     with torch.device(device):
         model = Block()

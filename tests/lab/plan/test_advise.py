@@ -174,7 +174,7 @@ HALF_THE_BATCH = "activations: none checkpointed; local batch size: 1"
     ],
     ids=["half the batch", "as configured", "gathering less", "nothing fits"],
 )
-def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
+def test_the_fastest_setting_that_fits_is_found(peaks, fit_bytes, settings, peak_bytes, change):
     advice = advise_llama(fit_bytes, training=EAGER, **settings)
     if peak_bytes is None:
         assert advice.fastest_index is None

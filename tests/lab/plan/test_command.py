@@ -47,7 +47,7 @@ def plan(run_quaver, tmp_path):
     return plan
 
 
-def test_a_table_its_limits_a_picture_and_the_files_of_a_run(plan, run_quaver, tmp_path, monkeypatch):
+def test_the_command_prints_draws_and_writes_a_run(plan, run_quaver, tmp_path, monkeypatch):
     described, describe = [], command.describe_limits
     spy = lambda row, cluster: described.append(row) or describe(row, cluster)  # noqa: E731
     monkeypatch.setattr(command, "describe_limits", spy)
@@ -134,7 +134,7 @@ def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_the_kernels_of_a_block_beside_its_formulas(is_counted, plan, tmp_path, monkeypatch):
+def test_ledger_times_are_printed_beside_the_formulas(is_counted, plan, tmp_path, monkeypatch):
     def predict_times(config, ranks, run, cluster):
         assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
         if not is_counted:
