@@ -8,7 +8,7 @@ A block's scale depends on that block alone, so shards of whole blocks need no c
 inside a block, `check_can_be_sharded` raises. If its tokens do, they are all-gathered in high precision first.
 
 A known persistent scale is equal on every rank since the last sync and needs no collective. Before it is known, the
-ranks agree on a scale as in dynamic scaling. All ranks must join that collective, so they decide by
+ranks compute a scale as in dynamic scaling. All ranks must join that collective, so they decide by
 `PersistentScale.is_known`, which is equal on every rank. It is read when the cast runs, not when it is traced, so this
 cast is one op to a compiler.
 """
@@ -60,7 +60,7 @@ class TensorParallelQuantizer(Quantizer):
     def apply_cast(
         self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
     ) -> Operands:
-        """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
+        """See `Quantizer`. Scales that reduce the sharded dim are those of the whole matrix."""
         if cast.is_disabled:
             return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
         layout = cast.require_layout("tensor parallelism")
@@ -69,9 +69,9 @@ class TensorParallelQuantizer(Quantizer):
         if not layout.is_tensorwise:
             return self._cast_rowwise(cast, hp, row=row, column=column)
         if scales is not None or self.scale is None:
-            scales = scales or self._compute_agreed_scales(cast, hp, None)
+            scales = scales or self._compute_whole_scales(cast, hp, None)
             return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
-        quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
+        quantize = torch.ops.quaver.cast_with_whole_scale if _is_traced(self.scale) else _cast_with_whole_scale
         quant_scale, is_known = self.scale.quant_scale, self.scale.is_known
         dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
         codes, quant, dequant, recorded_amax = quantize(hp, quant_scale, is_known, dtype, power_of_2, group_name)
@@ -82,24 +82,24 @@ class TensorParallelQuantizer(Quantizer):
         )
 
     def _cast_rowwise(self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool) -> Operands:
-        agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
-        agreed = local = Operands(None, None)
-        if agrees_on_rows or agrees_on_columns:
-            scales = self._compute_agreed_scales(cast, hp, self.sharded_dim)
+        row_spans_ranks, column_spans_ranks = row and self.sharded_dim == 1, column and self.sharded_dim == 0
+        spanning = local = Operands(None, None)
+        if row_spans_ranks or column_spans_ranks:
+            scales = self._compute_whole_scales(cast, hp, self.sharded_dim)
             quant, dequant, _ = scales
             factor = choose_factor(scales, cast.rule)
-            row_scale, column_scale = (factor, None) if agrees_on_rows else (None, factor)
+            row_scale, column_scale = (factor, None) if row_spans_ranks else (None, factor)
             codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, cast.rule)
-            agreed = Operands(
-                Operand(codes[0], dequant, ROWWISE, quant) if agrees_on_rows else None,
-                Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
+            spanning = Operands(
+                Operand(codes[0], dequant, ROWWISE, quant) if row_spans_ranks else None,
+                Operand(codes[1], dequant, COLUMNWISE, quant) if column_spans_ranks else None,
             )
-        if row != agrees_on_rows or column != agrees_on_columns:
-            local_row, local_column = row and not agrees_on_rows, column and not agrees_on_columns
+        if row != row_spans_ranks or column != column_spans_ranks:
+            local_row, local_column = row and not row_spans_ranks, column and not column_spans_ranks
             local = super().apply_cast(cast, hp, row=local_row, column=local_column, scales=None)
-        return Operands(agreed.row or local.row, agreed.column or local.column)
+        return Operands(spanning.row or local.row, spanning.column or local.column)
 
-    def _compute_agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:
+    def _compute_whole_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> CastScales:
         """Return the whole matrix's scales, computed over `dim`, or over both dims for None. A collective."""
         amax = all_reduce_max(compute_matrix_amax(hp, dim), self.group)
         amax = amax.to(hp.dtype) if cast.rule else amax  # exact: an amax is an element of `hp`; see `compute_scales`
@@ -111,10 +111,10 @@ class GatheringQuantizer(TensorParallelQuantizer):
     """Quantizes this rank's tokens of an activation [..., K] and all-gathers the codes of the whole activation.
 
     Args:
-        token_dim: the sharded dim.
+        sequence_dim: the sharded dim.
     """
 
-    __slots__ = ("token_dim",)
+    __slots__ = ("sequence_dim",)
 
     def __init__(
         self,
@@ -122,52 +122,52 @@ class GatheringQuantizer(TensorParallelQuantizer):
         hp_dtype: torch.dtype,
         scale: PersistentScale | None,
         group: ProcessGroup,
-        token_dim: int,
+        sequence_dim: int,
     ) -> None:
         super().__init__(casts, hp_dtype, scale, group, 0)
-        self.token_dim = token_dim
+        self.sequence_dim = sequence_dim
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None = None) -> Operands:
         """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; operands are of the whole activation."""
-        casts, token_dim = self.casts, self.token_dim % hp.dim()
+        casts, sequence_dim = self.casts, self.sequence_dim % hp.dim()
         row_tokens = _count_tokens_per_scale(casts.row, 0)
         column_tokens = row_tokens if casts.is_dequantized else _count_tokens_per_scale(casts.column, 1)
-        consecutive_tokens = math.prod(hp.shape[token_dim:-1])  # of this rank, in the whole activation
+        consecutive_tokens = math.prod(hp.shape[sequence_dim:-1])  # also in the whole activation
         needs_hp = (row and casts.row.is_disabled) or (column and casts.column_source.is_disabled)
-        cuts_blocks = (row and consecutive_tokens % (row_tokens or 1)) or (
-            column and consecutive_tokens % (column_tokens or 1)
-        )
-        if needs_hp or cuts_blocks:
+        cuts_row_blocks = row and row_tokens and consecutive_tokens % row_tokens
+        cuts_column_blocks = column and column_tokens and consecutive_tokens % column_tokens
+        if needs_hp or cuts_row_blocks or cuts_column_blocks:
             # One operand needs the all-gather in high precision, and the other is quantized from the result.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
-            gathered = all_gather(hp, token_dim, self.group)
+            gathered = all_gather(hp, sequence_dim, self.group)
             return Quantizer(casts, self.hp_dtype, self.scale)(gathered, row=row, column=column, scales=scales)
-        one_cast = casts.shares_codes
-        local = super().__call__(hp, row=row or one_cast, column=column and not one_cast, scales=scales)
-        row_op = None if local.row is None else self._gather(local.row, hp.shape, token_dim, row_tokens)
-        column_op = None if local.column is None else self._gather(local.column, hp.shape, token_dim, column_tokens)
-        if row_op is not None and row_op.dequant_scale is not None:
-            store_once(row_op.data, before=row_op.dequant_scale)  # stored once for all readers
-        if one_cast:
-            column_op = row_op
-        if casts.is_dequantized and row_op is not None:
-            row_op = row_op._replace(data=lay_out_rows(row_op.data))
-            return Operands(row_op, row_op)
-        return Operands(
-            row_op._replace(data=lay_out_rows(row_op.data)) if row and row_op is not None else None,
-            column_op._replace(data=_lay_out_columns(column_op.data)) if column and column_op is not None else None,
-        )
+        shares_codes = casts.shares_codes  # then the row operand alone is gathered
+        local = super().__call__(hp, row=row or shares_codes, column=column and not shares_codes, scales=scales)
+        row_operand = column_operand = None
+        gathered_row = None if local.row is None else self._gather(local.row, hp.shape, sequence_dim, row_tokens)
+        gathered_column = gathered_row
+        if not shares_codes and local.column is not None:
+            gathered_column = self._gather(local.column, hp.shape, sequence_dim, column_tokens)
+        if gathered_row is not None and gathered_row.dequant_scale is not None:
+            store_once(gathered_row.data, before=gathered_row.dequant_scale)  # stored once for all readers
+        if gathered_row is not None and (row or casts.is_dequantized):
+            row_operand = gathered_row._replace(data=lay_out_rows(gathered_row.data))
+        if casts.is_dequantized:
+            return Operands(row_operand, row_operand)
+        if gathered_column is not None and column:
+            column_operand = gathered_column._replace(data=_lay_out_columns_if_eager(gathered_column.data))
+        return Operands(row_operand, column_operand)
 
-    def _gather(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
-        codes = all_gather(to_row_major(operand.data).view(shape), token_dim, self.group)
+    def _gather(self, operand: Operand, shape: torch.Size, sequence_dim: int, tokens_per_scale: int) -> Operand:
+        codes = all_gather(to_row_major(operand.data).view(shape), sequence_dim, self.group)
         scale = operand.dequant_scale
         if scale is not None and tokens_per_scale:
-            run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
-            scale = all_gather(run_scales, 1, self.group).flatten(0, 1)
+            local_scales = scale.view(math.prod(shape[:sequence_dim]), -1, scale.shape[1])
+            scale = all_gather(local_scales, 1, self.group).flatten(0, 1)
         return Operand(codes.flatten(0, -2), scale, operand.layout)
 
 
-def _lay_out_columns(codes: Tensor) -> Tensor:
+def _lay_out_columns_if_eager(codes: Tensor) -> Tensor:
     """Run `lay_out_columns` in eager code.
 
     Inductor would lose column-major strides in the views to [..., K] and back, so there the backward's matmul copies.
@@ -185,8 +185,13 @@ def _is_traced(scale: PersistentScale) -> bool:
     return torch.compiler.is_dynamo_compiling() or type(scale.is_known) not in PLAIN_TYPES
 
 
-def _cast_with_agreed_scale(
-    hp: Tensor, quant_scale: Tensor, is_known: Tensor, float8_dtype: torch.dtype, power_of_2: bool, group_name: str
+def _cast_with_whole_scale(
+    hp: Tensor,
+    quant_scale: Tensor,
+    is_known: Tensor,
+    float8_dtype: torch.dtype,
+    power_of_2: bool,
+    group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return row codes, quant_scale, dequant_scale, and this rank's update of `PersistentScale.amax_buffer`."""
     check_memory(hp, quant_scale, is_known)
@@ -214,14 +219,14 @@ def _cast_with_agreed_scale(
 
 _library = torch.library.Library("quaver", "FRAGMENT")
 _library.define(
-    "cast_with_agreed_scale(Tensor hp, Tensor quant_scale, Tensor is_known, ScalarType float8_dtype, "
+    "cast_with_whole_scale(Tensor hp, Tensor quant_scale, Tensor is_known, ScalarType float8_dtype, "
     "bool power_of_2, str group_name) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library.impl("cast_with_agreed_scale", _cast_with_agreed_scale, "CompositeExplicitAutograd")
+_library.impl("cast_with_whole_scale", _cast_with_whole_scale, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("quaver::cast_with_agreed_scale", lib=_library)
-def _fake_cast_with_agreed_scale(
+@torch.library.register_fake("quaver::cast_with_whole_scale", lib=_library)
+def _fake_cast_with_whole_scale(
     hp: Tensor, quant_scale: Tensor, is_known: Tensor, float8_dtype: torch.dtype, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, recorded_amax = hp.new_empty((), dtype=torch.float32), hp.new_empty(2, dtype=torch.float32)
