@@ -82,7 +82,8 @@ def register_operation(
     """
     name = reference.__name__.removeprefix("_")
     run_kernel = _with_kernels(reference, cpu, gpu, arguments)
-    library.define(f"{name}({_format_parameters(reference, arguments)}) -> {_format_results(results)}")
+    outputs = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or len(FlatOperands._fields)))})"
+    library.define(f"{name}({_format_parameters(reference, arguments)}) -> {outputs}")
     registered = getattr(torch.ops.quaver, name)
     checks = [_ARGUMENT_CHECKS.get(argument.name) for argument in registered.default._schema.arguments[1:]]
     library.impl(name, _make_implementation(run_kernel, results, checks), "CompositeExplicitAutograd")
@@ -163,10 +164,6 @@ def _format_parameter(parameter: inspect.Parameter) -> str:
     default = "" if parameter.default is inspect.Parameter.empty else f"={value}"
     annotation = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)  # of a `NamedTuple`
     return f"{_SCHEMA_TYPES.get(annotation, annotation)} {parameter.name}{default}"
-
-
-def _format_results(results: int | None) -> str:
-    return "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or len(FlatOperands._fields)))})"
 
 
 def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:

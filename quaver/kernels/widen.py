@@ -30,7 +30,8 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout
     if is_cpu(codes):
         if codes.stride(1) != 1 and codes.stride(0) == 1:
             return widen(codes.t(), dtype, None if scale is None else scale.t(), layout.t()).t()
-        if scale is None or dtype is torch.float32 or not _may_lose_bits(scale):
+        # C truncates a bfloat16 product that is subnormal.
+        if scale is None or dtype is torch.float32 or not (scale < _SMALLEST_EXACT_SCALE).any():
             wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous(), layout)
             if wide is not None:
                 return wide
@@ -39,11 +40,6 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout
             return looked_up if scale is None else multiply_scale_(looked_up, scale.to(dtype), layout)
     wide = codes.to(dtype)
     return wide if scale is None else multiply_scale_(wide, scale.to(dtype), layout)
-
-
-def _may_lose_bits(scale: Tensor) -> bool:
-    """Return whether products with these scales may be subnormal in bfloat16, which C would truncate."""
-    return scale.numel() > 0 and scale.amin().item() < _SMALLEST_EXACT_SCALE
 
 
 def _widen_by_table(codes: Tensor, dtype: torch.dtype) -> Tensor:

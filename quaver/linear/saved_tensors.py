@@ -98,7 +98,9 @@ class HeldTensor:
     def __init__(self, tensor: Tensor) -> None:
         # Detached, since a node that saves its own output would keep itself alive. Autograd saves leaves themselves.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = get_version(tensor) if _counts_versions(tensor) else None
+        # A detached wrapper subclass has its own version counter, and an inference tensor has none.
+        is_counted = type(tensor) in (Tensor, Parameter) and not tensor.is_inference()
+        self.version = get_version(tensor) if is_counted else None
 
     def unpack(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if it was written to in place."""
@@ -109,8 +111,3 @@ class HeldTensor:
                 f"expected version {self.version} instead"
             )
         return self.tensor
-
-
-def _counts_versions(tensor: Tensor) -> bool:
-    # A detached wrapper subclass has its own version counter, and an inference tensor has none.
-    return type(tensor) in (Tensor, Parameter) and not tensor.is_inference()

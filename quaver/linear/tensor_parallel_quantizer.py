@@ -61,12 +61,9 @@ class TensorParallelQuantizer(Quantizer):
         self, cast: CastConfig, hp: Tensor, *, row: bool, column: bool, scales: CastScales | None
     ) -> Operands:
         """See `Quantizer`. Scales that reduce the sharded dim are those of the whole matrix."""
-        if cast.is_disabled:
+        if cast.is_disabled or cast.require_layout("tensor parallelism").is_blockwise:
             return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
-        layout = cast.require_layout("tensor parallelism")
-        if layout.is_blockwise:
-            return super().apply_cast(cast, hp, row=row, column=column, scales=scales)
-        if not layout.is_tensorwise:
+        if not cast.require_layout("tensor parallelism").is_tensorwise:
             return self._cast_rowwise(cast, hp, row=row, column=column)
         if scales is not None or self.scale is None:
             scales = scales or self._compute_whole_scales(cast, hp, None)
@@ -198,10 +195,8 @@ def _cast_with_whole_scale(
     recorded_amax, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, recorded_amax, is_known)
     if is_known:
-        row, column = True, False
-        operand = require(
-            cast_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2).row, "the row operand"
-        )
+        operands = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
+        operand = require(operands.row, "the row operand")
         return (
             operand.data,
             require(operand.quant_scale, "the quant_scale").clone(),

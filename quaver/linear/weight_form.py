@@ -96,7 +96,9 @@ class TensorForm(Tensor):
         values = {id(form): form.get_values(func, id(form) in writes) for form in forms}
         form_of_values = {id(values[key]): form for key, form in writes.items()}
         args_plain, kwargs_plain = tree_map_only(TensorForm, lambda form: values[id(form)], (args, kwargs))
-        out_arguments = select_outputs(func, kwargs)
+        out_arguments = {
+            arg.name: kwargs[arg.name] for arg in func._schema.arguments if arg.is_out and arg.name in kwargs
+        }
         outputs = {id(form): torch.empty_like(values[id(form)]) for form in find_forms(out_arguments)}
         kwargs_plain |= tree_map_only(TensorForm, lambda form: outputs[id(form)], out_arguments)
         result = func(*args_plain, **kwargs_plain)
@@ -303,12 +305,6 @@ def find_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
         if argument.is_write or (is_c10d and not argument.name.startswith("input")):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from find_forms(value)
-
-
-def select_outputs(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the `out=` arguments of a call, by name."""
-    names = [argument.name for argument in func._schema.arguments if argument.is_out]
-    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 @functools.cache
