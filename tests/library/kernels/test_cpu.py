@@ -138,7 +138,8 @@ def test_blocks_have_the_bits_of_pytorch(dtype, layout, threads):
 
 def test_products_that_are_subnormal_are_not_truncated():
     codes = torch.arange(120, dtype=torch.uint8).view(E4M3).repeat(64, 2)
-    for scale in (torch.full((64, 2), 2.0**-127), torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
+    with_nan = torch.tensor([2.0**-127, float("nan")]).repeat(64, 1)
+    for scale in (with_nan, torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
         expected = scaling.multiply_scale_(codes.to(torch.bfloat16), scale.to(torch.bfloat16))
         assert_same_bits(widen(codes, torch.bfloat16, scale, infer_layout(scale, codes.shape)), expected)
 
