@@ -59,9 +59,6 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("retain_graph", [True, False])
 def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
     answers = []
@@ -141,9 +138,6 @@ def test_forward_mode_autodiff_has_a_level():
 def test_a_group_is_found_by_its_name(mesh):
     group = mesh.get_group()
     assert functional_collectives.find_process_group(group.group_name) is group
-
-
-# ---- dispatch and tracing --------------------------------------------------------------------------------------------
 
 
 def test_the_stacks_of_modes_are_counted_and_listed():
@@ -285,9 +279,6 @@ def test_the_compiler_has_a_tracing_context():
     assert context is not None
 
 
-# ---- the compiler ----------------------------------------------------------------------------------------------------
-
-
 def test_settings_of_the_compiler_change_and_are_restored():
     linear = nn.Linear(2, 2)
     assert isinstance(torch.compile(linear, backend="eager"), compiler.OptimizedModule)
@@ -298,9 +289,6 @@ def test_settings_of_the_compiler_change_and_are_restored():
     with compiler.recompile_limit(before + 1):
         assert compiler.dynamo_config.recompile_limit == before + 1
     assert compiler.dynamo_config.recompile_limit == before
-
-
-# ---- versions, DTensor, FSDP2, collectives ---------------------------------------------------------------------------
 
 
 def test_in_place_operations_increment_version_counters():
@@ -399,9 +387,6 @@ def test_metadata_of_a_checkpoint_says_where_its_tensors_are(tmp_path):
     assert place == distributed_checkpoint.StorageInfo(place.relative_path, place.offset, place.length)
 
 
-# ---- profiler, memory, hardware --------------------------------------------------------------------------------------
-
-
 def test_the_profiler_records_ranges_and_events():
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True)
     with recorded as profiled, profiler.named_range("here"):
@@ -481,8 +466,6 @@ def test_attributes_of_objects_exist_and_are_documented():
         assert hasattr(holder, name), name
         assert re.search(rf"\b{name}`", torch_private.__doc__), name
 
-
-# ---- all of them -----------------------------------------------------------------------------------------------------
 
 FILES = [module.name for module in pkgutil.iter_modules(torch_private.__path__)]
 
