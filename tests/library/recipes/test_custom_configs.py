@@ -19,7 +19,7 @@ NAMES = ("input", "input_for_grad_weight", "weight", "weight_for_grad_input")
 NAMES += ("grad_output", "grad_output_for_grad_weight")
 
 
-def config_of(casts, **options):
+def make_config(casts, **options):
     fields = {f"cast_config_{name}": cast for name, cast in zip(NAMES, casts, strict=True)}
     return Float8LinearConfig(**fields, **options)
 
@@ -46,7 +46,7 @@ def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, op
         cast if fp8 else HP
         for cast, fp8 in ((ROW, output_fp8), (ROW, grad_input_fp8), (TENSOR, grad_input_fp8), (TENSOR, grad_weight_fp8))
     )
-    config = config_of((row, column, row, column_of_weight, row_of_gradient, column))
+    config = make_config((row, column, row, column_of_weight, row_of_gradient, column))
     for scoped in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             results = run_step(config, input, grad_output, weight, scoped=scoped)
@@ -67,7 +67,7 @@ def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, op
 def test_formats_may_be_others(dtypes, operands):
     input, grad_output, weight = operands
     casts = [CastConfig(target_dtype=dtype) for dtype in dtypes for _ in range(2)]
-    results = run_step(config_of(casts), input, grad_output, weight)
+    results = run_step(make_config(casts), input, grad_output, weight)
     i, w, g = (FLOAT8_FORMATS[dtype].mantissa_bits for dtype in dtypes)
     expected = reference_linear(input, weight, grad_output)
     for bits, reference, result in zip(((i, w), (g, w), (g, i)), expected, results, strict=True):

@@ -27,7 +27,7 @@ BLOCKS = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": E
 ALONG, SQUARE = CastConfig(**BLOCKS, block_size=(1, 16)), CastConfig(**BLOCKS, block_size=(16, 16))
 
 
-def config_of(weight=ALONG, **options):
+def make_config(weight=ALONG, **options):
     casts = {"cast_config_input": ALONG, "cast_config_weight": weight, "cast_config_grad_output": ALONG}
     return Float8LinearConfig(**casts, **options)
 
@@ -47,7 +47,7 @@ def dequantize(operand):
 
 
 def test_the_scales_of_e2m1_are_not_powers_of_two():
-    config = config_of(round_scales_to_power_of_2=True)
+    config = make_config(round_scales_to_power_of_2=True)
     assert not any(matmul.scales_are_powers_of_2 for matmul in config.matmuls)
     assert not config.weight_scales_are_powers_of_2
 
@@ -98,7 +98,7 @@ def test_the_matmul_is_exact(shape, pad):
 @pytest.mark.parametrize("weight", [ALONG, SQUARE], ids=["1x16", "16x16"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_linear_trains_with_it(weight, keep):
-    config = config_of(weight, keep_float8_weight_for_backward=keep)
+    config = make_config(weight, keep_float8_weight_for_backward=keep)
     linear = convert_to_float8_training(nn.Linear(70, 50), config=config)
     input, grad_output = torch.randn(34, 70), torch.randn(34, 50)
     assert saved_bytes(lambda: linear(input))[E2M1.dtype] >= 34 * 35
@@ -114,7 +114,7 @@ def test_a_linear_trains_with_it(weight, keep):
 
 
 def test_compiled_steps_have_eager_bits():
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 48)), config=config_of(SQUARE))
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 48)), config=make_config(SQUARE))
     input, compiled = torch.randn(32, 64), torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same(results_of(model, input, call=compiled), results_of(model, input))
 
@@ -141,8 +141,8 @@ def test_shards_gather_the_codes_of_the_whole_weight(weight):
     from torch.distributed.fsdp import fully_shard
 
     plain, input = nn.Sequential(nn.Linear(70, 50, bias=False)), torch.randn(34, 70)
-    whole = convert_to_float8_training(copy.deepcopy(plain), config=config_of(weight))
-    config = config_of(weight, enable_fsdp_float8_all_gather=True)
+    whole = convert_to_float8_training(copy.deepcopy(plain), config=make_config(weight))
+    config = make_config(weight, enable_fsdp_float8_all_gather=True)
     sharded = fully_shard(convert_to_float8_training(plain, config=config))
     expected, actual = whole(input), sharded(input)
     assert torch.equal(actual, expected)
@@ -167,11 +167,11 @@ def test_exports_and_experts_refuse_codes_of_four_bits():
     with pytest.raises(NotImplementedError, match="export: expected codes of eight bits"):
         ALONG.require_layout("export")
     experts = make_mixture(layers=1)
-    convert_to_float8_training(experts, config=config_of())
+    convert_to_float8_training(experts, config=make_config())
     assert not any(isinstance(module, Float8Experts) for module in experts.modules())
     assert "experts: expected codes of eight bits" in str(conversion_report(experts))
     with pytest.raises(ValueError, match="experts: expected codes of eight bits"):
-        to_float8_grouped_mm(GroupedExperts(), config_of())
+        to_float8_grouped_mm(GroupedExperts(), make_config())
     with pytest.raises(ValueError, match=r"rows of an even length, got \[2, 5\]"):
         cast(torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"rows of an even length, got \[4, 3\]"):  # a shard's, on every rank

@@ -129,7 +129,7 @@ def has_delayed_scales(config):
     return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.list_casts())
 
 
-def growth_by_step(config):
+def list_growth(config):
     return GROWTH if has_delayed_scales(config) else GROWTH[:1]
 
 
@@ -144,7 +144,7 @@ def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
     leading, in_features, out_features = shape
     tokens = torch.Size(leading).numel()
     run = linear if backend is None else torch.compile(linear, backend=backend, fullgraph=True)
-    for growth in growth_by_step(config):
+    for growth in list_growth(config):
         input = exact_numbers(tokens, in_features, dtype).view(*leading, in_features) * growth
         grad_output = exact_numbers(tokens, out_features, dtype).view(*leading, out_features) * growth
         actual = results_of(linear, input, grad_output=grad_output, call=run)
@@ -186,7 +186,7 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
         linear, expected = make_linears(config, shape, dtype, False, gaussian_numbers)
         leading, k, n = shape
         m = torch.Size(leading).numel()
-        for growth in growth_by_step(config):
+        for growth in list_growth(config):
             input = gaussian_numbers(m, k, dtype).view(*leading, k) * growth
             grad_output = gaussian_numbers(m, n, dtype).view(*leading, n) * growth
             with Matmuls() as matmuls:
