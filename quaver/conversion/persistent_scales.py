@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from quaver.linear.scale_state import (
     is_calibrated,
 )
 from quaver.recipes import scaling
-from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.config import Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.module_names import join_names, strip_wrappers
@@ -39,21 +40,15 @@ def add_persistent_scales(
         return
     owners = find_input_owners([(name, linear.in_features) for name, linear in named_linears], config)
     casts_by_operand = find_persistent_casts(config)
-    casts: list[CastConfig] = []
-    slots_by_key: dict[tuple[str, str], int] = {}
-    linear_slots: list[list[int | None]] = []
-    for name, _ in named_linears:
-        keys = [(owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")]
-        for key in keys:
-            cast = casts_by_operand[key[1]]
-            if cast is not None and key not in slots_by_key:
-                slots_by_key[key] = len(casts)
-                casts.append(cast)
-        linear_slots.append([slots_by_key.get(key) for key in keys])
+    keys = [((owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")) for name, _ in named_linears]
+    casts = {key: cast for key in itertools.chain(*keys) if (cast := casts_by_operand[key[1]]) is not None}
+    slots = {key: slot for slot, key in enumerate(casts)}
     device = named_linears[0][1].weight.device
-    conversion_slots = ConversionScaleSlots(casts, config, torch.device("cpu") if device.type == "meta" else device)
-    for (_, linear), (input, weight, grad_output) in zip(named_linears, linear_slots, strict=True):
-        linear.scale_slots = LinearScaleSlots(conversion_slots, (input, weight, grad_output))
+    device = torch.device("cpu") if device.type == "meta" else device
+    conversion_slots = ConversionScaleSlots([*casts.values()], config, device)
+    for (_, linear), (input, weight, grad_output) in zip(named_linears, keys, strict=True):
+        linear_slots = slots.get(input), slots.get(weight), slots.get(grad_output)
+        linear.scale_slots = LinearScaleSlots(conversion_slots, linear_slots)
 
 
 def find_input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:

@@ -338,10 +338,7 @@ _NAME_WITHOUT_MATMUL = re.compile(r"(.*_)?(bias(es)?|\w*embed(dings?|s)?|tokens?
 def _report_other_weights(
     module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle_reason: str, backend: str
 ) -> Iterator[LayerReport]:
-    """Yield the matmul weights of a module other than nn.Linear, by its class and their shapes and names.
-
-    `idle`: why converted experts did not run, or "".
-    """
+    """Yield the matmul weights of a module other than nn.Linear, by its class and their shapes and names."""
     if isinstance(module, Float8GroupedModule):
         idle_reason = idle_reason or explain_dtype(module)
     if isinstance(module, _CLASSES_WITHOUT_MATMULS) or hasattr(module, "num_embeddings"):

@@ -97,12 +97,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _unwrap_adapters(module: Any, name: str) -> nn.Module:
-    """Return the module inside PEFT's layers, which computes the forward after a merge.
-
-    Raises:
-        ValueError: adapters are not merged.
-        NotImplementedError: PEFT cannot merge what it trains in the module.
-    """
+    """Return the module inside PEFT's layers, which computes the forward after a merge."""
     while _is_adapted(module):
         if not module.merged:
             raise ValueError(

@@ -150,12 +150,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def _read_index(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor from the index, or None if one file has all tensors.
-
-    Raises:
-        FileNotFoundError: a file that the index names is missing, or outside of the folder.
-        ValueError: the index is damaged or empty.
-    """
+    """Return the file of each tensor from the index, or None if one file has all tensors."""
     path = folder / INDEX_FILE
     if (folder / SINGLE_FILE).is_file() or not path.is_file():
         return None
@@ -183,12 +178,7 @@ def check_names(names: Iterable[str], path: Path) -> None:
 
 
 def _find_single_file(folder: Path) -> Path:
-    """Return `folder` if it is a file, else its model.safetensors, else its only safetensors file.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
-        ValueError: `folder` is a file of another kind, or one of several files of a model.
-    """
+    """Return `folder` if it is a file, else its model.safetensors, else its only safetensors file."""
     if folder.is_file():
         _check_file(folder)
         return folder

@@ -259,11 +259,7 @@ _LAYOUTS = {
 
 
 def _find_granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
-    """Return the granularity of the scales of the weights `names`. A scale per tensor fits any granularity.
-
-    Raises:
-        NotImplementedError: the granularities differ, or a frozen weight cannot have them.
-    """
+    """Return the granularity of the scales of the weights `names`. A scale per tensor fits any granularity."""
     granularities = {scale.granularity for name in names for scale in checkpoint.read_scales(name)} or {"tensor"}
     granularities = granularities - {"tensor"} or granularities
     e5m2 = [name for name in names if checkpoint.get_code_dtype(name) != "F8_E4M3"]

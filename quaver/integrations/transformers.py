@@ -99,7 +99,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Close the monitor and the scope in which weights are cast once, which an exception may have left open."""
         with suppress(RuntimeError):  # the scope raises if weights changed, which is fine after a failed run
             self._scope.close()
-        self._close_monitor()
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
         _running_callbacks.discard(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
@@ -176,11 +178,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         scales = {name: torch.tensor(entry, dtype=torch.float32, device="cpu") for name, entry in entries.items()}
         if self._scales is not None:
             load_checkpoint_scales(self._scales, scales, source)
-
-    def _close_monitor(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
 
 
 _SCALES_KEY = "scales"

@@ -234,8 +234,10 @@ class QuaverQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """Return whether quaver makes this parameter from the tensor that the loader reads."""
+        owner, _, leaf = param_name.rpartition(".")
+        is_conv1d_weight = leaf == "weight" and isinstance(model.get_submodule(owner), Conv1DLinear)
         is_float8 = self._converter is not None and param_name in self._converter.names
-        return is_float8 or param_name in self._frozen or _is_conv1d_weight(model, param_name)
+        return is_float8 or param_name in self._frozen or is_conv1d_weight
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation for parameters in high precision."""
@@ -320,11 +322,7 @@ class QuaverQuantizer(HfQuantizer):
 
 
 def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
-    """Return the checkpoint that transformers found if it is in float8, else None.
-
-    Raises:
-        OSError, ValueError, NotImplementedError: as `load_float8`.
-    """
+    """Return the checkpoint that transformers found if it is in float8, else None. Raises as `load_float8`."""
     if not files:
         return None
     folder = Path(files[0]).parent
@@ -344,11 +342,6 @@ def _open_float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | N
 
 def _is_distributed(model: Any) -> bool:
     return getattr(model.config, "distributed_config", None) is not None
-
-
-def _is_conv1d_weight(model: nn.Module, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    return leaf == "weight" and isinstance(model.get_submodule(owner), Conv1DLinear)
 
 
 def _drop_quantization(config: Any) -> None:

@@ -230,11 +230,7 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _from_tiles(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the scales [N, K / 32] of the matrix `name` [N, K] from tiles; see `_to_tiles`.
-
-    Raises:
-        ValueError: the number of scales does not match.
-    """
+    """Return the scales [N, K / 32] of the matrix `name` [N, K] from tiles; see `_to_tiles`."""
     rows, length = shape
     columns = -(-length // _PADDED_MULTIPLE)
     tiles = -(-rows // 128), -(-columns // 4)
