@@ -310,10 +310,8 @@ def _find_dropout_index(operator: Any) -> int | None:
 
 def _wrap_in_shared_input_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Run the module's `SHARED_INPUT_HOOK_KEY` around `forward` in its recomputation too."""
-    before, after = (
-        module._forward_pre_hooks.get(SHARED_INPUT_HOOK_KEY),
-        module._forward_hooks.get(SHARED_INPUT_HOOK_KEY),
-    )
+    before = module._forward_pre_hooks.get(SHARED_INPUT_HOOK_KEY)
+    after = module._forward_hooks.get(SHARED_INPUT_HOOK_KEY)
     if before is None or after is None:
         return forward
 

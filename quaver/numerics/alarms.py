@@ -76,8 +76,8 @@ class AlarmCleared:
     @property
     def message(self) -> str:
         """A sentence like an alarm's."""
-        how = "has not come back; this is its new level" if self.stays else "has ended"
-        return f"{self.layer} {self.operand}: {self.rule} {how}"
+        outcome = "has not come back; this is its new level" if self.stays else "has ended"
+        return f"{self.layer} {self.operand}: {self.rule} {outcome}"
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.message}"
@@ -199,7 +199,7 @@ class Alarms:
     def _clear_if_recovered(self, key: RuleKey, findings: Mapping[RuleKey, _Finding], step: int) -> AlarmCleared | None:
         """End a bad state after as many good samples in a row as the rule needs bad samples to alarm.
 
-        A cause ends after its followers: all on its tensor, and the ones of its rule that are in this sample.
+        A cause ends after its followers on its own tensor, and after its rule's followers in this sample.
         """
         state, finding = self._states.get(key), findings[key]
         if state is None or state.cause is None:

@@ -1,4 +1,4 @@
-"""`Sampling`: what a monitor keeps of the step at hand, shared by the operations of observe.py and by `Monitor`."""
+"""`Sampling`: the state of a monitor in the current step, which `Monitor` and the operations of observe.py share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sampling:
     def start_step(
         self, *, is_on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
     ) -> None:
-        """Discard what the last step kept, and sample the next one if `is_on`."""
+        """Discard the state of the last step, and sample the next one if `is_on`."""
         self.is_on, self.with_extras, self.with_sums = is_on, with_extras, with_sums
         self.has_run = self.has_run_backward = False
         for kept in (self.inputs, self.rows, self.weights, self.weight_sizes, self.extras):

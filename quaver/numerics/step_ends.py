@@ -1,15 +1,15 @@
 """`StepEndDetector` decides which `optimizer.step()` ends a training step of a model, on all ranks alike.
 
-A training step ends when all optimizers that step in every training step have stepped. No rank decides alone by what
-ran on it: a rank may have had no batch, and gathering a sampled step is a collective. The cases are:
+A training step ends when all optimizers that step in every training step have stepped. All ranks must decide alike,
+because gathering a sampled step is a collective, although a rank without a batch ran nothing. The step of an optimizer
 
-    an optimizer of other parameters     for example a discriminator's; ends nothing once an optimizer of the
-                                         model has stepped
-    the model's, in the first step       ends it, unless other trained parameters have no gradients yet on any rank:
-                                         then a backward and another optimizer follow
-    the model's, in later steps          the last optimizer of the first step ends them; a wrapper of it ends nothing
-    an optimizer that steps twice        ends two steps; optimizers that have not stepped since are no longer awaited
-    an optimizer with copies             none of the model's ever steps; it ends a step if any rank ran a backward
+    of other parameters              ends nothing once an optimizer of the model has stepped
+    of the model, in the first step  ends it, unless other trained parameters have no gradients yet on any rank: then a
+                                     backward and another optimizer follow
+    of the model, in later steps     ends the step once all optimizers of the first step have stepped; a wrapper of
+                                     these optimizers ends nothing
+    that steps twice                 ends two steps; later steps end without the optimizers that did not step
+    with copies of the parameters    ends the step if any rank ran a backward; no optimizer of the model ever steps
 
 Where the ranks must exchange what they know, they reduce 4 bytes: in the first step, after `Monitor.step()`, and for
 optimizers with copies.

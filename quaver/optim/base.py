@@ -209,7 +209,7 @@ class Float8Optimizer(Optimizer):
         return self._skipped[device]
 
     def _list_skip_counters(self) -> list[tuple[torch.device, Tensor]]:
-        """List the counters of skipped parts with their devices, without those that have no values."""
+        """List the counters of skipped parts with their devices. Fake and meta counters have no values."""
         return [] if is_fake_mode_on() else [pair for pair in self._skipped.items() if not pair[1].is_meta]
 
     @property
