@@ -116,7 +116,11 @@ class Monitor:
         self._sampling = Sampling()
         self._probes, self._writer = AttachedProbes(self._sampling), SampleWriter()
         self._is_open = True
-        error = self._start(model, sink, history_len)
+        error: BaseException | None = None
+        try:
+            self._start(model, sink, history_len)
+        except BaseException as raised:  # noqa: BLE001 - raised below on all ranks, also an interrupt
+            error = raised
         try:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
@@ -136,19 +140,16 @@ class Monitor:
         probes = (probe for _, weight in iter_model_weights(model) for probe in (weight.module.probes or {}).values())
         return next((probe.monitor for probe in probes if isinstance(probe, Probe)), None)
 
-    def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> BaseException | None:
-        """Attach the probes, and write the header on the first rank. Returns an error, so that the ranks can agree."""
-        try:
-            check_is_module(model, argument="model")
-            self._check_options(history_len)
-            self._probes.attach(model, self)
-            self.header = self._make_header(self.completed_steps + 1)
-            self._writer.open(make_sink(sink) if self._is_first_rank else None, self.header)
-        except BaseException as error:  # noqa: BLE001 - raised by the caller on all ranks, also an interrupt
-            return error
-        return None
+    def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> None:
+        """Attach the probes, and write the header on the first rank."""
+        check_is_module(model, argument="model")
+        self._set_options(history_len)
+        self._probes.attach(model, self)
+        self.header = self._make_header(self.completed_steps + 1)
+        self._writer.open(make_sink(sink) if self._is_first_rank else None, self.header)
 
-    def _check_options(self, history_len: int) -> None:
+    def _set_options(self, history_len: int) -> None:
+        """Set the options as ints. Raises ValueError for one that is out of range."""
         self.every = _check_number("every", self.every, "a number of steps of 1 or more", minimum=1)
         self.extras_every = _check_number("extras_every", self.extras_every, "a number of samples, or 0 for never")
         self.completed_steps = _check_number("completed_steps", self.completed_steps, "a number of 0 or more")
