@@ -133,7 +133,7 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
     sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
     return replace(
         config,
-        parallelism=Degrees(run.replicate, run.shard, run.tensor, run.expert).set_in(config.parallelism),
+        parallelism=Degrees(run.replicate, run.shard, run.tensor, run.expert).apply_to(config.parallelism),
         training=replace(
             config.training,
             local_batch_size=run.local_batch,

@@ -93,12 +93,9 @@ def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: i
         shape, can_train = read_hf_config(read_config(folder)), True
     except NotImplementedError:  # quaver's trainer does not support the architecture
         shape, can_train = Model(vocab_size=model.get_input_embeddings().weight.shape[0]), False
-    config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_choose_tokenizer(folder)))
+    data_settings = Data(tokenizer=str(folder)) if (folder / "tokenizer.json").is_file() else Data()
+    config = replace(TrainConfig(), model=shape, data=data_settings)
     return _attach_batch(model, config, _replace_batch_settings(config, data, sequences, seq_len), can_train=can_train)
-
-
-def _choose_tokenizer(folder: Path) -> str:
-    return str(folder) if (folder / "tokenizer.json").is_file() else Data().tokenizer
 
 
 def _replace_batch_settings(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:

@@ -220,7 +220,7 @@ class Degrees(NamedTuple):
     tensor: int
     expert: int
 
-    def set_in(self, parallelism: Parallelism) -> Parallelism:
+    def apply_to(self, parallelism: Parallelism) -> Parallelism:
         """Return `parallelism` with these degrees."""
         return replace(
             parallelism,
@@ -275,7 +275,7 @@ def _configure(
     return replace(
         changed,
         parallelism=replace(
-            degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
+            degrees.apply_to(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
         ),
         training=replace(
             config.training,

@@ -26,7 +26,13 @@ from quaver.conversion.roles import LM_HEAD
 from quaver.kernels.adamw import MOMENT_BLOCK_ELEMENTS
 from quaver.lab.model.llama import SPLIT_DIMS, BlockWeight, list_block_weights
 from quaver.lab.model.loss import SLICE_ELEMENTS
-from quaver.lab.plan.planned_run import EXPERTS, count_feed_forwards_per_token, find_float8_shares, shares_weight_codes
+from quaver.lab.plan.planned_run import (
+    EXPERTS,
+    count_feed_forwards_per_token,
+    find_float8_shares,
+    get_itemsize,
+    shares_weight_codes,
+)
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
@@ -98,9 +104,9 @@ class PeakEstimate:
         training, float8 = config.training, config.float8
         self.tokens = training.local_batch_size * training.seq_len
         self.micro_batches = dims.count_micro_batches(training)
-        self.residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
-        self.compute_bytes = getattr(torch, training.mixed_precision_param).itemsize
-        self.parameter_bytes = getattr(torch, training.dtype).itemsize
+        self.residual_bytes = get_itemsize(training.residual_stream_dtype)
+        self.compute_bytes = get_itemsize(training.mixed_precision_param)
+        self.parameter_bytes = get_itemsize(training.dtype)
         self.is_sharded = dims.data_parallel_degree > 1
         self.embedding_bytes = self.residual_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)

@@ -163,7 +163,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         InputError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, activation_checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
-    optimizer, parameter_bytes = config.optimizer, _get_itemsize(config.training.dtype)
+    optimizer, parameter_bytes = config.optimizer, get_itemsize(config.training.dtype)
     if training.mixed_precision_param != "bfloat16":
         raise InputError(
             "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not simulated"
@@ -201,7 +201,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         stores_in_float8=activation_checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
         saves_in_background=config.checkpoint.async_mode != "disabled",
-        residual_bytes=_get_itemsize(training.residual_stream_dtype),
+        residual_bytes=get_itemsize(training.residual_stream_dtype),
         parameter_bytes=parameter_bytes,
         state_bytes=_MOMENTS_PER_PARAMETER[optimizer.name] * (1 if optimizer.has_float8_states else parameter_bytes),
     )
@@ -215,7 +215,8 @@ def count_checkpointed_blocks(config: TrainConfig) -> int:
     return blocks if activation_checkpoint.mode == "full" else 0
 
 
-def _get_itemsize(dtype: str) -> int:
+def get_itemsize(dtype: str) -> int:
+    """Return the bytes of an element of a dtype by its name, such as "bfloat16"."""
     size: int = getattr(torch, dtype).itemsize
     return size
 

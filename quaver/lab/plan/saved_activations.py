@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from quaver.activations.policy import parse_selective_option
-from quaver.lab.plan.planned_run import EXPERTS, count_feed_forwards_per_token
+from quaver.lab.plan.planned_run import EXPERTS, count_feed_forwards_per_token, get_itemsize
 from quaver.lab.settings import TrainConfig
 from quaver.recipes.config import Float8LinearConfig
 
@@ -36,8 +34,8 @@ class SavedActivations:
         self._config, self._model, self._tensor_ranks = config, config.model, tensor_ranks
         self._float8_shares, self._recipe = float8_shares, recipe
         self._is_compiled, self._stores_in_float8 = training.compile, config.activation_checkpoint.store_in_float8
-        self._compute_bytes = getattr(torch, training.mixed_precision_param).itemsize
-        self._residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
+        self._compute_bytes = get_itemsize(training.mixed_precision_param)
+        self._residual_bytes = get_itemsize(training.residual_stream_dtype)
 
     def iter_bytes_per_token(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves, from the first block to the last."""

@@ -94,7 +94,8 @@ def make_ledger(config: ModuleConfig, name: str, gpu: str) -> Ledger:
     if library == "torchao" and not is_peer_recipe(recipe):
         raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
     with simulate_float8_gpu(), FakeMode():
-        module = _build_module(config)
+        model = config.model
+        module = _SingleLinear(model) if config.part == "linear" else BenchedBlock(model, config.seq_len)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(config.dtype)
         if library == "quaver":
@@ -102,7 +103,7 @@ def make_ledger(config: ModuleConfig, name: str, gpu: str) -> Ledger:
             fuse_producers(module)
         elif library == "torchao":
             convert_with_torchao(module, recipe, device=torch.device("cuda"))
-        hidden = torch.randn(config.sequences, config.seq_len, config.model.dim, dtype=config.dtype, requires_grad=True)
+        hidden = torch.randn(config.sequences, config.seq_len, model.dim, dtype=config.dtype, requires_grad=True)
         module.compile(fullgraph=True)
 
         def call() -> None:
@@ -123,7 +124,3 @@ class _SingleLinear(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.up_proj(hidden)
         return output
-
-
-def _build_module(config: ModuleConfig) -> nn.Module:
-    return _SingleLinear(config.model) if config.part == "linear" else BenchedBlock(config.model, config.seq_len)

@@ -70,17 +70,15 @@ class TensorDifference:
     @property
     def sentence(self) -> str:
         """The row as one line of text."""
-        parts = [f"{self._format_amount()}: {self._format_subject()}", *self._iter_details()]
+        layers = f" per layer x {self.layers}" if self.layers > 1 else ""
+        amount = f"{format_change(self.per_layer_bytes)}{layers}"
+        parts = [f"{amount}: {self._format_subject()}", *self._iter_details()]
         return ", ".join(parts) + (f"; {self.hint}" if self.hint else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         derived = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
         return {**asdict(self), "shape": list(self.shape), **derived}
-
-    def _format_amount(self) -> str:
-        layers = f" per layer x {self.layers}" if self.layers > 1 else ""
-        return f"{format_change(self.per_layer_bytes)}{layers}"
 
     def _format_subject(self) -> str:
         operator = shorten_operator(self.operator)
@@ -165,21 +163,11 @@ class _AlignedRows:
         return _sum_bytes(self.b) - _sum_bytes(self.a)
 
 
-def _keep_parameter(operand: str) -> str:
-    """Return the operand if it is a parameter. If two operands have equal sizes, a report may name either."""
-    return "" if is_operator(operand) else operand
-
-
-def _choose_typical(rows: list[Row]) -> Row:
-    operands = [_fold(row).get("of") for row in rows]
-    return rows[operands.index(Counter(operands).most_common(1)[0][0])]
-
-
 def _sum_bytes(rows: list[Row]) -> int:
     return sum(row["bytes"] for row in rows)
 
 
-def _fold(row: Row) -> Row:
+def _merge_layers_of(row: Row) -> Row:
     return merge_layers([row])[0]
 
 
@@ -195,9 +183,10 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
     groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _AlignedRows]] = {}
     for side, rows in (("a", rows_a), ("b", rows_b)):
         for row in rows:
-            folded = _fold(row)
-            tensor = folded["category"], folded["module"], tuple(folded["shape"]), folded["dtype"]
-            origin = folded["operator"], _keep_parameter(folded.get("of") or "")
+            merged_row = _merge_layers_of(row)
+            tensor = merged_row["category"], merged_row["module"], tuple(merged_row["shape"]), merged_row["dtype"]
+            operand = merged_row.get("of") or ""  # if two operands have equal sizes, a report may name either
+            origin = merged_row["operator"], "" if is_operator(operand) else operand
             getattr(groups.setdefault(tensor, {}).setdefault(origin, _AlignedRows()), side).append(row)
     for by_origin in groups.values():
         aligned = by_origin.values()
@@ -215,8 +204,10 @@ def _make_difference(
     moment: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns
 ) -> TensorDifference:
     layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
-    row = _choose_typical(described.b if aligned.difference_bytes > 0 else described.a)
-    shown = _fold(row) if layers > 1 else row
+    rows = described.b if aligned.difference_bytes > 0 else described.a
+    operands = [_merge_layers_of(row).get("of") for row in rows]
+    row = rows[operands.index(Counter(operands).most_common(1)[0][0])]
+    shown = _merge_layers_of(row) if layers > 1 else row
     return TensorDifference(
         moment=moment,
         **{name: shown[name] for name in ("category", "module", "operator", "dtype")},
