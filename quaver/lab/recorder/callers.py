@@ -30,7 +30,7 @@ NOT_MODEL_CODE = (
     "contextlib",
     "functools",
 )
-"""Prefixes of Python modules whose frames are skipped: they are not the model's code, or call functions for others."""
+"""Prefixes of Python modules whose frames are skipped: they are not the model's code, or only call functions."""
 
 
 class Caller(NamedTuple):

@@ -1,4 +1,4 @@
-"""Tests what initial weights are drawn, and that every layout of ranks holds the parts of the same ones."""
+"""Tests what initial weights are drawn, and that every layout of ranks holds the shards of the same ones."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims
 
 CPU = torch.device("cpu")
-# 68 rows over 2 tensor parallel and 4 sharding ranks are 9, 9, 9 and 7 of each half: unlike parts.
+# 68 rows over 2 tensor parallel and 4 sharding ranks are 9, 9, 9 and 7 of each half: unlike shards.
 CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
 
 
@@ -80,16 +80,16 @@ def test_each_rank_holds_its_shard_of_the_same_weights(sizes):
         dims = ParallelDims(*sizes, rank=rank)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
         try:
-            parts = dict(make_llama(seed=3, dims=dims).named_parameters())
+            shards = dict(make_llama(seed=3, dims=dims).named_parameters())
         finally:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it keeps the meshes that it has seen, with their rank
         shard_rank = dims.data_parallel_rank % dims.shard
-        for name, parameter in parts.items():
-            part = expected[name]
-            if part.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
+        for name, parameter in shards.items():
+            shard = expected[name]
+            if shard.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
                 dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-                part = part.chunk(dims.tensor, dim)[rank % dims.tensor]
-            part = part.chunk(dims.shard)[shard_rank]
+                shard = shard.chunk(dims.tensor, dim)[rank % dims.tensor]
+            shard = shard.chunk(dims.shard)[shard_rank]
             assert isinstance(parameter, DTensor)
-            assert torch.equal(parameter.to_local(), part), (rank, name)
+            assert torch.equal(parameter.to_local(), shard), (rank, name)
