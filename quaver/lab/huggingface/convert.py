@@ -139,7 +139,7 @@ def export_hf(
     check_is_new(target)
     tokenizer_files = list_tokenizer_files(tokenizer) if tokenizer else []
     saved = open_checkpoint_model(find_checkpoint(checkpoint) or checkpoint, name)
-    config = make_hf_config(saved.model, dtype=dtype, usage=find_usage_settings(saved))
+    config = make_hf_config(saved.model, dtype=dtype, usage=read_usage_settings(saved))
     with write_new_folder(target) as partial:
         rounded = (
             (key, tensor if key.endswith(FLOAT32_LEAF) else tensor.to(getattr(torch, dtype)))
@@ -216,7 +216,7 @@ def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def find_usage_settings(saved: CheckpointModel) -> dict[str, Any]:
+def read_usage_settings(saved: CheckpointModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
     if "huggingface" in saved.record:
         return _select_usage_settings(saved.record["huggingface"])

@@ -55,7 +55,7 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
     convert_to_float8_training(model, config=float8_config, module_filter_fn=filter_fn)
 
     def make_hp_model() -> nn.Module:
-        model_class, _ = _find_model_class(folder, config)
+        model_class, _ = _get_model_class(folder, config)
         with _blame_folder(folder):
             hp_model: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return hp_model
@@ -66,7 +66,7 @@ def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[
 
 def build_meta_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Build the model of a Hugging Face folder on the meta device. Raises as `open_huggingface_source`."""
-    model_class, model_config = _find_model_class(folder, config)
+    model_class, model_config = _get_model_class(folder, config)
     with torch.device("meta"), _blame_folder(folder):
         model: nn.Module = model_class._from_config(model_config)
     return model
@@ -87,7 +87,7 @@ def _blame_folder(folder: Path) -> Iterator[None]:
         raise InputError(f"transformers cannot build the model of {str(folder)!r}: {text}") from error
 
 
-def _find_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+def _get_model_class(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the class in transformers of a folder's model, and its config.
 
     `architectures` in config.json names the class. Without it, the class is the causal language model, else the

@@ -16,7 +16,7 @@ from torch import nn
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.lab.huggingface.config import make_hf_config
-from quaver.lab.huggingface.convert import CheckpointModel, find_usage_settings, make_section, open_checkpoint_model
+from quaver.lab.huggingface.convert import CheckpointModel, make_section, open_checkpoint_model, read_usage_settings
 from quaver.lab.huggingface.export_source import ExportSource
 from quaver.lab.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.model.float8 import convert_filtered
@@ -72,7 +72,7 @@ def make_run_source(
     return ExportSource(
         model=model,
         weights=ChainMap(make_empty_shared_experts(saved.model), typing.cast(Any, saved.open_weights())),
-        config=make_hf_config(saved.model, dtype="bfloat16", usage=find_usage_settings(saved)),
+        config=make_hf_config(saved.model, dtype="bfloat16", usage=read_usage_settings(saved)),
         make_hp_model=make_hp_model,
         origin={"source": f"{checkpoint.name}/{saved.weights_path.name} of quaver train", "step": progress["step"]},
         rounded_from=_choose_forward_dtype(saved, config),
