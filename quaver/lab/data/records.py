@@ -63,10 +63,10 @@ def _get_field(line: bytes, field: str, place: str, skipped: SkippedItems) -> An
         return None
     value = content.get(field) if isinstance(content, dict) else None
     if value is None:
-        found = f"a {type(content).__name__}"
+        given = f"a {type(content).__name__}"
         if isinstance(content, dict):
-            found = "null in it" if field in content else f"an object without the field {field!r}"
-        skipped.add_corrupt(place, f"expected an object with text in the field {field!r}, got {found}")
+            given = "null in it" if field in content else f"an object without the field {field!r}"
+        skipped.add_corrupt(place, f"expected an object with text in the field {field!r}, got {given}")
     return value
 
 

@@ -35,6 +35,8 @@ def read_device_spec(path: Path) -> DeviceSpec:
         InputError: the file is not TOML, a field is missing or unknown, a number is no plausible one, or the name
             belongs to a device whose measured rates quaver knows; or the file cannot be read.
     """
+    if path.exists() and not path.is_file():  # reading a FIFO would block
+        raise InputError(f"--spec {path}: expected a TOML file, which is a regular file")
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

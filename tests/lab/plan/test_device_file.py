@@ -1,5 +1,6 @@
 """Tests that a file defines a GPU that quaver has no numbers of."""
 
+import os
 import re
 
 import pytest
@@ -48,4 +49,11 @@ def test_what_is_no_device_is_refused(change, message, tmp_path):
     old, (new, expected) = change, message
     (tmp_path / "gpu.toml").write_text(WHOLE.replace(old, new))
     with pytest.raises(InputError, match=re.escape(expected)):
+        read_device_spec(tmp_path / "gpu.toml")
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_is_refused_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "gpu.toml")
+    with pytest.raises(InputError, match="expected a TOML file, which is a regular file"):
         read_device_spec(tmp_path / "gpu.toml")
