@@ -39,9 +39,8 @@ _MODULE_OF_VERB = {"import": "import_weights"}
 TRAIN_EXTRA_MODULES = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
 """The modules of the extra `quaver[train]` in pyproject.toml."""
 
-
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
-"""The words before the reason in the RuntimeError of torch's allocator on a CPU, which has no type of its own."""
+"""The words before the reason in the RuntimeError that torch's CPU allocator raises; no subclass marks it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print_error(f"this machine lacks the memory{details}; make the model or the batch smaller")
         return EXIT_BAD_INPUT
     except SystemExit as stopped:
-        if stopped.code == EXIT_NOT_WRITTEN:  # the disk that is full may be that of stdout
+        if stopped.code == EXIT_NOT_WRITTEN:  # stdout may be on the full disk
             _discard_stdout()
         raise
     except KeyboardInterrupt:
@@ -132,7 +131,7 @@ def _interrupt_on_sigterm() -> Iterator[None]:
 def _open_closed_streams() -> None:
     """Open /dev/null for each standard stream that the shell closed, as a daemon's may be.
 
-    print would write errors to stdout if `sys.stderr` is None, and the next file to be opened would take its number.
+    Otherwise print(file=sys.stderr) would write errors to stdout, and the next opened file would take the number.
     """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:

@@ -55,8 +55,8 @@ class TokenCache:
     def get(self, build: Build, label: str, total_bytes: int) -> CacheEntry:
         """Return the entry. If it does not exist, `build` makes it, and `label` is shown meanwhile.
 
-        Of several processes that ask at once, one builds. A damaged entry is made again, and the process that does so
-        says it on stderr. Opening an intact entry writes nothing.
+        Of several processes that ask at once, one builds. It replaces a damaged entry after a line on stderr. Opening
+        an intact entry writes nothing.
 
         Raises:
             InputError: if the folder belongs to another user, and the current user may write it.
@@ -93,7 +93,7 @@ class TokenCache:
         return entry
 
     def _open_entry(self) -> tuple[CacheEntry | None, str]:
-        """Return the entry and ""; or None and what is wrong with it, "" if there is none."""
+        """Return the entry and ""; None and what is wrong with a damaged entry; or None and "" if none exists."""
         try:
             size = count_entry_bytes(self.entry_folder)
             if size > LARGE_ENTRY_BYTES:

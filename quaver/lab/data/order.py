@@ -18,7 +18,7 @@ UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
 
 FEISTEL_ROUNDS = 8
 MIN_HALF_BITS = 3
-"""With fewer bits in a half, the network produces too few of the possible orders."""
+"""A network with fewer bits in a half produces too few of the possible orders."""
 
 
 def compute_stream_indices(first: int, length: int, epoch_len: int, seed: int) -> Int64Array:

@@ -69,7 +69,7 @@ class TokenData:
         Microbatch m of data-parallel rank r of n is microbatch m * n + r of a single process.
 
         Args:
-            consumed_sequences: those that earlier steps took on all ranks, training.step_batch_size in each step.
+            consumed_sequences: the number that earlier steps took on all ranks, training.step_batch_size per step.
         """
         epoch_len = self.train.count_sequences(training.seq_len)
         indices = compute_stream_indices(consumed_sequences, training.step_batch_size, epoch_len, training.seed)

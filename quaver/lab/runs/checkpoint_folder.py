@@ -10,9 +10,9 @@
 A rename within one folder is atomic: a crash at any moment leaves the complete checkpoints as they were.
 
 [Note: one history] The complete checkpoints and the records of metrics belong to one history. A resume from an earlier
-step first renames the later checkpoints, the last one first, and then removes the later records. A crash in between
-leaves checkpoints of the old history alone, or of the new one alone, and the next resume removes the records after
-the newest. Checkpoints set aside stay on the disk until the new history has a complete one.
+step first renames the later checkpoints, the last one first, and then removes the later records. After a crash in
+between, all complete checkpoints are of one history, and the next resume removes the records after the newest.
+Checkpoints set aside stay on the disk until the new history has a complete one.
 """
 
 import json
@@ -155,10 +155,7 @@ class CheckpointFolder:
         rename_and_flush(self.get_partial_path(step), self.get_path(step))
 
     def prune(self, keep_latest_k: int) -> None:
-        """Remove partial checkpoints, those set aside, and all but the newest `keep_latest_k` complete ones.
-
-        0 keeps all complete ones.
-        """
+        """Remove partial and set-aside checkpoints, and complete ones before the newest `keep_latest_k`, unless 0."""
         for step in self.list_steps()[:-keep_latest_k] if keep_latest_k else []:
             # An interrupted removal leaves nothing that looks complete.
             self.get_path(step).rename(self._get_removed_path(step))
@@ -167,7 +164,7 @@ class CheckpointFolder:
             shutil.rmtree(aside)
 
     def remove_partials(self) -> None:
-        """Remove the folders that are being written or deleted, also those that a killed process left."""
+        """Remove the folders that are being written or deleted, or that a killed process left."""
         for partial in self.path.glob(".step-*.partial"):
             shutil.rmtree(partial)
 

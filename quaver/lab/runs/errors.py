@@ -57,7 +57,7 @@ class OutputFailures:
             self._first_error = self._first_error or error
 
     def describe_other_error(self, ending_error: Exception) -> str:
-        """Return the error that this rank has kept in one line; "" if it is the `ending_error`, or there is none."""
+        """Return the error that this rank has kept in one line; "" without one, or if it is the `ending_error`."""
         kept = self._first_error
         if kept is None or kept is ending_error:
             return ""

@@ -72,7 +72,7 @@ def collect_state(trained: SavedModel, optimizer: torch.optim.Optimizer | None =
 
 
 def load_model(trained: SavedModel, path: Path, saved_optimizer: str) -> None:
-    """Load a model and its optimizer, and convert the states if they are those of another optimizer."""
+    """Load a model and its optimizer, and convert states that another optimizer saved."""
     optimizer = trained.optimizer
     if saved_optimizer != trained.config.optimizer.name:
         optimizer = trained.make_optimizer(saved_optimizer)
@@ -99,7 +99,7 @@ def resize_histories(scales: dict[str, Tensor], metadata: Metadata, path: Path) 
     `Float8ScalingState.load_state_dict` then takes the newest entries, while DCP loads only into the saved shape.
 
     Raises:
-        CheckpointError: the saved shape is neither that of the tensor nor of a history.
+        CheckpointError: a saved shape is neither the tensor's nor a history's.
     """
     saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("float8.")}
     for name, tensor in scales.items():
@@ -139,7 +139,7 @@ def collect_rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def load_rng_states(path: Path, saved_world_size: int, ranks: Ranks, device: torch.device) -> str:
-    """Load the states of torch's generators on this rank, and return a note on those that were not saved, or ""."""
+    """Load the states of torch's generators on this rank, and return a note on states that were not saved, or ""."""
     if saved_world_size != ranks.world_size:
         other_states = f"the states of {saved_world_size} ranks"
         return f"random number generators begin with training.seed: the checkpoint has {other_states}"

@@ -84,7 +84,7 @@ class Ranks:
         later than rank 0. If a rank does not read the answer, rank 0 refuses the run by itself.
 
         Raises:
-            TimeoutError: rank 0 has not answered for twice as long, on another rank.
+            TimeoutError: on another rank, if rank 0 does not answer for twice as long.
         """
         if self.is_alone:
             return refusal

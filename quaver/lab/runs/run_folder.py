@@ -88,8 +88,8 @@ class RunFolder:
     def begin(self, config: TrainConfig) -> list[str]:
         """Write the resolved config, set the checkpoints after the resumed step aside, and remove its later records.
 
-        See [Note: one history] in checkpoint_folder.py. If there are such records, the id of the run at Weights &
-        Biases is removed too, where they stay. So is the summary, which says how an earlier start ended.
+        See [Note: one history] in checkpoint_folder.py. It also removes the summary, which says how an earlier start
+        ended; and, if there are later records, the run's id at Weights & Biases, where they stay.
 
         Returns:
             Notes for the user: what is removed or missing.

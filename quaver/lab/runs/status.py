@@ -16,7 +16,7 @@ class RunStatus(StrEnum):
     INTERRUPTED = "interrupted"
     """After Ctrl-C, SIGTERM or SIGHUP."""
     ALARM = "alarm"
-    """With numerics.on_alarm = stop."""
+    """Ended by an alarm with numerics.on_alarm = stop."""
     NONFINITE = "non-finite"
     CHECKPOINT_FAILED = "checkpoint failed"
     FAILED = "failed"

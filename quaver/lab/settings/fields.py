@@ -50,7 +50,7 @@ def _expand_home(path: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(_expand_home)]
-"""A path of a command's option, in which ~ is expanded when the option is checked. The shell leaves that of
+"""A path of a command's option, in which ~ is expanded when the option is checked: the shell does not expand
 `--html=~/page.html`. The paths of a run's config are expanded where they are read, so that config.toml keeps the ~."""
 
 

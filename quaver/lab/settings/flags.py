@@ -60,7 +60,7 @@ def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_
 
 
 def make_unknown_flag_error(word: str, names: Collection[str], *, prog: str) -> InputError:
-    """Return the error for the flag `word` of the command `prog`, which is none of the settings `names`."""
+    """Return the error for the flag `word` of the command `prog`, which has the settings `names`."""
     flag = word.partition("=")[0]
     name, fallback = flag[2:].replace("-", "_"), _format_help_hint(prog)
     hint = suggest_nearest(name, names, fallback=fallback, format_name=_format_flag)
