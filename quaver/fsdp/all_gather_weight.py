@@ -56,7 +56,7 @@ from quaver.fsdp.scaled_shard import AllGatherInputs, AllGatherMetadata, ScaledS
 from quaver.fsdp.scales import list_layouts
 from quaver.fsdp.shard import LocatedShard
 from quaver.fsdp.weight_group import (
-    check_ranks_gather_alike,
+    check_ranks_agree_on_gather,
     get_all_gather_state,
     get_current_shard,
     get_or_compute_whole_scales,
@@ -84,10 +84,10 @@ aten = torch.ops.aten
 class _Padding:
     """Marks zeros and their views until FSDP2 copies the shard to their beginning; see [Note: padding]."""
 
-    __slots__ = ("unused",)
+    __slots__ = ("awaits_copy",)
 
     def __init__(self) -> None:
-        self.unused = True
+        self.awaits_copy = True
 
 
 class Float8AllGatherWeight(ScaledShard):
@@ -124,17 +124,17 @@ class Float8AllGatherWeight(ScaledShard):
         While `high_precision_matmuls` includes a matmul that reads the weight, one tensor in high precision instead.
         """
         weight = ModuleWeight(module, self.shard_state.name)
-        check_ranks_gather_alike(weight)
+        check_ranks_agree_on_gather(weight)
         if not weight.config.casts.weight.is_float8:
             shard = get_current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
             return (_pad_to_chunk(shard, values, None),), AllGatherMetadata([], [], shard.whole_shape, values.dtype)
         cast_once = get_all_gather_state(module).cast_once_shards.get(weight.name)
         if cast_once is None:
-            return self._make_inputs(mesh, weight)
-        return cast_once.get_all_gather_inputs(lambda: self._make_inputs(mesh, weight))
+            return self._make_all_gather_inputs(mesh, weight)
+        return cast_once.get_all_gather_inputs(lambda: self._make_all_gather_inputs(mesh, weight))
 
-    def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
+    def _make_all_gather_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
         """Quantize the shard: with the persistent scale of the weight if it is known, else with dynamic scales.
 
         Only dynamic scales need a collective. A persistent scale is equal on every rank.
@@ -200,18 +200,18 @@ class Float8AllGatherWeight(ScaledShard):
         lengths = [cast_scales.dequant.numel() for cast_scales in scales]
         unsharded = None
         if out is None:
-            vector = scales[0].dequant.new_empty(sum(lengths))
+            flat_dequant_scales = scales[0].dequant.new_empty(sum(lengths))
         else:
             unsharded = typing.cast(Float8Tensor, get_local_tensor(out))
-            vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
+            flat_dequant_scales = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
-        with torch.no_grad(), keep_versions(vector):  # FSDP2 does the same for the memory of the codes
-            parts = vector.split(lengths)
+        with torch.no_grad(), keep_versions(flat_dequant_scales):  # FSDP2 does the same for the memory of the codes
+            parts = flat_dequant_scales.split(lengths)
             for code, part, cast_scales, layout in zip(codes, parts, scales, layouts, strict=True):
                 scale = part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)
                 operands.append(Operand(code, scale, layout, None, cast_scales.outer))
         if unsharded is None:
-            return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
+            return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (flat_dequant_scales,)
         unsharded.set_operands(operands[0], operands[-1])
         return None
 
@@ -288,9 +288,11 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     if not (isinstance(to, Float8AllGatherWeight) and isinstance(source, Float8AllGatherWeight)):
         return False
     padding = to.padding
-    if padding is None or not padding.unused or source.shard_state is not to.shard_state or source.padding is padding:
+    if padding is None or not padding.awaits_copy:
         return False
-    padding.unused = False
+    if source.shard_state is not to.shard_state or source.padding is padding:
+        return False
+    padding.awaits_copy = False
     return True
 
 

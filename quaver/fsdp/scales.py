@@ -81,16 +81,16 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
         weights: the weights of the shards, in the same order. `get_rounding_rule` returns one rule for all of them.
     """
 
-    def is_over_tp(cast: _WeightCast) -> bool:
+    def reduces_tp_dim(cast: _WeightCast) -> bool:
         """Return whether tensor parallelism sharded the dim that the scales of a cast reduce."""
         tp_dim = shards[cast.weight_index].tp_dim
         return tp_dim is not None and cast.layout[tp_dim] == ALL
 
     casts = [_WeightCast(i, layout) for i, weight in enumerate(weights) for layout in list_layouts(weight)]
-    casts.sort(key=is_over_tp)  # last, so that their amaxes are one slice
+    casts.sort(key=reduces_tp_dim)  # last, so that their amaxes are one slice
     shapes = [_get_scale_shape(cast.layout, shards[cast.weight_index].whole_shape) for cast in casts]
     lengths = [math.prod(shape) for shape in shapes]
-    tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
+    tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not reduces_tp_dim(cast))
     amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
     scales: dict[_WeightCast, CastScales] = {}
@@ -110,13 +110,15 @@ def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[_Weigh
     tensorwise = [
         cast for cast in casts if cast.layout.is_tensorwise and len(shards[cast.weight_index].whole_shape) == 2
     ]
-    amax_of = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
-    with_elements = [cast for cast in tensorwise if shards[cast.weight_index].local.numel()]
-    if with_elements:  # one multi-tensor kernel for all of them
-        norms = torch._foreach_norm([shards[cast.weight_index].local for cast in with_elements], torch.inf)
-        amax_of.update({cast: norm.view(1) for cast, norm in zip(with_elements, norms, strict=True)})
+    tensorwise_amaxes = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
+    nonempty_casts = [cast for cast in tensorwise if shards[cast.weight_index].local.numel()]
+    if nonempty_casts:  # one multi-tensor kernel for all of them
+        norms = torch._foreach_norm([shards[cast.weight_index].local for cast in nonempty_casts], torch.inf)
+        tensorwise_amaxes.update({cast: norm.view(1) for cast, norm in zip(nonempty_casts, norms, strict=True)})
     vectors = [
-        amax_of[cast] if cast in amax_of else _compute_flat_amaxes(shards[cast.weight_index], cast.layout)
+        tensorwise_amaxes[cast]
+        if cast in tensorwise_amaxes
+        else _compute_flat_amaxes(shards[cast.weight_index], cast.layout)
         for cast in casts
     ]
     return torch.cat(vectors).float()
@@ -163,5 +165,5 @@ def _reduce_amaxes(amaxes: Tensor, tp_start: int, shard: LocatedShard) -> Tensor
     amaxes = all_reduce_max(amaxes, shard.fsdp_group)
     if shard.tp_group is None or tp_start == amaxes.numel():
         return amaxes
-    both = all_reduce_max(amaxes[tp_start:].contiguous(), shard.tp_group)
-    return torch.cat([amaxes[:tp_start], both])
+    tp_amaxes = all_reduce_max(amaxes[tp_start:].contiguous(), shard.tp_group)
+    return torch.cat([amaxes[:tp_start], tp_amaxes])

@@ -132,7 +132,7 @@ def _needs_scales(weight: ModuleWeight) -> bool:
     return scale is None or not scale.is_known
 
 
-def check_ranks_gather_alike(weight: ModuleWeight) -> None:
+def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
     """Check, at the first all-gather of `weight` and after a change, that the ranks gather it and its group alike.
 
     A change is another config or a load of persistent scales. Both decide what a rank sends, and whether it first
@@ -263,13 +263,13 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 def precompute_scales(module: nn.Module) -> None:
     """Run `precompute_float8_dynamic_scale_for_fsdp` without its message."""
     named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sent_in_float8(weight)]
-    _check_weights_agree(module, named)
+    _check_ranks_agree_on_weights(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
     for group in _group_by_collective(needed).values():
         _compute_and_set_scales(group, are_precomputed=True)
 
 
-def _check_weights_agree(module: nn.Module, named: NamedWeights) -> None:
+def _check_ranks_agree_on_weights(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
     fingerprint = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
     check_ranks_agree_once(

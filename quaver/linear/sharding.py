@@ -86,8 +86,8 @@ class LinearSharding:
         self.group = mesh.get_group()
 
     def forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
-        """Run the forward of a sharded linear, after `check_ranks_cast_alike`."""
-        check_ranks_cast_alike(linear, self.group)
+        """Run the forward of a sharded linear, after `check_ranks_agree_on_linear`."""
+        check_ranks_agree_on_linear(linear, self.group)
         return self._forward(linear, input)
 
     def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ class RowwiseSharding(LinearSharding):
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         output = linear.forward_local(input, self)
-        layout = Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
-        return DTensor.from_local(output, self.mesh, [layout], run_check=False)
+        placement = Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
+        return DTensor.from_local(output, self.mesh, [placement], run_check=False)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         if self.sequence_dim is None:
@@ -234,22 +234,22 @@ class PartialSumSharding(RowwiseSharding):
 class ReplicatedSharding(LinearSharding):
     """weight [N, K] on every rank; the input is replicated or sharded by token, and the output has its placement."""
 
-    def __init__(self, mesh: DeviceMesh, layout: Placement) -> None:
-        """`layout`: the placement of the input, Replicate() or Shard of a dim before the last."""
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        """`placement`: the input's, Replicate() or Shard of a dim before the last."""
         super().__init__(mesh)
-        self.layout = layout
-        self.input_dim = self.grad_output_dim = None if layout == Replicate() else 0  # tokens
+        self.placement = placement
+        self.input_dim = self.grad_output_dim = None if placement == Replicate() else 0  # tokens
 
     def get_local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        placements = [Replicate() if self.layout == Replicate() else Partial()]  # of the gradients
+        placements = [Replicate() if self.placement == Replicate() else Partial()]  # of the gradients
         local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
         return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
 
     def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
-        """See `LinearSharding`. Returns a DTensor in `layout`."""
-        local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
+        """See `LinearSharding`. Returns a DTensor in `placement`."""
+        local = typing.cast(DTensor, input).redistribute(placements=[self.placement]).to_local()
         output = linear.forward_local(local, self)
-        return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.layout)
+        return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.placement)
 
 
 _counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -258,7 +258,7 @@ _numbers: WeakKeyDictionary[ShardedLinear, int] = WeakKeyDictionary()
 """The number of each linear in the order of the first comparisons, which all ranks of a group run alike."""
 
 
-def check_ranks_cast_alike(linear: ShardedLinear, group: ProcessGroup) -> None:
+def check_ranks_agree_on_linear(linear: ShardedLinear, group: ProcessGroup) -> None:
     """Check, the first time and after a change, that the ranks of `group` run the collectives of `linear` alike.
 
     A change is another config, a load of persistent scales, or a weight that is frozen or trained. Compiled code does
@@ -324,9 +324,9 @@ def derive_sharding(linear: ShardedLinear, input: Tensor) -> LinearSharding:
     if linear.scale_slots is not None:
         linear.scale_slots.conversion_slots.ranks_read_is_known = True
     if not isinstance(placement, Shard):
-        layout = input.placements[0]
-        by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1
-        return ReplicatedSharding(weight.device_mesh, layout if by_token else Replicate())
+        input_placement = input.placements[0]
+        is_by_token = isinstance(input_placement, Shard) and input_placement.dim % input.dim() < input.dim() - 1
+        return ReplicatedSharding(weight.device_mesh, input_placement if is_by_token else Replicate())
     check_can_be_sharded(linear, placement.dim, weight.device_mesh.size())
     return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else PartialSumSharding(weight.device_mesh)
 

@@ -59,7 +59,7 @@ class TokenDispatch:
 
     def __init__(
         self,
-        pairs: int,
+        num_pairs: int,
         ends: Tensor,
         counts: Tensor,
         sent_counts: list[int],
@@ -71,25 +71,25 @@ class TokenDispatch:
 
         `counts` [R, E / R]: rows from each rank for each local expert; `sent_counts`, `received_counts`: rows per rank.
         """
-        self._pairs, self._all_ends, self._group = pairs, ends, group
+        self._num_pairs, self._all_ends, self._group = num_pairs, ends, group
         self._sent_counts, self._received_counts = sent_counts, received_counts
         self._grad_weight_from_codes = grad_weight_from_codes
         local_experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
         received_experts = local_experts.repeat_interleave(counts.flatten(), output_size=sum(received_counts))
-        self.row_experts, self._by_expert = torch.sort(received_experts, stable=True)
+        self.row_experts, self._expert_order = torch.sort(received_experts, stable=True)
         self.ends = counts.sum(0).cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Send rows sorted by expert, [pairs, columns] -> [local rows, columns], except rows past the last end."""
-        return all_to_all(rows[: sum(self._sent_counts)], self._received_counts, self._sent_counts, self._group)[
-            self._by_expert
-        ]
+        sent = rows[: sum(self._sent_counts)]
+        return all_to_all(sent, self._received_counts, self._sent_counts, self._group)[self._expert_order]
 
     def combine(self, rows: Tensor) -> Tensor:
         """Send rows back, [local rows, columns] -> [pairs, columns], 0 past the last end."""
-        by_rank = torch.empty_like(rows)
-        by_rank[self._by_expert] = rows
-        return pad_rows(all_to_all(by_rank, self._sent_counts, self._received_counts, self._group), self._pairs)
+        rows_by_rank = torch.empty_like(rows)
+        rows_by_rank[self._expert_order] = rows
+        returned = all_to_all(rows_by_rank, self._sent_counts, self._received_counts, self._group)
+        return pad_rows(returned, self._num_pairs)
 
     def quantize(self, hp: Tensor, casts: OperandCasts, *, row: bool, column: bool) -> Operands:
         """Return the operands of `dispatch(hp)`; see [Note: what is sent as codes]."""
@@ -178,8 +178,9 @@ class ExpertDispatcher:
     def _warn_of_equal_tokens(self, tokens: Tensor, group: ProcessGroup) -> None:
         """Warn on the first rank if the tokens of all ranks have the same number and norm. A collective."""
         norm = torch.linalg.vector_norm(tokens.detach(), dtype=torch.float32)
-        figures = all_gather(torch.stack([norm, norm.new_tensor(len(tokens))]).view(1, 2), 0, group)
-        if len(tokens) and figures.equal(figures[:1].expand_as(figures)) and group.rank() == 0:
+        norms_and_counts = all_gather(torch.stack([norm, norm.new_tensor(len(tokens))]).view(1, 2), 0, group)
+        are_equal = norms_and_counts.equal(norms_and_counts[:1].expand_as(norms_and_counts))
+        if len(tokens) and are_equal and group.rank() == 0:
             warn_user(
                 f"all {self.ranks} ranks of expert parallelism have the same tokens, so the gradients of the experts' "
                 f"weights are {self.ranks} times those of one rank's loss. The ranks of tensor parallelism have the "
@@ -194,12 +195,12 @@ class ExpertDispatcher:
             for a rank that agrees about `call`.
         """
         ranks = self.mesh.size()
-        own_counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
+        counts_to_send = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         digest = zlib.crc32(call.encode())
-        announced = torch.cat([own_counts, own_counts.new_full((ranks, 1), digest)], 1)
-        received_lines = all_to_all(announced, [1] * ranks, [1] * ranks, self.mesh.get_group())
+        sent_lines = torch.cat([counts_to_send, counts_to_send.new_full((ranks, 1), digest)], 1)
+        received_lines = all_to_all(sent_lines, [1] * ranks, [1] * ranks, self.mesh.get_group())
         counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
-        return counts, torch.stack([own_counts.sum(1), counts.sum(1), differences])
+        return counts, torch.stack([counts_to_send.sum(1), counts.sum(1), differences])
 
     def describe_precision(self, experts: nn.Module) -> str:
         """See `Dispatcher`."""
@@ -299,13 +300,13 @@ def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
 
     Other errors, such as those of a network, stay as they are, with a note that says what the backend must support.
     """
-    one_each, group = [1] * mesh.size(), mesh.get_group()
+    split_sizes, group = [1] * mesh.size(), mesh.get_group()
     needed = f"expert parallelism sends codes by all_to_all_single of uint8 on {device.type}; use gloo or nccl"
     backends = dist.get_backend_config(group)
     if device.type not in [backend.partition(":")[0] for backend in backends.split(",")]:
         raise NotImplementedError(f"{needed}, got a process group of {backends}")
     try:
-        all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), one_each, one_each, group)
+        all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), split_sizes, split_sizes, group)
     except NotImplementedError as error:
         raise NotImplementedError(f"{needed}, got a process group of {backends} ({error})") from error
     except RuntimeError as error:

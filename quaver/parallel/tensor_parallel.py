@@ -37,7 +37,7 @@ from quaver.linear.sharding import (
     LinearSharding,
     RowwiseSharding,
     check_can_be_sharded,
-    check_ranks_cast_alike,
+    check_ranks_agree_on_linear,
     to_local,
 )
 from quaver.linear.tensor import Float8Tensor
@@ -69,7 +69,7 @@ def _require_one_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
-    check_ranks_cast_alike(linear, sharding.group)
+    check_ranks_agree_on_linear(linear, sharding.group)
     linear.sharding = sharding
     if linear.scale_slots is not None:
         linear.scale_slots.conversion_slots.ranks_read_is_known = True
@@ -114,7 +114,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
-        check_ranks_cast_alike(mod, device_mesh.get_group())
+        check_ranks_agree_on_linear(mod, device_mesh.get_group())
         input, all_gather_input = inputs[0], mod.sharding.all_gather_input
         if isinstance(to_local(input), Float8Tensor):
             return typing.cast(Tensor, input)
@@ -244,7 +244,7 @@ class _PrepareHook:
             self.follow_config()
         for child in module.modules():
             if isinstance(child, Float8Linear):
-                check_ranks_cast_alike(child, self.mesh.get_group())
+                check_ranks_agree_on_linear(child, self.mesh.get_group())
         if kwargs is None:
             return self.style._prepare_input_fn(inputs, self.mesh)
         return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)

@@ -49,18 +49,18 @@ def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, subjec
         raise RuntimeError(disagreement)
 
 
-def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, subject: str, earlier: str) -> str:
-    """Compare `lines` and the disagreement in an `earlier` group; return "" if they are the same on every rank."""
+def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, subject: str, earlier_disagreement: str) -> str:
+    """Compare `lines` and the disagreement in an `earlier_disagreement` group; return "" if they are the same on every rank."""
     if dist.get_backend(group) == "fake":  # one process without other ranks, perhaps under FakeTensorMode
         return ""
-    digest = hashlib.sha256("\n".join([*lines, earlier]).encode()).digest()
+    digest = hashlib.sha256("\n".join([*lines, earlier_disagreement]).encode()).digest()
     words = [word >> 1 for word in struct.unpack("<2I", digest[:8])]
     bounds = torch.tensor([[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group))
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if (bounds[0] == -bounds[1]).all():
         return ""
     gathered: list[tuple[list[str], str]] = [([], "")] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (list(lines), earlier), group)
+    dist.all_gather_object(gathered, (list(lines), earlier_disagreement), group)
     ranks = dist.get_process_group_ranks(group)
     first_lines = gathered[0][0]
     for rank, (rank_lines, rank_earlier) in zip(ranks, gathered, strict=True):
@@ -210,7 +210,7 @@ def run_on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = Non
         failure = error
     rank = dist.get_rank(group)
     outcomes: list[tuple[Any, Exception | None]] = [(None, None)] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, (result, failure if failure is None else _make_sendable(failure, rank)), group)
+    dist.all_gather_object(outcomes, (result, failure if failure is None else _make_picklable(failure, rank)), group)
     failures = {index: error for index, (_, error) in enumerate(outcomes) if error is not None}
     if failures:
         first = min(failures)
@@ -228,7 +228,7 @@ def run_on_first_rank(action: Callable[[], object], group: ProcessGroup | None =
     run_on_every_rank(run_if_first, group)
 
 
-def _make_sendable(error: Exception, rank: int) -> Exception:
+def _make_picklable(error: Exception, rank: int) -> Exception:
     """Return a copy of `error` to send, or a RuntimeError with its text if pickle fails. A note names the rank."""
     try:
         sent: Exception = pickle.loads(pickle.dumps(error))
