@@ -143,8 +143,8 @@ def check_ranks_agree_after_change(
 
 
 _ADVICE = (
-    "change modules, weights, configs and loaded scales on all ranks between the same two steps, and compile all ranks "
-    "or none"
+    "change modules, weights, configs and loaded scales on all ranks between the same two steps. Compiled linears "
+    "report no change: compile all ranks or none"
 )
 
 
@@ -172,7 +172,9 @@ def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> No
     except dist.DistStoreError as error:
         # The last rank may have called since. Then no rank is missing, and this one goes on, as the others do.
         if _add_to_counter(store, counter_key, -1, limit=round_number * ranks) < round_number * ranks:
-            raise RuntimeError(f"{event} on rank {dist.get_rank()}, but not on every rank: {advice}") from error
+            raise RuntimeError(
+                f"{event} on rank {dist.get_rank()}, and not every rank reported it: {advice}"
+            ) from error
 
 
 def _add_to_counter(store: Any, key: str, number: int, *, limit: float = math.inf) -> int:

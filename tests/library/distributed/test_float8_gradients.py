@@ -151,7 +151,8 @@ def _reduce_alone(make):
 def test_a_rank_that_calls_alone_raises(make):
     _, message = run(2, _reduce_alone, make, collective_timeout=4)
     assert message == (
-        "RuntimeError: reduce_gradients_in_float8 was called on rank 1, but not on every rank: call it on all ranks"
+        "RuntimeError: reduce_gradients_in_float8 was called on rank 1, and not every rank reported it: call it on all "
+        "ranks"
     )
 
 

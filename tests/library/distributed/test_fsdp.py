@@ -57,7 +57,10 @@ def _write(precompute, *names):
 @pytest.mark.parametrize("precompute", [False, True])
 def test_ranks_that_do_not_write_to_the_same_weights_raise(precompute):
     message, _ = run(2, _write, precompute, "0.up.weight", "", collective_timeout=6)
-    assert "was written to outside of the usual step on rank 0, but not on every rank: change modules, w" in message
+    assert (
+        "was written to outside of the usual step on rank 0, and not every rank reported it: change modules, w"
+        in message
+    )
     for message in run(2, _write, precompute, "0.up.weight", "0.down.weight", collective_timeout=6):
         assert "written to: rank 0 has '0.up', rank 1 has '0.down'" in message
     assert run(2, _write, precompute, "0.up.weight", "0.up.weight", collective_timeout=6) == ["no error"] * 2

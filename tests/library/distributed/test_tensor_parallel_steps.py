@@ -288,8 +288,24 @@ def _freeze(model):
 )
 def test_a_rank_that_changes_alone_raises(change, spread):
     alone, _ = run(2, _change, change, spread, [0], collective_timeout=4)
-    assert "tensor-parallel linears changed on rank 0, but not on every rank: change modules" in alone
+    assert "tensor-parallel linears changed on rank 0, and not every rank reported it: change modules" in alone
     assert run(2, _change, change, spread, [0, 1]) == ["no error"] * 2
+
+
+def _change_compiled_and_eager():
+    linear = parallelize_module(Float8Linear(64, 64, config="rowwise"), world_mesh(), Float8ColwiseParallel())
+    if dist.get_rank() == 0:
+        linear.compile(fullgraph=True, backend="aot_eager")
+    linear(torch.ones(16, 64))
+    set_high_precision_matmuls(linear, ["output"])
+    return refusal(linear, torch.ones(16, 64))
+
+
+def test_an_eager_rank_beside_a_compiled_one_is_told_that_it_reports_no_change():
+    compiled, eager = run(2, _change_compiled_and_eager, collective_timeout=4)
+    assert compiled == "no error"
+    assert "and not every rank reported it" in eager
+    assert "Compiled linears report no change: compile all ranks or none" in eager
 
 
 @on_ranks(2)
