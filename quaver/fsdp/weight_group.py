@@ -13,7 +13,7 @@ import typing
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,8 @@ from quaver.fsdp.scaled_shard import AllGatherInputsCache, ScaledShard
 from quaver.fsdp.scales import compute_whole_scales, get_rounding_rule
 from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
-from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import CastScales
-from quaver.runtime.agreement import check_ranks_agree, check_ranks_agree_after_change, check_ranks_agree_once
+from quaver.runtime.agreement import check_ranks_agree_after_change, check_ranks_agree_once
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
 from quaver.runtime.module_names import format_module_name
@@ -45,14 +44,6 @@ _WRITTEN_WEIGHTS = "the weights to all-gather in float8 that were written to"
 _WRITE = "a weight to all-gather in float8 was written to outside of the usual step"
 
 
-class GatherSettings(NamedTuple):
-    """The state that decides how a weight is gathered, equal on all ranks."""
-
-    config: Float8LinearConfig
-    scale_loads: int
-    """How often its persistent scales were loaded."""
-
-
 class WeightGroup:
     """The weights of one model whose scales are computed together. Their modules share this object."""
 
@@ -62,7 +53,7 @@ class WeightGroup:
         """Names of weights that lacked scales together at an all-gather, as after each step of an optimizer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class AllGatherState:
     """The attribute `all_gather_state` of a module. It is not copied with the module, because a copy has no group."""
 
@@ -70,8 +61,6 @@ class AllGatherState:
     hooks: tuple[RemovableHandle, ...] = ()
     shards: dict[str, tuple[Tensor, LocatedShard]] = field(default_factory=dict)
     """Caches by name a weight and its `LocatedShard` with an empty `local`, because DTensor's queries are slow."""
-    agreed_settings: dict[str, GatherSettings] = field(default_factory=dict)
-    """The `GatherSettings` of each weight at the last comparison of the ranks, by name."""
     cast_once_shards: dict[str, AllGatherInputsCache] = field(default_factory=dict)
     """Shards by name, filled while a `cast_weights_once` is open."""
 
@@ -142,24 +131,32 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
         RuntimeError: on every rank, if the groups differ between ranks; on this rank, if only this one changed.
     """
     state = get_all_gather_state(weight.module)
-    if state.agreed_settings.get(weight.name) == _get_gather_settings(weight):
-        return
-    shard = get_current_shard(weight)
-    sharded = [(name, member) for name, member in state.weight_group.named_weights if _is_sharded(member)]
-    named = [(name, member) for name, member in sharded if get_current_shard(member).group_ranks == shard.group_ranks]
-    check = check_ranks_agree_after_change if weight.name in state.agreed_settings else check_ranks_agree
-    check(_describe_weights(named), *_list_groups(shard), subject=_GATHERED_WEIGHTS)
-    for _, member in named:
-        get_all_gather_state(member.module).agreed_settings[member.name] = _get_gather_settings(member)
+
+    def list_named() -> NamedWeights:
+        ranks = get_current_shard(weight).group_ranks
+        sharded = [(name, member) for name, member in state.weight_group.named_weights if _is_sharded(member)]
+        return [(name, member) for name, member in sharded if get_current_shard(member).group_ranks == ranks]
+
+    check_ranks_agree_once(
+        state,
+        _make_fingerprint(weight),
+        lambda: _describe_weights(list_named()),
+        lambda: _list_groups(get_current_shard(weight)),
+        subject=_GATHERED_WEIGHTS,
+        find_others=lambda: {
+            get_all_gather_state(member.module): _make_fingerprint(member) for _, member in list_named()
+        },
+    )
 
 
 def _list_groups(shard: LocatedShard) -> list[ProcessGroup]:
     return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
 
 
-def _get_gather_settings(weight: ModuleWeight) -> GatherSettings:
+def _make_fingerprint(weight: ModuleWeight) -> list[Any]:
+    """Return the state of the weight's module that decides how its weights are gathered."""
     slots = weight.scale_slots
-    return GatherSettings(weight.config, 0 if slots is None else slots.conversion_slots.loads)
+    return [weight.config, 0 if slots is None else slots.conversion_slots.loads]
 
 
 def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
@@ -271,7 +268,7 @@ def precompute_scales(module: nn.Module) -> None:
 
 def _check_ranks_agree_on_weights(module: nn.Module, named: NamedWeights) -> None:
     """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
-    fingerprint = [(weakref.ref(weight.module), weight.name, *_get_gather_settings(weight)) for _, weight in named]
+    fingerprint = [(weakref.ref(weight.module), weight.name, *_make_fingerprint(weight)) for _, weight in named]
     check_ranks_agree_once(
         module, fingerprint, lambda: _describe_weights(named), lambda: _find_groups(module), subject=_GATHERED_WEIGHTS
     )

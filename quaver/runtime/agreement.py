@@ -49,8 +49,10 @@ def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, subjec
         raise RuntimeError(disagreement)
 
 
-def _find_disagreement(lines: Sequence[str], group: ProcessGroup | None, subject: str, earlier_disagreement: str) -> str:
-    """Compare `lines` and the disagreement in an `earlier_disagreement` group; return "" if they are the same on every rank."""
+def _find_disagreement(
+    lines: Sequence[str], group: ProcessGroup | None, subject: str, earlier_disagreement: str
+) -> str:
+    """Compare `lines` and the disagreement in an earlier group; return "" if both are the same on every rank."""
     if dist.get_backend(group) == "fake":  # one process without other ranks, perhaps under FakeTensorMode
         return ""
     digest = hashlib.sha256("\n".join([*lines, earlier_disagreement]).encode()).digest()
@@ -102,6 +104,7 @@ def check_ranks_agree_once(
     find_groups: Callable[[], Sequence[ProcessGroup]],
     *,
     subject: str,
+    find_others: Callable[[], dict[Any, Any]] = dict,
 ) -> None:
     """Call `check_ranks_agree` the first time, and `check_ranks_agree_after_change` when `fingerprint` changes.
 
@@ -112,6 +115,7 @@ def check_ranks_agree_once(
         fingerprint: values that change whenever the lines do; must not refer to `owner`, which would then stay alive.
         describe: returns the lines.
         find_groups: returns the groups. Without one, nothing is compared yet, and the next call asks again.
+        find_others: returns the other owners that the lines describe, with their fingerprints.
     Raises:
         RuntimeError: the errors of `check_ranks_agree`; `fingerprint` changed on some ranks only.
     """
@@ -121,7 +125,8 @@ def check_ranks_agree_once(
     if groups := find_groups():
         check = check_ranks_agree_after_change if subject in agreed else check_ranks_agree
         check(describe(), *groups, subject=subject)
-        _agreed_fingerprints.setdefault(owner, {})[subject] = fingerprint
+        for compared, its_fingerprint in {**find_others(), owner: fingerprint}.items():
+            _agreed_fingerprints.setdefault(compared, {})[subject] = its_fingerprint
 
 
 def check_ranks_agree_after_change(
