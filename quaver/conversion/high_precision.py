@@ -72,11 +72,6 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Iterable[str] | Callab
         forget_unsharded(model, gathered)
     for module, config in configs.items():
         module.float8_config = config
-    for child in model.modules() if configs else ():
-        for holder in (getattr(child, "sharding", None), *child._forward_pre_hooks.values()):
-            follow: Any = getattr(holder, "follow_config", None)  # tensor parallelism's
-            if follow is not None:
-                follow()
 
 
 def iter_float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Module]]:

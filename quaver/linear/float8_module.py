@@ -33,6 +33,7 @@ class Float8Module(nn.Module):
         "_float8_config",
         "all_gather_state",
         "cast_once_weights",
+        "config_observers",
         "probes",
         "_last_run",
     )
@@ -44,6 +45,8 @@ class Float8Module(nn.Module):
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/all_gather_weight.py)."""
     cast_once_weights: dict[str, CastOnceOperands]
     """Quantized weights by name, while a `cast_weights_once` is open."""
+    config_observers: list[Callable[[], None]]
+    """Called when the module has a new config (parallel/input_all_gather.py)."""
     probes: Mapping[str, MatmulProbe] | None = None
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
     _last_run: LastRun
@@ -53,6 +56,7 @@ class Float8Module(nn.Module):
         self._float8_config = config
         self.all_gather_state = None
         self.cast_once_weights = {}
+        self.config_observers = []
         self._last_run = self._make_last_run()
 
     @property
@@ -67,6 +71,8 @@ class Float8Module(nn.Module):
         config = resolve_config(config)
         self.check_config(config)
         self._float8_config = config
+        for observe in self.config_observers:
+            observe()
 
     def check_config(self, config: Float8LinearConfig) -> None:
         """Raise ValueError if the module cannot run with `config`, given its scale slots and its sharding."""

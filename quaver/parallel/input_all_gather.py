@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quaver.kernels.operands import Operand, require
 from quaver.linear.function import get_output_dtype
@@ -29,7 +30,7 @@ class _AllGatherFloat8(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: Tensor,
-        dim: int,
+        sequence_dim: int,
         mesh: DeviceMesh,
         config: Float8LinearConfig,
         as_dtensor: bool,
@@ -38,19 +39,19 @@ class _AllGatherFloat8(torch.autograd.Function):
         amax_buffer: Tensor | None,
         is_known: Tensor | None,
     ) -> Any:
-        dim %= local.dim()
-        if dim == local.dim() - 1:
+        sequence_dim %= local.dim()
+        if sequence_dim == local.dim() - 1:
             raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
-        ctx.dim, ctx.mesh = dim, mesh
+        ctx.sequence_dim, ctx.mesh = sequence_dim, mesh
         group = mesh.get_group()
         dtype = get_output_dtype(local)
         scale = None
         if quant_scale is not None and is_known is not None:
             scale = PersistentScale(quant_scale, amax_buffer, is_known)
-        quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, dim)
+        quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, sequence_dim)
         row, column = quantizer(local, row=True, column=for_grad_weight)
         shape = [*local.shape]
-        shape[dim] *= group.size()
+        shape[sequence_dim] *= group.size()
         gathered = Float8Tensor.from_operands(
             _view_operand(require(row, "the row operand"), shape),
             None if column is None else column._replace(data=column.data.view(shape)),
@@ -67,9 +68,10 @@ class _AllGatherFloat8(torch.autograd.Function):
                 "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
             )
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
+            grad = grad.redistribute(placements=[Shard(ctx.sequence_dim)]).to_local()
         else:
-            grad = reduce_scatter(grad, resolve_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
+            group = ctx.mesh.get_group()
+            grad = reduce_scatter(grad, resolve_sequence_dim(grad, ctx.sequence_dim, group), group)
         return grad, *[None] * 8
 
 
@@ -92,30 +94,26 @@ def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
 class InputAllGather:
     """All-gathers the sequence-sharded inputs of one module in float8. Constructed when the module is parallelized."""
 
-    def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
+    gathers_codes: bool
+    """Whether the linear's config allows it. Otherwise the caller gathers the input in high precision."""
+
+    def __init__(self, placement: Shard, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
         """`linear`: the first linear that reads the input. Its config and its persistent scale cast the input."""
-        self._dim, self._mesh, self._as_dtensor = typing.cast(Shard, layout).dim, mesh, as_dtensor
-        self._linear = linear
-        self._config: Float8LinearConfig | None = None
+        self._placement, self._mesh, self._linear, self._as_dtensor = placement, mesh, linear, as_dtensor
         self._calls: dict[Float8LinearConfig, Any] = {}
-        self.follow_config()
-        if self.is_used and self._dim == -1:
-            raise ValueError(f"expected a replicated input or one sharded along its tokens, got {layout} (features)")
+        self._use_new_config()
+        if self.gathers_codes and placement.dim == -1:
+            raise ValueError(f"expected a replicated input or one sharded along its tokens, got {placement} (features)")
+        linear.config_observers.append(self._use_new_config)
 
-    def follow_config(self, linear: Float8Linear | None = None) -> None:
-        """Cast by the linear's current config from now on, and set `is_used`, which says whether codes are gathered.
-
-        Eager calls do so themselves. `linear`: see `__call__`.
-        """
-        dim, mesh, config, as_dtensor = self._dim, self._mesh, (linear or self._linear).float8_config, self._as_dtensor
-        if config is self._config:
-            return
-        self._config = config
-        self.is_used = is_all_gathered_in_float8(config)
+    def _use_new_config(self) -> None:
+        config, sequence_dim = self._linear.float8_config, self._placement.dim
+        mesh, as_dtensor = self._mesh, self._as_dtensor
+        self.gathers_codes = is_all_gathered_in_float8(config)
 
         def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
             return typing.cast(
-                Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale)
+                Tensor, _AllGatherFloat8.apply(local, sequence_dim, mesh, config, as_dtensor, for_grad_weight, *scale)
             )
 
         # Dynamo would trace the backward with a gradient of the result's type, Float8Tensor. As one call in the graph,
@@ -124,11 +122,17 @@ class InputAllGather:
             self._calls[config] = torch.compiler.allow_in_graph(all_gather_float8)
         self._call = self._calls[config]
 
-    def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
-        """All-gather this rank's part of the input.
+    def __call__(self, input: Tensor, *, for_grad_weight: bool) -> Tensor:
+        """All-gather the input, a DTensor or this rank's part.
 
-        `for_grad_weight`: whether a linear that reads the input trains its weight. `linear`: the linear whose
-        persistent scale is used; the copy of a module passes its own linear.
+        `for_grad_weight`: whether a linear that reads the input trains its weight.
         """
-        scale = (linear or self._linear).begin_forward(local.device).input or (None, None, None)
+        local = input.redistribute(placements=[self._placement]).to_local() if isinstance(input, DTensor) else input
+        scale = self._linear.begin_forward(local.device).input or (None, None, None)
         return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputAllGather:
+        """Return an all-gather of the copied linear's input over the same group, because groups cannot be copied."""
+        memo[id(self)] = copied = copy.copy(self)
+        copied._linear = copy.deepcopy(self._linear, memo)
+        return copied

@@ -20,7 +20,6 @@ The payloads over T ranks, for an activation of M tokens by K features:
 from __future__ import annotations
 
 import copy
-import typing
 from typing import Any
 
 import torch
@@ -36,9 +35,9 @@ from quaver.linear.sharding import (
     ColwiseSharding,
     LinearSharding,
     RowwiseSharding,
+    ShardedLinear,
     check_can_be_sharded,
     check_ranks_agree_on_linear,
-    to_local,
 )
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.input_all_gather import InputAllGather
@@ -76,15 +75,20 @@ def _set_sharding(linear: Float8Linear, sharding: LinearSharding) -> None:
 
 
 class _GatheringColwiseSharding(ColwiseSharding):
-    """A `ColwiseSharding` whose style all-gathers the input."""
+    """A `ColwiseSharding` that all-gathers a sequence-sharded input."""
 
-    def __init__(self, mesh: DeviceMesh, all_gather_input: InputAllGather | None) -> None:
+    def __init__(self, mesh: DeviceMesh, all_gather_input: InputAllGather) -> None:
         super().__init__(mesh)
         self.all_gather_input = all_gather_input
 
-    def follow_config(self) -> None:
-        if self.all_gather_input is not None:
-            self.all_gather_input.follow_config()
+    def _forward(self, linear: ShardedLinear, input: Tensor) -> Tensor:
+        is_sharded = isinstance(input, DTensor) and input.placements[0] != Replicate()
+        if is_sharded and self.all_gather_input.gathers_codes:
+            input = self.all_gather_input(input, for_grad_weight=linear.weight.requires_grad)
+        return super()._forward(linear, input)
+
+    def __deepcopy__(self, memo: Any) -> _GatheringColwiseSharding:
+        return _GatheringColwiseSharding(self.mesh, copy.deepcopy(self.all_gather_input, memo))
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -104,28 +108,22 @@ class Float8ColwiseParallel(ColwiseParallel):
         mesh = _require_one_axis(device_mesh)
         check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
-        all_gather_input = None
-        if self.input_layouts[0] != Replicate():
+        sharding = ColwiseSharding(mesh)
+        if isinstance(self.input_layouts[0], Shard):
             all_gather_input = InputAllGather(self.input_layouts[0], mesh, linear, as_dtensor=False)
-        _set_sharding(linear, _GatheringColwiseSharding(mesh, all_gather_input))
+            sharding = _GatheringColwiseSharding(mesh, all_gather_input)
+        _set_sharding(linear, sharding)
         return linear
 
     @staticmethod
     def _prepare_input_fn(
         input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
-        check_ranks_agree_on_linear(mod, device_mesh.get_group())
-        input, all_gather_input = inputs[0], mod.sharding.all_gather_input
-        if isinstance(to_local(input), Float8Tensor):
-            return typing.cast(Tensor, input)
-        if all_gather_input is not None and not torch.compiler.is_compiling():
-            all_gather_input.follow_config(mod)
-        if not isinstance(input, DTensor):
-            input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-        if all_gather_input is None or not all_gather_input.is_used or input.placements[0] == Replicate():
-            return typing.cast(Tensor, input)
-        local = input.redistribute(placements=input_layouts).to_local()
-        return typing.cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
+        """Say how the input is sharded. `ColwiseSharding` redistributes or all-gathers it."""
+        input: Tensor = inputs[0]
+        if isinstance(input, (DTensor, Float8Tensor)):
+            return input
+        return DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -222,10 +220,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
     ) -> Any:
         all_gather_input = self._gathers.get(input_layout) if desired_layout == Replicate() else None
-        if all_gather_input is None or input_layout is None or not all_gather_input.is_used:
+        if all_gather_input is None or not all_gather_input.gathers_codes:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        if isinstance(input, DTensor):
-            input = input.redistribute(placements=[input_layout]).to_local()
         linears = (child for child in self._module.modules() if isinstance(child, Float8Linear))
         return all_gather_input(input, for_grad_weight=any(linear.weight.requires_grad for linear in linears))
 
@@ -240,18 +236,12 @@ class _PrepareHook:
         self.style, self.mesh = style, mesh
 
     def __call__(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        if not torch.compiler.is_compiling():
-            self.follow_config()
         for child in module.modules():
             if isinstance(child, Float8Linear):
                 check_ranks_agree_on_linear(child, self.mesh.get_group())
         if kwargs is None:
             return self.style._prepare_input_fn(inputs, self.mesh)
         return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)
-
-    def follow_config(self) -> None:
-        for gather in self.style._gathers.values():
-            gather.follow_config()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PrepareHook:
         return _PrepareHook(copy.deepcopy(self.style, memo), self.mesh)  # groups cannot be copied

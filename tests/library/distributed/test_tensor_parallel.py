@@ -153,7 +153,7 @@ def _check_all_gathered_input(config, input, expected):
     for as_dtensor in (False, True):
         linear = Float8Linear(input.shape[-1], 16, config=config)
         all_gather = InputAllGather(Shard(1), world_mesh(), linear, as_dtensor=as_dtensor)
-        whole = all_gather(part(input, 1).requires_grad_())
+        whole = all_gather(part(input, 1).requires_grad_(), for_grad_weight=True)
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
@@ -325,18 +325,22 @@ def test_one_style_serves_several_modules():
             torch.testing.assert_close(output, part(whole, 2), **FLOAT32_SUMS)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
 @on_ranks(2)
-def test_a_gathered_input_follows_the_config_of_its_linear(prepared):
+def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
     module = TwoLinears(32, 32, torch.float32, config_of("tensorwise"))
     reference = copy.deepcopy(module)
     styles = {name: Float8ColwiseParallel(input_layouts=Shard(1)) for name in "ab"}
     parallelize_module(module, world_mesh(), styles | ({"": parallel_models.prepare(False)} if prepared else {}))
+    copied = copy.deepcopy(module)  # has its own configs
+    call = torch.compile(nn.Sequential(module), fullgraph=True, backend="aot_eager") if compiled else module
     input = torch.randn(2, 8, 32)
     for recipe in ("tensorwise", "rowwise", "tensorwise"):
         for linear in (module.a, module.b, reference.a, reference.b):
             linear.float8_config = config_of(recipe)
-        for output, whole in zip(module(part(input, 1)), reference(input), strict=True):
+        copied.a.float8_config = copied.b.float8_config = config_of("rowwise_with_gw_hp")
+        for output, whole in zip(call(part(input, 1)), reference(input), strict=True):
             torch.testing.assert_close(to_plain(output), part(whole, 2), **FLOAT32_SUMS)
 
 
