@@ -13,7 +13,7 @@ import typing
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
 from quaver.runtime.module_names import format_module_name
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
         state,
         _make_fingerprint(weight),
         lambda: _describe_weights(list_named()),
-        lambda: _list_groups(get_current_shard(weight)),
+        lambda: _list_groups(typing.cast("DTensor", weight.parameter)),
         subject=_GATHERED_WEIGHTS,
         find_others=lambda: {
             get_all_gather_state(member.module): _make_fingerprint(member) for _, member in list_named()
@@ -149,8 +152,10 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
     )
 
 
-def _list_groups(shard: LocatedShard) -> list[ProcessGroup]:
-    return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
+def _list_groups(parameter: DTensor) -> list[ProcessGroup]:
+    """Return the groups of all mesh axes: of FSDP2, of its replicas, and of tensor or expert parallelism."""
+    mesh = parameter.device_mesh
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
 
 
 def _make_fingerprint(weight: ModuleWeight) -> list[Any]:
@@ -187,7 +192,8 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
-        check_ranks_agree_after_change(names, *_list_groups(shard), subject=_WRITTEN_WEIGHTS, event=_WRITE)
+        groups = _list_groups(typing.cast("DTensor", weight.parameter))
+        check_ranks_agree_after_change(names, *groups, subject=_WRITTEN_WEIGHTS, event=_WRITE)
     usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
@@ -239,7 +245,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     shard the weights, for all configs with the same float8 dtype and rounding of scales. With tensor parallelism, it
     also spans the tensor-parallel ranks if both groups together are all ranks; otherwise there is a second all-reduce.
     The first call for a module also checks that the ranks agree about the weights, in a collective of 16 bytes over the
-    ranks of FSDP2 and another one over the ranks of tensor parallelism.
+    ranks of each axis of the mesh.
 
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
@@ -275,7 +281,6 @@ def _check_ranks_agree_on_weights(module: nn.Module, named: NamedWeights) -> Non
 
 
 def _find_groups(module: nn.Module) -> list[ProcessGroup]:
-    """Return the group of FSDP2, and of tensor parallelism if it sharded a matrix; empty if nothing is sharded."""
-    axes = {p: list_shard_axes(p) for p in module.parameters() if is_dtensor(p)}
-    sharded = max(axes, key=lambda p: (bool(axes[p]), p.dim() == 2, len(axes[p])), default=None)
-    return [] if sharded is None else [sharded.device_mesh.get_group(axis) for axis in axes[sharded]]
+    """Return the groups of a sharded parameter, a matrix on the most mesh axes if there is one; else none."""
+    sharded = [parameter for parameter in module.parameters() if is_dtensor(parameter) and list_shard_axes(parameter)]
+    return _list_groups(max(sharded, key=lambda p: (p.dim() == 2, p.device_mesh.ndim))) if sharded else []

@@ -254,6 +254,15 @@ def test_all_ranks_raise_when_they_disagree():
             )
 
 
+@pytest.mark.parametrize("precompute", [False, True])
+@on_ranks(4)
+def test_replicas_that_disagree_get_an_error(precompute):
+    config = fsdp_models.gathering("rowwise" if dist.get_rank() > 1 else "tensorwise")
+    model = models.shard_model(config, mesh=mesh_of((2, 2), ("replicate", "shard")))
+    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
+    assert DISAGREEMENT in refusal(call, model)
+
+
 @pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
 @pytest.mark.parametrize("precompute", [False, True])
 @on_ranks(4)
