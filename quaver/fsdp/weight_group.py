@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import typing
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -185,11 +186,10 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
         for name, member in weight_group.named_weights
         if _needs_scales(member) and _get_scaled_shard(member).get_scales(member.parameter) is None
     ]
-    shard = get_current_shard(weight)
-    key = _make_collective_key(weight, shard)
+    key = _make_collective_key(weight)
     named = _group_by_collective(unknown)[key]
-    names = tuple(name for name, _, _ in named)
-    are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member, _ in named)
+    names = tuple(name for name, _ in named)
+    are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
         groups = _list_groups(typing.cast("DTensor", weight.parameter))
@@ -199,26 +199,22 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
 
 
-def _make_collective_key(weight: ModuleWeight, shard: LocatedShard) -> CollectiveKey:
+def _make_collective_key(weight: ModuleWeight) -> CollectiveKey:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
-    return *shard.group_ranks, *get_rounding_rule(weight.config)
+    return *get_current_shard(weight).group_ranks, *get_rounding_rule(weight.config)
 
 
-NamedShards = list[tuple[str, ModuleWeight, LocatedShard]]
-
-
-def _group_by_collective(named: NamedWeights) -> dict[CollectiveKey, NamedShards]:
-    groups: dict[CollectiveKey, NamedShards] = {}
+def _group_by_collective(named: NamedWeights) -> Mapping[CollectiveKey, NamedWeights]:
+    groups: defaultdict[CollectiveKey, list[tuple[str, ModuleWeight]]] = defaultdict(list)
     for name, weight in named:
-        shard = get_current_shard(weight)
-        groups.setdefault(_make_collective_key(weight, shard), []).append((name, weight, shard))
+        groups[_make_collective_key(weight)].append((name, weight))
     return groups
 
 
-def _compute_and_set_scales(named: NamedShards, *, are_precomputed: bool) -> None:
-    weights, shards = [weight for _, weight, _ in named], [shard for _, _, shard in named]
+def _compute_and_set_scales(named: NamedWeights, *, are_precomputed: bool) -> None:
+    weights = [weight for _, weight in named]
     with torch.no_grad():
-        scales = compute_whole_scales(shards, weights)
+        scales = compute_whole_scales([get_current_shard(weight) for weight in weights], weights)
     for weight, weight_scales in zip(weights, scales, strict=True):
         _get_scaled_shard(weight).set_scales(weight_scales, weight.parameter, are_precomputed=are_precomputed)
 

@@ -252,9 +252,9 @@ class ReplicatedSharding(LinearSharding):
         return self._wrap_output(output, [*input.shape[:-1], linear.out_features], self.placement)
 
 
-_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_linear_counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """By name of the group: counts the linears that it compared."""
-_numbers: WeakKeyDictionary[ShardedLinear, int] = WeakKeyDictionary()
+_linear_numbers: WeakKeyDictionary[ShardedLinear, int] = WeakKeyDictionary()
 """The number of each linear in the order of the first comparisons, which all ranks of a group run alike."""
 
 
@@ -274,9 +274,9 @@ def check_ranks_agree_on_linear(linear: ShardedLinear, group: ProcessGroup) -> N
     def describe() -> list[str]:
         slots = [] if scale_slots is None else scale_slots.list_named_slots()
         loaded = [f"{name} loaded quant_scale {state.loaded_scales[slot]}" for name, state, slot in slots]
-        if linear not in _numbers:
-            _numbers[linear] = next(_counters[group.group_name])
-        title = f"linear {_numbers[linear]} ({linear.in_features} -> {linear.out_features})"
+        if linear not in _linear_numbers:
+            _linear_numbers[linear] = next(_linear_counters[group.group_name])
+        title = f"linear {_linear_numbers[linear]} ({linear.in_features} -> {linear.out_features})"
         return [f"{title}, trains: {trains}", *(f"{title}, {part}" for part in str(config).split("; ")), *loaded]
 
     fingerprint = [config, trains, 0 if scale_slots is None else scale_slots.conversion_slots.loads]

@@ -194,7 +194,7 @@ class ExpertDispatcher:
             `counts` of a `TokenDispatch`; and int64 [3, R]: the rows to send to each rank and to receive from it, and 0
             for a rank that agrees about `call`.
         """
-        ranks = self.mesh.size()
+        ranks = self.ranks
         counts_to_send = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         digest = zlib.crc32(call.encode())
         sent_lines = torch.cat([counts_to_send, counts_to_send.new_full((ranks, 1), digest)], 1)
