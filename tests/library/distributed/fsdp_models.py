@@ -39,7 +39,7 @@ def find_different_operands(model, whole, config):
     return wrong
 
 
-def gathering(recipe):
+def gathering_config_of(recipe):
     return config_of(recipe, enable_fsdp_float8_all_gather=True)
 
 

@@ -213,7 +213,7 @@ def batches_of(recipe):
     return [draw(4, 16, DIMS.get(recipe, 32), seed=step) for step in range(STEPS)]
 
 
-def sharing(recipe, **options):
+def sharing_config_of(recipe, **options):
     """Return a config in which gate and up share an input scale, as PrepareFloat8ModuleInput casts their input once."""
     return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 

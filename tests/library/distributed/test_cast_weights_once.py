@@ -14,7 +14,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp import all_gather_weight
 from tests.counting import CollectiveCounter
 from tests.library.distributed.delayed_training import train
-from tests.library.distributed.fsdp_models import MICROBATCHES, change_weights, gathering, model_by, run_step
+from tests.library.distributed.fsdp_models import MICROBATCHES, change_weights, gathering_config_of, model_by, run_step
 from tests.library.distributed.models import batches, loss_of, make_model, part_of, shard_model, world_mesh
 from tests.ranks import on_ranks
 from tests.thinned import at_night
@@ -33,17 +33,19 @@ NIGHTLY += [("tensorwise", how) for how in ("cpu offload", "plain", "meta")]
     ("ranks", "cases"), [(2, CASES), *at_night([(1, CASES[:1]), (4, [*CASES, *NIGHTLY])])], ids=["2", "1", "4"]
 )
 @on_ranks()
-def test_changes_no_bit_of_the_losses(ranks, cases):
+def test_a_scope_changes_no_bit_of_the_losses(ranks, cases):
     for recipe, how in cases:
         options = {"steps": 2, "accumulate": MICROBATCHES, "precompute": recipe == "rowwise"}
-        without, scoped = (train(model_by(how, gathering(recipe)), scope=scope, **options)[0] for scope in SCOPES)
+        without, scoped = (
+            train(model_by(how, gathering_config_of(recipe)), scope=scope, **options)[0] for scope in SCOPES
+        )
         assert without == scoped
         assert len(set(without)) == len(without)
 
 
 def _count(recipe, how, scope):
     """Return the casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
-    model = model_by(how, gathering(recipe))
+    model = model_by(how, gathering_config_of(recipe))
     precompute_float8_dynamic_scale_for_fsdp(model)
     batch = batches(1, MICROBATCHES * dist.get_world_size())[0]
     spy = mock.patch.object(all_gather_weight, "cast_with_scale", wraps=all_gather_weight.cast_with_scale)
@@ -61,7 +63,7 @@ def _count(recipe, how, scope):
     ],
 )
 @on_ranks(2)
-def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
+def test_a_scope_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
     casts, *sent = _count(recipe, how, SCOPES[0])
     casts_once, *sent_once = _count(recipe, how, SCOPES[1])
     assert casts_once == payloads * LINEARS
@@ -81,7 +83,7 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
     batch = batches(1, dist.get_world_size())[0]
     for change in changes:
         for gathers_again in (True, False):
-            model = shard_model(gathering("tensorwise"), model=make_model(1))
+            model = shard_model(gathering_config_of("tensorwise"), model=make_model(1))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
             state_dict = copy.deepcopy(model.state_dict())
             message = f"was {ERRORS[change]} inside cast_weights_once; leave the scope"
@@ -100,7 +102,7 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
 @on_ranks(2)
 def test_a_change_before_the_cast_is_never_stale():
     """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
-    model, batch = shard_model(gathering("tensorwise")), batches(1, 2)[0]
+    model, batch = shard_model(gathering_config_of("tensorwise")), batches(1, 2)[0]
     with torch.no_grad():
         state_dict = model.state_dict()
         with cast_weights_once(model):
@@ -115,7 +117,7 @@ def test_a_change_before_the_cast_is_never_stale():
 
 @on_ranks(2)
 def test_a_weight_that_was_replaced_after_fully_shard_is_named():
-    model, batch = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    model, batch = shard_model(gathering_config_of("tensorwise")), part_of(batches(1, 2)[0])
     model(batch)
     model[0].up.weight = torch.nn.Parameter(model[0].up.weight.full_tensor().detach())
     with pytest.raises(RuntimeError, match="the weight of 0.up, which FSDP2 all-gathers .*, was replaced after"):
@@ -124,7 +126,7 @@ def test_a_weight_that_was_replaced_after_fully_shard_is_named():
 
 @on_ranks(2)
 def test_another_config_inside_is_an_error_at_the_next_all_gather():
-    model, batch = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    model, batch = shard_model(gathering_config_of("tensorwise")), part_of(batches(1, 2)[0])
     with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
         model(batch)
         set_high_precision_matmuls(model, ["grad_weight"])
@@ -134,7 +136,7 @@ def test_another_config_inside_is_an_error_at_the_next_all_gather():
 
 @on_ranks(2)
 def test_cast_weights_once_leaves_nothing_behind():
-    model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
+    model, batch = shard_model(gathering_config_of("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
     states = [module.all_gather_state for module in model.modules() if getattr(module, "all_gather_state", None)]
     expected = model(part_of(batch))
     with cast_weights_once(model):  # the weights are unsharded at the entry

@@ -160,7 +160,7 @@ def _load_on_ranks(*arguments):
 @pytest.mark.parametrize(  # dynamic scales of two payloads, and persistent ones
     "recipe", ["rowwise", PERSISTENT_RECIPES[0], *at_night([PERSISTENT_RECIPES[1:], *OTHERS])]
 )
-def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
+def test_a_checkpoint_of_4_ranks_loads_on_2_and_1(recipe, tmp_path):
     """Weights, scales and histories are exact, and the steps that follow are those of the run that went on."""
     path = str(tmp_path)
     saved, *then = run(4, _save, recipe, path)[0]
@@ -198,7 +198,7 @@ def _save_2d(recipe, path, layout):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([("rowwise",), *OTHERS])])
-def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
+def test_a_checkpoint_of_tensor_parallel_ranks_loads_on_one_process_and_back(recipe, tmp_path):
     layout, path = "fsdp and tp", str(tmp_path / "2d")
     saved = run(4, _save_2d, recipe, path, layout)[0]
     model, optimizer = _load_and_go_on(recipe, path, build, True, saved, None, None, layout)

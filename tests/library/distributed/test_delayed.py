@@ -23,7 +23,7 @@ from quaver import (
 )
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
-from tests.library.distributed.parallel_models import model_of, part, sharing, spread
+from tests.library.distributed.parallel_models import model_of, part, sharing_config_of, spread
 from tests.ranks import on_ranks, refusal, run
 from tests.recipes import config_of
 from tests.steps import assert_same
@@ -87,7 +87,7 @@ def _calibrate(how):
     """Calibrate twice; return the scales after each calibration, and the amax exchanges of a step after it."""
     ranks = dist.get_world_size()
     if how == "tp":
-        config = static_config(shared_inputs=sharing("delayed").shared_inputs)
+        config = static_config(shared_inputs=sharing_config_of("delayed").shared_inputs)
         model, inputs = spread(model_of(config), models.world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
         parts = [part(input, 1) for input in inputs]
     else:
@@ -125,7 +125,7 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
     torch.manual_seed(5)
     result = _calibrate("tp")
     torch.manual_seed(5)
-    model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
+    model = model_of(static_config(shared_inputs=sharing_config_of("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
     for (snapshot, exchanges), index in zip(result, (0, 2), strict=True):
         torch.testing.assert_close(snapshot, calibrate(model, inputs[index : index + 2]), rtol=1e-5, atol=0)

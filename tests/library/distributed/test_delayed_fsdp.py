@@ -61,7 +61,7 @@ MORE_WAYS = ["precomputed", "hsdp", "cpu offload", "keep gathered", "always resh
     ],
 )
 @on_ranks()
-def test_every_way_to_use_fsdp2(recipe, ranks, ways):
+def test_every_way_to_use_fsdp2_trains_as_one_process(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
     config = config_of(recipe)
     expected = dict.fromkeys(ways, models.single_process(config, STEPS, ranks))
@@ -195,7 +195,7 @@ COMPILED += itertools.product([True], [False, True], ["checkpoint inside", "chec
     ],
 )
 @on_ranks(2)
-def test_compiled_blocks_under_autocast_and_checkpointing(recipe, case, backend):
+def test_compiled_blocks_train_as_eager_ones_under_autocast_and_checkpointing(recipe, case, backend):
     """One graph serves the step without a history and those with one; the codes are those of eager code.
 
     Inductor computes gelu and the norm in another order than eager code: 3e-7 seen, and 1e-5 as in test_fsdp.py.

@@ -27,7 +27,7 @@ from quaver.fsdp import all_gather_weight
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
-from tests.library.distributed.fsdp_models import gathering, model_by
+from tests.library.distributed.fsdp_models import gathering_config_of, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
 from tests.recipes import TORCHAO_RECIPES, config_of
@@ -203,7 +203,7 @@ def _count_scales(shape, recipe):
     ],
 )
 @on_ranks()
-def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
+def test_a_step_takes_one_collective_of_scales_and_sends_codes(ranks, recipe, casts):
     """The step follows another one, and a write to one weight of experts."""
     for dim in (0, 1):
         counters = []
@@ -236,7 +236,7 @@ def _count_sent(parameter, dim, ranks):
 
 
 def _train(how, recipe, scope, precompute):
-    model = model_by(how, gathering(recipe), make_mixture)
+    model = model_by(how, gathering_config_of(recipe), make_mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     losses = []
     for batch in models.batches(2, dist.get_world_size(), DIM):
@@ -269,7 +269,7 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 
 @on_ranks(2)
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
-    model, batch = shard_mixture(gathering("blockwise")), models.batches(1, 2, DIM)[0]
+    model, batch = shard_mixture(gathering_config_of("blockwise")), models.batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
     spy = mock.patch.object(all_gather_weight, "cast_blocks_with_scale", wraps=all_gather_weight.cast_blocks_with_scale)
     with spy as cast, cast_weights_once(model):
@@ -285,7 +285,7 @@ def test_cast_weights_once_casts_shards_once_and_finds_changes():
 
 @on_ranks(2)
 def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
-    experts = shard_mixture(gathering("tensorwise"))[0]
+    experts = shard_mixture(gathering_config_of("tensorwise"))[0]
     experts.unshard()
     weight = experts.experts.down_proj
     assert weight.shape == (3, DIM, HIDDEN)
@@ -297,7 +297,7 @@ def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_says_so():
-    model = shard_mixture(gathering("tensorwise"), dim=2)
+    model = shard_mixture(gathering_config_of("tensorwise"), dim=2)
     message = refusal(model, torch.ones(3, DIM))
     assert "NotImplementedError: expected weights of experts that FSDP2 shards along dim 0 or 1 and" in message
     message = refusal(convert_to_high_precision, model)
@@ -308,7 +308,11 @@ def test_what_cannot_be_sharded_says_so():
 def test_ranks_that_disagree_are_told():
     recipe = "tensorwise" if dist.get_rank() else "blockwise"
     model = shard_mixture(None)
-    convert_to_float8_training(model, config=gathering("tensorwise"), module_filter_fn=lambda _, name: "out" in name)
-    convert_to_float8_training(model, config=gathering(recipe), module_filter_fn=lambda _, name: "out" not in name)
+    convert_to_float8_training(
+        model, config=gathering_config_of("tensorwise"), module_filter_fn=lambda _, name: "out" in name
+    )
+    convert_to_float8_training(
+        model, config=gathering_config_of(recipe), module_filter_fn=lambda _, name: "out" not in name
+    )
     message = refusal(precompute_float8_dynamic_scale_for_fsdp, model)
     assert "experts.gate_up_proj" in message

@@ -311,7 +311,7 @@ def test_grad_weight_from_codes_changes_the_gradients_of_weights_only(recipe):
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 @on_ranks(2)
-def test_all_ranks_raise_when_they_disagree(grad_enabled):
+def test_all_ranks_raise_when_they_disagree_about_tokens_or_experts(grad_enabled):
     experts, tokens = parallelize(convert("rowwise")), tokens_of(2, 2)[0][:3]
     with torch.set_grad_enabled(grad_enabled or dist.get_rank() == 0):
         experts.down_proj.requires_grad_(dist.get_rank() == 0)
@@ -323,7 +323,7 @@ def test_all_ranks_raise_when_they_disagree(grad_enabled):
 
 
 @on_ranks(4)
-def test_experts_that_cannot_be_split():
+def test_experts_that_cannot_be_split_are_refused():
     message = refusal(parallelize, convert("rowwise", experts=6))
     assert "the same number of experts on each rank, got 6 on 4 ranks" in message
     assert "expects a Float8Experts, got Experts; call convert_to" in refusal(parallelize, Experts())

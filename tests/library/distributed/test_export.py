@@ -111,7 +111,7 @@ def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_
 
 
 @on_ranks(4)
-def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
+def test_a_model_in_tensor_parallel_and_sharded_parts_exports_the_codes_of_its_forward():
     mesh = mesh_of((2, 2), ("fsdp", "tp"))
     model = tiny("rowwise")
     parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})

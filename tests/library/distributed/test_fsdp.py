@@ -202,7 +202,7 @@ def count_scales(recipe, rows, columns):
     [(2, False, ("tensorwise", "blockwise", "mxfp8_with_gw_hp", *TWO_PAYLOADS)), (4, True, ("rowwise",))],
 )
 @on_ranks()
-def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
+def test_a_step_takes_one_collective_of_scales_and_sends_codes(ranks, precompute, recipes):
     calls_hp, sent_hp, _ = _count("tensorwise", False, False)
     for recipe in recipes:
         calls, sent, elements = _count(recipe, True, precompute)

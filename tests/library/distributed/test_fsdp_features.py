@@ -27,6 +27,7 @@ from quaver.activations import CHECKPOINT_MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
+from tests.library.distributed.fsdp_models import gathering_config_of
 from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.recipes import NON_BLOCK_RECIPES, config_of
 from tests.steps import assert_same, by_torch_save, results_of, to_plain
@@ -46,7 +47,7 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=models.train_step):
 
 
 def _losses_with(how, recipe):
-    model = fsdp_models.model_by(how, fsdp_models.gathering(recipe))
+    model = fsdp_models.model_by(how, gathering_config_of(recipe))
     return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, models.train_step))
 
 
@@ -142,17 +143,17 @@ def test_a_policy_sees_no_operation_of_groups_inside_a_block():
 @on_ranks()
 def test_weights_may_be_sharded_along_the_other_dim(ranks):
     model = models.shard_model(
-        fsdp_models.gathering("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
+        gathering_config_of("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
     )
     assert (
-        fsdp_models.find_different_operands(model, models.make_model(hidden=40), fsdp_models.gathering("rowwise")) == []
+        fsdp_models.find_different_operands(model, models.make_model(hidden=40), gathering_config_of("rowwise")) == []
     )
 
 
 @on_ranks(4)
 def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
     """When this fails, torch has lifted its limit, and docs/distributed.md can say so."""
-    message = refusal(losses_of, models.shard_model(fsdp_models.gathering("tensorwise"), reshard_after_forward=2))
+    message = refusal(losses_of, models.shard_model(gathering_config_of("tensorwise"), reshard_after_forward=2))
     assert "only Tensors of floating point dtype" in message
 
 
@@ -161,7 +162,7 @@ def test_scales_of_frozen_weights_are_computed_once():
     model = models.make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = models.shard_model(fsdp_models.gathering("tensorwise"), model=model)
+    model = models.shard_model(gathering_config_of("tensorwise"), model=model)
     before = model[0].up.weight.to_local().get_plain().clone()
     losses = losses_of(model)
     assert losses[-1] < losses[0]
@@ -174,7 +175,7 @@ def test_scales_of_frozen_weights_are_computed_once():
 
 def _is_scale_stale(how, afterwards, optimizer_options):
     """Return whether the scale that is used after a change, and after what follows it, is not that of the weights."""
-    model = models.shard_model(fsdp_models.gathering("tensorwise"), model=models.make_model(1))
+    model = models.shard_model(gathering_config_of("tensorwise"), model=models.make_model(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
     models.loss_of(model(models.part_of(models.batches(1, dist.get_world_size())[0]))).backward()
     double = {name: value * 2 for name, value in model.state_dict().items()}
@@ -187,7 +188,7 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     full = model.state_dict()["0.up.weight"].full_tensor()
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale
-    return not torch.equal(scale, models.quantize(full, fsdp_models.gathering("tensorwise")).row.dequant_scale)
+    return not torch.equal(scale, models.quantize(full, gathering_config_of("tensorwise")).row.dequant_scale)
 
 
 @on_ranks(2)
@@ -203,7 +204,7 @@ def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
 @on_ranks(2)
 def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     """dcp.load, for example, writes into a state_dict's tensor after precompute, which the parameter does not see."""
-    model, input = models.shard_model(fsdp_models.gathering("tensorwise")), models.part_of(models.batches(1, 2)[0])
+    model, input = models.shard_model(gathering_config_of("tensorwise")), models.part_of(models.batches(1, 2)[0])
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
     (state_dict["0.up.weight"].to_local() if local else state_dict["0.up.weight"]).mul_(2)
@@ -217,7 +218,7 @@ def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
 @pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 @on_ranks(2)
 def test_a_nan_on_one_rank_reaches_all(recipe):
-    model = models.shard_model(fsdp_models.gathering(recipe))
+    model = models.shard_model(gathering_config_of(recipe))
     with torch.no_grad():
         local = model[0].up.weight.to_local()
         if dist.get_rank() == 1:
@@ -257,7 +258,7 @@ def test_all_ranks_raise_when_they_disagree():
 @pytest.mark.parametrize("precompute", [False, True])
 @on_ranks(4)
 def test_replicas_that_disagree_get_an_error(precompute):
-    config = fsdp_models.gathering("rowwise" if dist.get_rank() > 1 else "tensorwise")
+    config = gathering_config_of("rowwise" if dist.get_rank() > 1 else "tensorwise")
     model = models.shard_model(config, mesh=mesh_of((2, 2), ("replicate", "shard")))
     call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
     assert DISAGREEMENT in refusal(call, model)
@@ -272,7 +273,7 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     They agree about the first block, which is not tensor-parallel, so its scales have another collective.
     """
     mesh = mesh_of((2, 2), ("fsdp", "tp"))
-    model = convert_to_float8_training(models.make_model(), config=fsdp_models.gathering("tensorwise"))
+    model = convert_to_float8_training(models.make_model(), config=gathering_config_of("tensorwise"))
     parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
@@ -308,7 +309,7 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     plain, wrapped = (
         convert_to_float8_training(models.make_model(0 if compiled else 1), config=config)
-        for config in (config_of(recipe), fsdp_models.gathering(recipe))
+        for config in (config_of(recipe), gathering_config_of(recipe))
     )
     call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
     input = models.batches(1, 1)[0]
@@ -323,7 +324,7 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
 def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     model = models.make_model(1)
     reference = copy.deepcopy(model)
-    convert_to_float8_training(model, config=fsdp_models.gathering("rowwise"))
+    convert_to_float8_training(model, config=gathering_config_of("rowwise"))
     input = models.batches(1, 1)[0]
     pickled = pickle.loads(pickle.dumps(model))
     for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
@@ -362,7 +363,7 @@ def check_behaves_as(weight, plain):
 
 
 def test_a_weight_to_all_gather_answers_as_its_tensor():
-    model = convert_to_float8_training(models.make_model(1), config=fsdp_models.gathering("tensorwise"))
+    model = convert_to_float8_training(models.make_model(1), config=gathering_config_of("tensorwise"))
     weight = model[0].up.weight
     check_behaves_as(weight, torch.nn.Parameter(weight.wrapped))
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -390,7 +391,7 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
 
 @on_ranks(2)
 def test_a_shard_answers_as_its_tensor():
-    model = models.shard_model(fsdp_models.gathering("tensorwise"))
+    model = models.shard_model(gathering_config_of("tensorwise"))
     for _ in range(2):  # before and after FSDP2 pads the shards
         for weight in (model[0].up.weight, model[-1].weight):
             local = weight.to_local()
@@ -402,7 +403,7 @@ def test_a_shard_answers_as_its_tensor():
 
 @on_ranks(2)
 def test_what_sharded_models_refuse():
-    model = models.shard_model(fsdp_models.gathering("tensorwise"))
+    model = models.shard_model(gathering_config_of("tensorwise"))
     with pytest.raises(RuntimeError, match="cannot be converted back"):
         convert_to_high_precision(model)
     with pytest.raises(RuntimeError, match="call the module that was given to it"):
@@ -413,7 +414,7 @@ def test_what_sharded_models_refuse():
 @on_ranks(2)
 def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
     """One rank's gradient is infinite. GradScaler leaves the step out on all ranks; else that rank does alone."""
-    config = fsdp_models.gathering("tensorwise")
+    config = gathering_config_of("tensorwise")
     model, whole, moved = models.shard_model(config), models.make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)

@@ -81,17 +81,12 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
 
 
 def _train_tp(recipe, ranks):
-    data = parallel_models.batches_of(recipe)
+    batches = parallel_models.batches_of(recipe) * len(PHASES)
+    model = parallel_models.model_of(parallel_models.sharing_config_of(recipe))
     if ranks == 1:
-        return train(
-            parallel_models.model_of(parallel_models.sharing(recipe)),
-            lambda model, step: model(data[step % parallel_models.STEPS]).square().mean(),
-        )
-    model = parallel_models.spread(parallel_models.model_of(parallel_models.sharing(recipe)), models.world_mesh())
-    losses = train(
-        model,
-        lambda model, step: model(parallel_models.part(data[step % parallel_models.STEPS], 1)).square().mean() / 2,
-    )
+        return train(model, lambda model, step: model(batches[step]).square().mean())
+    parallel_models.spread(model, models.world_mesh())
+    losses = train(model, lambda model, step: model(parallel_models.part(batches[step], 1)).square().mean() / 2)
     dist.all_reduce(total := torch.tensor(losses))
     return total.tolist()
 

@@ -169,7 +169,7 @@ KINDS = [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
 @pytest.mark.parametrize("name", parallel_models.ARRANGEMENTS)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "all"])
 @on_ranks(2)
-def test_equals_one_device(name, every):
+def test_ranks_equal_one_device(name, every):
     """Each rank's part of the output, grad_input and gradients equals one device's; `assert_close` has the bound.
 
     Every run takes a quarter of the pairs of arrangements and recipes, with one kind each, and the night takes all.
@@ -221,7 +221,7 @@ with prepared inputs, and test_train_distributed.py the tensorwise blocks of the
 
 
 @pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), at_night(COMPILED))
-def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
+def test_compiled_ranks_equal_one_device(name, recipe, hp_dtype, backend):
     """There is one graph; aot_eager traces as Inductor does and generates no code."""
     run(2, check_results, name, recipe, hp_dtype, backend)
 
@@ -229,7 +229,7 @@ def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
 @RECIPE
 @pytest.mark.parametrize("layouts", [{}, {"output_layouts": Replicate()}], ids=["parts", "whole"])
 @on_ranks(2)
-def test_features_that_ranks_do_not_divide(recipe, layouts):
+def test_ranks_may_share_features_unevenly(recipe, layouts):
     """2 ranks have 7 and 6 of 13 features."""
     config = config_of(recipe)
     arrangement = Arrangement(OneLinear, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)

@@ -141,7 +141,7 @@ def raises(kind, *words):
 
 
 @on_ranks(2)
-def test_errors_when_a_style_is_applied():
+def test_a_style_refuses_modules_meshes_and_layouts():
     mesh, mesh_2d = world_mesh(), mesh_of((1, 2), ("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
@@ -181,7 +181,7 @@ class ReadsItsInput(TwoLinears):
 
 
 @on_ranks(2)
-def test_errors_when_a_module_is_called():
+def test_a_parallel_linear_refuses_inputs_of_another_layout():
     mesh = world_mesh()
     by_sequence = parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(1)))
     with raises(ValueError, "sharded along its features"):

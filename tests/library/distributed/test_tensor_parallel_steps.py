@@ -34,7 +34,7 @@ from tests.library.distributed.parallel_models import (
     batches_of,
     model_of,
     part,
-    sharing,
+    sharing_config_of,
     spread,
     spread_by_torch,
 )
@@ -52,7 +52,7 @@ def train_one_process(recipe, microbatches=1, compiled=None):
     A compiled block has no attention, which would take half of the time of its compilation.
     """
     batches = batches_of(recipe)
-    model = model_of(sharing(recipe), batches[0].shape[-1], attends=compiled is None)
+    model = model_of(sharing_config_of(recipe), batches[0].shape[-1], attends=compiled is None)
     return train_in_parts(model, torch.optim.Adam(model.parameters(), lr=1e-2), batches, microbatches)
 
 
@@ -113,7 +113,7 @@ def count_amax_exchanges(counter):
 
 def _train_tp(recipe, compiled=None, use_local_output=False, by_torch=False):
     batches = batches_of(recipe)
-    model = model_of(sharing(recipe), batches[0].shape[-1], attends=compiled is None)
+    model = model_of(sharing_config_of(recipe), batches[0].shape[-1], attends=compiled is None)
     model = spread_by_torch(model, world_mesh()) if by_torch else spread(model, world_mesh(), use_local_output)
     parts = [part(batch, 1) for batch in batches]
     return train_ranks(model, parts, divided_by=dist.get_world_size(), compiled=compiled)
@@ -123,7 +123,7 @@ def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spr
     batches = batches_of(recipe)
     mesh = mesh_of((2, 2), ("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
-    gathering = sharing(recipe, enable_fsdp_float8_all_gather=gather_float8)
+    gathering = sharing_config_of(recipe, enable_fsdp_float8_all_gather=gather_float8)
     model = spread(model_of(gathering, batches[0].shape[-1], attends=compiled is None), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
@@ -242,7 +242,7 @@ def _backward(model, batch):
 
 @on_ranks(2)
 def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
-    model, batch = spread(model_of(sharing("delayed")), world_mesh()), torch.randn(2, 16, 32)
+    model, batch = spread(model_of(sharing_config_of("delayed")), world_mesh()), torch.randn(2, 16, 32)
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
     known, expected = scaling_snapshot(model), _backward(model, batch)
@@ -262,7 +262,7 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
 
 def _change(change, spread, ranks):
     """Run a forward after these ranks have made a change."""
-    model = spread(model_of(sharing("delayed")), world_mesh())
+    model = spread(model_of(sharing_config_of("delayed")), world_mesh())
     batch = batches_of("delayed")[0]
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
