@@ -17,9 +17,10 @@ experts, and so other scales.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,25 @@ from quaver.recipes.scaling import CastScales, compute_scales_of_parts
 from quaver.runtime.float8_collectives import all_reduce_max
 
 
-class _WeightCast(NamedTuple):
-    """A cast of one of several weights."""
+@dataclass(frozen=True, eq=False)
+class _WeightCast:
+    """A cast of the weight of `shard`, with the layout of its scales."""
 
-    weight_index: int
+    shard: LocatedShard
     layout: ScaleLayout
-    """The layout of its scales."""
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the whole weight's scales."""
+        if len(self.shard.whole_shape) == 3:
+            experts, rows, columns = self.shard.whole_shape
+            return get_scale_shape(self.layout, experts, experts * rows, columns)
+        return self.layout.get_scale_shape(*self.shard.whole_shape)
 
-def _get_scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
-    if len(size) == 3:
-        return get_scale_shape(layout, size[0], size[0] * size[1], size[2])
-    return layout.get_scale_shape(size[0], size[1])
+    @property
+    def reduces_tp_dim(self) -> bool:
+        """Whether tensor parallelism sharded the dim that the scales reduce."""
+        return self.shard.tp_dim is not None and self.layout[self.shard.tp_dim] == ALL
 
 
 def list_layouts(weight: ModuleWeight) -> list[ScaleLayout]:
@@ -80,23 +88,21 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
         shards: shards of weights over the same groups, in the same order on every rank.
         weights: the weights of the shards, in the same order. `get_rounding_rule` returns one rule for all of them.
     """
-
-    def reduces_tp_dim(cast: _WeightCast) -> bool:
-        """Return whether tensor parallelism sharded the dim that the scales of a cast reduce."""
-        tp_dim = shards[cast.weight_index].tp_dim
-        return tp_dim is not None and cast.layout[tp_dim] == ALL
-
-    casts = [_WeightCast(i, layout) for i, weight in enumerate(weights) for layout in list_layouts(weight)]
-    casts.sort(key=reduces_tp_dim)  # last, so that their amaxes are one slice
-    shapes = [_get_scale_shape(cast.layout, shards[cast.weight_index].whole_shape) for cast in casts]
-    lengths = [math.prod(shape) for shape in shapes]
-    tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not reduces_tp_dim(cast))
-    amaxes = _reduce_amaxes(_compute_local_amaxes(shards, casts).to(shards[0].device), tp_start, shards[0])
+    casts_by_weight = [
+        [_WeightCast(shard, layout) for layout in list_layouts(weight)]
+        for shard, weight in zip(shards, weights, strict=True)
+    ]
+    # Those over the ranks of tensor parallelism come last, so that their amaxes are one slice.
+    casts = sorted(itertools.chain(*casts_by_weight), key=lambda cast: cast.reduces_tp_dim)
+    lengths = [math.prod(cast.scale_shape) for cast in casts]
+    tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not cast.reduces_tp_dim)
+    amaxes = _reduce_amaxes(_compute_local_amaxes(casts).to(shards[0].device), tp_start, shards[0])
     parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
     scales: dict[_WeightCast, CastScales] = {}
-    for cast, shape, part in zip(casts, shapes, parts, strict=True):
+    for cast, part in zip(casts, parts, strict=True):
+        shape = cast.scale_shape
         scales[cast] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
-    return [[scales[_WeightCast(i, layout)] for layout in list_layouts(weight)] for i, weight in enumerate(weights)]
+    return [[scales[cast] for cast in weight_casts] for weight_casts in casts_by_weight]
 
 
 def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
@@ -105,31 +111,25 @@ def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, st
     return weight.row.float8_dtype, weight.power_of_2, weight.row.rule, weight.row.is_blockwise
 
 
-def _compute_local_amaxes(shards: Sequence[LocatedShard], casts: Sequence[_WeightCast]) -> Tensor:
+def _compute_local_amaxes(casts: Sequence[_WeightCast]) -> Tensor:
     """Compute this rank's amaxes for `casts`, concatenated, float32; 0 for the elements of other ranks."""
-    tensorwise = [
-        cast for cast in casts if cast.layout.is_tensorwise and len(shards[cast.weight_index].whole_shape) == 2
-    ]
-    tensorwise_amaxes = dict.fromkeys(tensorwise, shards[0].local.new_zeros(1))
-    nonempty_casts = [cast for cast in tensorwise if shards[cast.weight_index].local.numel()]
-    if nonempty_casts:  # one multi-tensor kernel for all of them
-        norms = torch._foreach_norm([shards[cast.weight_index].local for cast in nonempty_casts], torch.inf)
-        tensorwise_amaxes.update({cast: norm.view(1) for cast, norm in zip(nonempty_casts, norms, strict=True)})
-    vectors = [
-        tensorwise_amaxes[cast]
-        if cast in tensorwise_amaxes
-        else _compute_flat_amaxes(shards[cast.weight_index], cast.layout)
-        for cast in casts
-    ]
+    tensorwise = [cast for cast in casts if cast.layout.is_tensorwise and len(cast.shard.whole_shape) == 2]
+    amaxes = dict.fromkeys(tensorwise, casts[0].shard.local.new_zeros(1))
+    nonempty = [cast for cast in tensorwise if cast.shard.local.numel()]
+    if nonempty:  # one multi-tensor kernel for all of them
+        norms = torch._foreach_norm([cast.shard.local for cast in nonempty], torch.inf)
+        amaxes.update({cast: norm.view(1) for cast, norm in zip(nonempty, norms, strict=True)})
+    vectors = [amaxes[cast] if cast in amaxes else _compute_shard_amaxes(cast).flatten() for cast in casts]
     return torch.cat(vectors).float()
 
 
-def _compute_flat_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
-    """Compute the amaxes of the shard, flattened, at their places among the whole weight's; 0 elsewhere."""
+def _compute_shard_amaxes(cast: _WeightCast) -> Tensor:
+    """Compute the amaxes of the shard at their places among the whole weight's; 0 elsewhere."""
+    shard, layout = cast.shard, cast.layout
     if len(shard.whole_shape) == 3:
-        return _compute_scale_row_amaxes(shard, layout).flatten()
+        return _compute_scale_row_amaxes(shard, layout)
     if layout.is_blockwise:
-        return _compute_block_amaxes(shard, layout).flatten()
+        return _compute_block_amaxes(cast)
     dim = layout.index(ALL)
     amax = scaling.compute_amax(shard.local, dim).flatten()
     if shard.dim == dim:
@@ -139,12 +139,13 @@ def _compute_flat_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
     return amaxes
 
 
-def _compute_block_amaxes(shard: LocatedShard, layout: ScaleLayout) -> Tensor:
+def _compute_block_amaxes(cast: _WeightCast) -> Tensor:
     """Compute the amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
-    amaxes = shard.local.new_zeros(_get_scale_shape(layout, shard.whole_shape))
+    shard = cast.shard
+    amaxes = shard.local.new_zeros(cast.scale_shape)
     if shard.local.numel() == 0:
         return amaxes
-    amax, corner = compute_part_amaxes(shard.local, shard.offsets, layout)
+    amax, corner = compute_part_amaxes(shard.local, shard.offsets, cast.layout)
     amaxes.narrow(shard.dim, corner[shard.dim], amax.shape[shard.dim]).copy_(amax)
     return amaxes
 
