@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": list_constants(spec),
-        "table": [dict(zip(map(_join_lines, LEDGER_COLUMNS), row, strict=True)) for row in rows],
+        "table": [dict(zip(map(_remove_line_breaks, LEDGER_COLUMNS), row, strict=True)) for row in rows],
         "ledgers": [
             {**ledger.to_json(kernels=options.kernels), "milliseconds": sum_milliseconds(ledger, spec)}
             for ledger in ledgers
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _join_lines(title: str) -> str:
+def _remove_line_breaks(title: str) -> str:
     return title.replace("-\n", "").replace("\n", " ")
 
 

@@ -17,17 +17,13 @@ def iter_sum_views(sums: list[MatmulSums], hardware: str) -> Iterator[str | Tabl
     columns = ("matmul\n  its accumulation", "casts", "fast", "exact")
     rows = [
         (
-            f"{matmul.name} {matmul.matmul}\n  {_describe_accumulation(matmul)}",
+            f"{matmul.name} {matmul.matmul}\n  {'fast' if matmul.use_fast_accum else 'exact'}",
             *(f"{value:.1f}" for value in matmul.sums),
         )
         for matmul in sums[:MAX_SHOWN_MATMULS]
     ]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=columns[1:])
     yield _describe_verdict(sums, hardware)
-
-
-def _describe_accumulation(matmul: MatmulSums) -> str:
-    return "fast" if matmul.use_fast_accum else "exact"
 
 
 def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:

@@ -122,7 +122,7 @@ class Checkpointer:
         return str(error) if error else ""
 
     def load(
-        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None] = lambda _: None
+        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None]
     ) -> tuple[RunProgress, list[str]]:
         """Load the checkpoint of `step` into `models`.
 
@@ -134,30 +134,26 @@ class Checkpointer:
             CheckpointError: on every rank, if it cannot be read or does not fit.
         """
         with self._list_other_steps_in_errors(step):
-            return self._load(step, models, restore_recipes)
-
-    def _load(
-        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None]
-    ) -> tuple[RunProgress, list[str]]:
-        path = self.folder.get_path(step)
-        record = _read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
-        progress = RunProgress(**record["progress"])
-        if progress.step != step:
-            problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
-            raise CheckpointError(f"{str(path)!r} is damaged: {problem}; {CHECKPOINT_HINT}")
-        names = [make_file_name(trained.name) for trained in models]
-        if not set(names) <= set(record["models"]):
-            raise CheckpointError(
-                f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
-                "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
-            )
-        _check_same_model(path, record["config"]["model"], self.description["config"]["model"])
-        restore_recipes(progress)
-        for name, trained in zip(names, models, strict=True):
-            load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
-        rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
-        self._saved_step = step
-        return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
+            path = self.folder.get_path(step)
+            record = _read_record_on_every_rank(path, self.ranks, verifies=self.config.verify)
+            progress = RunProgress(**record["progress"])
+            if progress.step != step:
+                problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
+                raise CheckpointError(f"{str(path)!r} is damaged: {problem}; {CHECKPOINT_HINT}")
+            names = [make_file_name(trained.name) for trained in models]
+            if not set(names) <= set(record["models"]):
+                saved, wanted = ", ".join(record["models"]), ", ".join(names)
+                raise CheckpointError(
+                    f"{str(path)!r} has the models {saved}, and this run trains {wanted}; "
+                    "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
+                )
+            _check_same_model(path, record["config"]["model"], self.description["config"]["model"])
+            restore_recipes(progress)
+            for name, trained in zip(names, models, strict=True):
+                load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
+            rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
+            self._saved_step = step
+            return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]
 
     @contextmanager
     def _list_other_steps_in_errors(self, step: int) -> Iterator[None]:

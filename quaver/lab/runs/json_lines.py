@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -15,6 +15,8 @@ from quaver.lab.runs.errors import convert_to_not_written
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.files import replace_file
+
+_T = TypeVar("_T")
 
 
 class JsonLinesWriter:
@@ -48,9 +50,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         InputError: a line is not a record.
         OSError: the file cannot be read.
     """
+    return [dict(record) for record in iter_json_lines(path, _LINE_ADAPTER, _LINE_NAME)]
+
+
+def iter_json_lines(path: Path, adapter: TypeAdapter[_T], expected: str) -> Iterator[_T]:
+    """Yield the whole lines, validated by `adapter`. Raises InputError for a line that is not `expected`."""
     with path.open("rb") as file:
-        lines = enumerate(file, start=1)
-        return [dict(_parse_record(line, path, number)) for number, line in lines if line.endswith(b"\n")]
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield _parse_line(line, path, number, adapter, expected)
 
 
 def has_incomplete_last_line(path: Path) -> bool:
@@ -84,7 +92,7 @@ def rewind_json_lines(paths: Sequence[Path], step: int) -> Iterator[list[str]]:
                 for number, line in enumerate(file, start=1):
                     if not line.endswith(b"\n"):
                         removed.append(f"the incomplete last line of {path.name}")
-                    elif (record_step := _parse_record(line, path, number)["step"]) <= step:
+                    elif (record_step := _parse_line(line, path, number, _LINE_ADAPTER, _LINE_NAME)["step"]) <= step:
                         rewound.write(line)
                     else:
                         later_steps += record_step != last_step
@@ -117,11 +125,11 @@ class _Line(TypedDict):
     tokens_per_s: NotRequired[float]
 
 
-_LINE_ADAPTER = TypeAdapter(_Line)
+_LINE_ADAPTER, _LINE_NAME = TypeAdapter(_Line), "a record of a step"
 
 
-def _parse_record(line: bytes, path: Path, number: int) -> _Line:
+def _parse_line(line: bytes, path: Path, number: int, adapter: TypeAdapter[_T], expected: str) -> _T:
     try:
-        return _LINE_ADAPTER.validate_json(line)
+        return adapter.validate_json(line)
     except ValidationError as error:
-        raise InputError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error
+        raise InputError(f"line {number} of {str(path)!r} is not {expected}; remove the line") from error

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NotRequired
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT
 from quaver.lab.runs.cpu_description import describe_cpu
+from quaver.lab.runs.json_lines import iter_json_lines
 from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.errors import InputError
 
@@ -50,16 +51,7 @@ def read_starts(path: Path) -> list[RunStart]:
     """
     if not path.is_file():  # reading a FIFO would block
         raise InputError(f"{str(path)!r} is not a file; remove it")
-    starts = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                if line.endswith(b"\n"):
-                    starts.append(_START_ADAPTER.validate_json(line))
-            except ValidationError as error:
-                problem = "is not a start of a run; remove the line"
-                raise InputError(f"line {number} of {str(path)!r} {problem}") from error
-    return starts
+    return list(iter_json_lines(path, _START_ADAPTER, "a start of a run"))
 
 
 def collect_provenance(device: torch.device) -> dict[str, Any]:
