@@ -108,13 +108,7 @@ def tiny_config(tmp_path: Path, text_folder: Path) -> TrainConfig:
 def load() -> Callable[..., TokenData]:
     """Return a function that loads the data at a path with [data] settings, for sequences of 16 tokens."""
 
-    def load(
-        path: Path | str,
-        *,
-        seq_len: int = 16,
-        vocab_size: int = 1 << 20,
-        **settings: object,
-    ) -> TokenData:
+    def load(path: Path | str, *, seq_len: int = 16, vocab_size: int = 1 << 20, **settings: object) -> TokenData:
         training, model = Training(seq_len=seq_len, device="cpu"), Model(vocab_size=vocab_size)
         data = Data(path=str(path), **settings)
         return load_data(TrainConfig(training=training, model=model, data=data))

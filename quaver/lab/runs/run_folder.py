@@ -110,8 +110,9 @@ class RunFolder:
                     (self.path / WANDB_ID_FILE).unlink(missing_ok=True)
                 if set_aside := self.get_checkpoint_folder(config.checkpoint).set_aside_after(step):
                     removed = [*removed, f"the checkpoints of step {', '.join(map(str, set_aside))}"]
-                if self._has_later_post_mortem(step):
-                    self.post_mortem_path.unlink()
+                post_mortem = self.post_mortem_path
+                if post_mortem.exists() and any(line["step"] > step for line in read_json_lines(post_mortem)):
+                    post_mortem.unlink()
                     removed = [*removed, POST_MORTEM_FILE]
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
                 write_config(remove_resume_settings(config), self.path / CONFIG_FILE)
@@ -122,10 +123,6 @@ class RunFolder:
             start = f"goes on after step {step}" if step else "begins again at step 0"
             notes.append(f"the run {start} and removes {', '.join(removed)}")
         return notes
-
-    def _has_later_post_mortem(self, step: int) -> bool:
-        path = self.post_mortem_path
-        return path.exists() and any(line["step"] > step for line in read_json_lines(path))
 
     def check_exists(self) -> None:
         """Raise NotWrittenError if the folder was removed: what the run still writes would be lost."""

@@ -139,10 +139,7 @@ def parse_arguments(
         prog: the command whose help that hint names otherwise.
     """
     values, rest = split_flags(TrainFlags, argv)
-    names = [
-        *_list_setting_names(),
-        *(name for name, cls in get_field_types(options).items() if not is_section(cls)),
-    ]
+    names = [*_list_setting_names(), *(name for name, cls in get_field_types(options).items() if not is_section(cls))]
     for word in rest:
         if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") not in names:
             raise make_unknown_flag_error(word, names, prog=prog)

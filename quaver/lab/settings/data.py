@@ -45,7 +45,4 @@ class Validation(Settings, section="validation"):
 
     freq: AtLeast1 = setting(50, "Steps between two validations; the last step always has one.")
     steps: Annotated[int, Ge(1), Le(100_000)] = setting(8, "Batches of local_batch_size sequences in one validation.")
-    high_precision_too: bool = setting(
-        False,
-        "Also report validation_loss_hp, with every linear in high precision.",
-    )
+    high_precision_too: bool = setting(False, "Also report validation_loss_hp, with every linear in high precision.")

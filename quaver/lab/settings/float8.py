@@ -87,8 +87,7 @@ class Float8(Settings, section="float8"):
         False, "Quantize shards once per step and hold the codes meanwhile. One process always does so."
     )
     grad_weight_from_codes: bool = setting(
-        False,
-        "With expert parallelism send tokens as codes in training too; grad_weight then reads quantized tokens.",
+        False, "With expert parallelism send tokens as codes in training too; grad_weight then reads quantized tokens."
     )
     delayed_history_len: int = setting(16, "Steps in the history of amaxes.")
     delayed_scale_fn_name: str = setting("max", "Scale to the max of the history, or to the most_recent amax.")
@@ -105,18 +104,8 @@ class Float8(Settings, section="float8"):
         self.parse_layer_recipes()
         self.parse_schedule()
         if not self.enable_float8_linear:
-            names = (
-                "backward",
-                "serving",
-                "layer_recipes",
-                "skip_first_layers",
-                "skip_last_layers",
-                "high_precision_schedule",
-                "auto_filter",
-                "emulate",
-                "use_fast_accum",
-                "fused_producers",
-            )
+            names = ["backward", "serving", "layer_recipes", "skip_first_layers", "skip_last_layers"]
+            names += ["high_precision_schedule", "auto_filter", "emulate", "use_fast_accum", "fused_producers"]
             self.require_default(*names, unless="float8.enable_float8_linear")
         self.require(
             self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,

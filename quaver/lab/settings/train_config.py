@@ -11,13 +11,7 @@ from quaver.lab.settings.model import Model
 from quaver.lab.settings.output import Job, Metrics, Numerics, Profiling
 from quaver.lab.settings.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
 
-SPLIT_SIZES = (
-    "model.n_heads",
-    "model.n_kv_heads",
-    "model.hidden_dim",
-    "model.vocab_size",
-    "training.seq_len",
-)
+SPLIT_SIZES = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
 """Sizes that tensor parallel ranks split."""
 
 MAX_ELEMENTS = 10**16
