@@ -16,7 +16,7 @@ STORED_BYTES = 1 + FLOAT32_BYTES / 128
 
 
 class SavedActivations:
-    """The tensors that blocks save, on each of `tensor_ranks`.
+    """The tensors that blocks save, on each of `ranks` tensor parallel ranks.
 
     Args:
         float8_shares: the share of blocks in which each linear is in float8 (`find_float8_shares`).
@@ -24,14 +24,10 @@ class SavedActivations:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        tensor_ranks: int,
-        float8_shares: Mapping[str, float],
-        recipe: Float8LinearConfig | None,
+        self, config: TrainConfig, ranks: int, float8_shares: Mapping[str, float], recipe: Float8LinearConfig | None
     ) -> None:
         training = config.training
-        self._config, self._model, self._tensor_ranks = config, config.model, tensor_ranks
+        self._config, self._model, self._ranks = config, config.model, ranks
         self._float8_shares, self._recipe = float8_shares, recipe
         self._is_compiled, self._stores_in_float8 = training.compile, config.activation_checkpoint.store_in_float8
         self._compute_bytes = get_itemsize(training.mixed_precision_param)
@@ -40,19 +36,17 @@ class SavedActivations:
     def iter_bytes_per_token(self) -> Iterator[int]:
         """Yield the bytes per token that each block saves, from the first block to the last."""
         checkpoint, layers = self._config.activation_checkpoint, self._model.n_layers
-        input_bytes = int(self._choose_input_bytes() * self._model.dim) // self._tensor_ranks
-        saved_bytes_without = self.count_bytes_without_checkpoint()
+        input_bytes = int(self._choose_input_bytes() * self._model.dim) // self._ranks
+        whole_bytes = self.count_bytes_without_checkpoint()
         interval = parse_selective_option(checkpoint.selective_ac_option) if checkpoint.mode == "selective" else 1
         if checkpoint.mode == "none":
-            yield from [saved_bytes_without] * layers
+            yield from [whole_bytes] * layers
         elif checkpoint.mode == "memory_budget":
-            yield from [input_bytes + int(checkpoint.memory_budget * (saved_bytes_without - input_bytes))] * layers
+            yield from [input_bytes + int(checkpoint.memory_budget * (whole_bytes - input_bytes))] * layers
         elif interval is None:
             yield from [self._count_policy_bytes()] * layers
         else:
-            yield from (
-                input_bytes if number % interval == 0 else saved_bytes_without for number in range(1, layers + 1)
-            )
+            yield from (input_bytes if number % interval == 0 else whole_bytes for number in range(1, layers + 1))
 
     def _choose_input_bytes(self) -> float:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
@@ -70,11 +64,7 @@ class SavedActivations:
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
         policy saves as codes.
         """
-        (queries, keys, attention), dim, tensor_ranks = (
-            self._count_attention_bytes(),
-            self._model.dim,
-            self._tensor_ranks,
-        )
+        (queries, keys, attention), dim, ranks = self._count_attention_bytes(), self._model.dim, self._ranks
         experts, shared = self._model.n_experts, self._model.n_shared_experts * self._model.hidden_dim
         stores_codes = self._is_compiled and self._stores_in_float8
         saved_bytes, residual_bytes = STORED_BYTES if stores_codes else self._compute_bytes, self._choose_input_bytes()
@@ -88,8 +78,8 @@ class SavedActivations:
         else:
             wide = self._model.top_k * 2 * self._model.hidden_dim + shared if experts else self._model.hidden_dim
             matmuls = self._compute_bytes * (keys + dim + wide)
-        scattered = 2 * saved_bytes * dim if tensor_ranks > 1 else 0
-        return int(residual_bytes * dim + matmuls + attention + scattered) // tensor_ranks
+        scattered = 2 * saved_bytes * dim if ranks > 1 else 0
+        return int(residual_bytes * dim + matmuls + attention + scattered) // ranks
 
     def count_bytes_without_checkpoint(self) -> int:
         """Return the bytes per token that a block saves without checkpointing.
@@ -98,11 +88,7 @@ class SavedActivations:
         code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
         input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
-        (queries, keys, attention), dim, tensor_ranks = (
-            self._count_attention_bytes(),
-            self._model.dim,
-            self._tensor_ranks,
-        )
+        (queries, keys, attention), dim, ranks = self._count_attention_bytes(), self._model.dim, self._ranks
         experts, hidden = self._model.n_experts, self._model.hidden_dim
         saved_bytes, residual_bytes = (
             (STORED_BYTES, STORED_BYTES) if self._stores_in_float8 else (self._compute_bytes, self._residual_bytes)
@@ -116,8 +102,8 @@ class SavedActivations:
         rows = count_feed_forwards_per_token(self._model)
         gates = saved_bytes * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
-        saved, product = self._count_saved_of_float8(tensor_ranks=1), hidden * rows
-        gathered = dim * tensor_ranks, self._count_saved_of_float8(tensor_ranks)
+        saved, product = self._count_saved_of_float8(ranks=1), hidden * rows
+        gathered = dim * ranks, self._count_saved_of_float8(ranks)
         inputs = (
             (self._find_float8_share("q_proj", "k_proj", "v_proj"), *gathered),
             (self._find_float8_share(wide), *gathered),
@@ -134,15 +120,15 @@ class SavedActivations:
         if experts:  # scores, and the tokens of experts before and after
             linears += saved_bytes * dim * self._model.top_k * 2 + FLOAT32_BYTES * experts
         mask = self._compute_bytes * self._config.training.seq_len if self._config.data.document_mask else 0
-        return int(residual + attention_inputs + attention + gates + linears) // tensor_ranks + mask
+        return int(residual + attention_inputs + attention + gates + linears) // ranks + mask
 
-    def _count_saved_of_float8(self, tensor_ranks: int) -> int:
-        """Return the bytes that a float8 linear saves per element of its input, which `tensor_ranks` ranks gather."""
+    def _count_saved_of_float8(self, ranks: int) -> int:
+        """Return the bytes that a float8 linear saves per element of its input, which `ranks` gather."""
         if self._recipe is None:
             return 0
         if self._recipe.casts.input.column_source.is_disabled:
             return self._compute_bytes
-        saves = tensor_ranks > 1 or not self._is_compiled
+        saves = ranks > 1 or not self._is_compiled
         return int(saves)
 
     def _find_float8_share(self, *names: str) -> float:
