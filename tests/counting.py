@@ -63,7 +63,7 @@ def _first(value):
     return value
 
 
-def saved_bytes(step):
+def count_saved_bytes(step):
     """Return the bytes of the distinct storages that `step` saves for backward, by dtype."""
     saved = {}
 

@@ -180,7 +180,7 @@ def _serve(rank, world_size, port, collective_timeout, connection):
         connection.send((result, message))
 
 
-def mesh_of(shape, names=None):
+def get_cached_mesh(shape, names=None):
     """Return the mesh of this shape. All tests on a pool share it, its groups and what DTensor cached for it."""
     if (shape, names) not in _meshes:
         _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -192,7 +192,7 @@ def _destroy_groups():
 
     A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes forever. Filling these
     caches again takes most of the time of a step of Adam. They therefore stay if there is no group besides the default
-    group, which meshes of all ranks along one axis use, and the groups of `mesh_of`.
+    group, which meshes of all ranks along one axis use, and the groups of `get_cached_mesh`.
     """
     import torch.distributed as dist
     from torch.distributed.tensor import _collective_utils, _redistribute

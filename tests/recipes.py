@@ -17,7 +17,7 @@ PERSISTENT_RECIPES = ("delayed", "delayed_with_dynamic_weight")
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def config_of(recipe, **options):
+def make_recipe_config(recipe, **options):
     """Return the config of a recipe or a serving engine, either with a ":backward", or of "tensorwise_power_of_2"."""
     engine, colon, backward = recipe.partition(":")
     if engine in SERVING_CASTS:

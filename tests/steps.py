@@ -1,6 +1,6 @@
 """Takes training steps of any model, and compares bits with an error that names the place of a difference.
 
-`results_of` returns the output and the gradients of one step, `train` the losses of several steps. `assert_same`
+`compute_results` returns the output and the gradients of one step, `train` the losses of several steps. `assert_same`
 compares tensors in any nesting.
 """
 
@@ -16,7 +16,7 @@ from quaver import sync_float8_amax_and_scale_history
 from tests.reference import assert_same_bits
 
 
-def results_of(
+def compute_results(
     module: nn.Module,
     *inputs: Tensor,
     grad_output: Tensor | float | None = None,
@@ -60,7 +60,7 @@ def train(
     Args:
         optimizer: None to accumulate gradients.
         scope: returns a context manager of the model, entered around the microbatches of a step.
-        call: as for `results_of`.
+        call: as for `compute_results`.
         after: called with the model at the end of each step.
     """
     losses = []

@@ -22,7 +22,7 @@ from quaver.distributed import (
 from quaver.fsdp.gradients import BLOCK_ELEMENTS, dequantize_gradients, quantize_gradients, sum_over_ranks
 from quaver.recipes.sqnr import compute_sqnr_db
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, smaller
-from tests.recipes import NON_BLOCK_RECIPES, config_of
+from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
 
 pytestmark = pytest.mark.gpu
 RTOL = 0 if VIRTUAL else 2 * 2**-8
@@ -53,7 +53,7 @@ class FeedForward(torch.nn.Module):
 def make(recipe, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(FeedForward(), FeedForward()).to(DEVICE, torch.bfloat16)
-    return convert_to_float8_training(model, config=config_of(recipe, **options))
+    return convert_to_float8_training(model, config=make_recipe_config(recipe, **options))
 
 
 def train(model, *, precompute=False):

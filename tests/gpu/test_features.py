@@ -16,7 +16,7 @@ from tests.library.activations.nets import LOWEST_DB, SAVED, build_net
 from tests.library.experts.operands import ENDS, make_operands, step
 from tests.recipes import DYNAMIC_RECIPES
 from tests.reference import lowest_sqnr_db, sqnr_db
-from tests.steps import draw, results_of, train
+from tests.steps import compute_results, draw, train
 
 pytestmark = pytest.mark.gpu
 
@@ -147,7 +147,7 @@ def test_frozen_weights_multiply_as_on_a_cpu(recipe):
     input = draw(2, 33, 256).bfloat16()
     results = []
     for model, device in zip((on_cpu, on_gpu), host_and_gpu(), strict=True):
-        results.append([tensor.cpu() for tensor in results_of(model, input.to(device))[:2]])
+        results.append([tensor.cpu() for tensor in compute_results(model, input.to(device))[:2]])
     assert min(sqnr_db(expected, actual) for expected, actual in zip(*results, strict=True)) > lowest_sqnr_db(7, 7, 7)
 
 

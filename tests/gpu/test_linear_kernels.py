@@ -8,7 +8,7 @@ from quaver.linear.gemm import needs_contracted_dim_contiguous
 from tests.gpu.device import DEVICE, Graph, needs_silicon, side_stream, smaller
 from tests.recipes import NON_BLOCK_RECIPES
 from tests.reference import lowest_sqnr_db, sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 pytestmark = pytest.mark.gpu
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -78,8 +78,8 @@ def test_gradients_of_each_compiler_mode_are_near_eager_ones(recipe, mode):
     for _ in range(3):
         input = torch.randn(TOKENS, SIZE, device=DEVICE, dtype=torch.bfloat16)
         torch.compiler.cudagraph_mark_step_begin()
-        _, *gradients = results_of(module, input, grad_output=1.0, call=compiled)
-        _, *expected = results_of(module, input, grad_output=1.0)
+        _, *gradients = compute_results(module, input, grad_output=1.0, call=compiled)
+        _, *expected = compute_results(module, input, grad_output=1.0)
         for gradient, reference in zip(gradients, expected, strict=True):
             assert sqnr_db(reference.cpu(), gradient.cpu()) > lowest_sqnr_db(7, 7)  # bfloat16 in each
 

@@ -14,7 +14,7 @@ from quaver.runtime.devices import get_compute_capability
 from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, host_sync_refused, smaller
 from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES
 from tests.reference import assert_matmul_exact, lowest_sqnr_db, sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 pytestmark = pytest.mark.gpu
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -45,7 +45,7 @@ def test_blocks_are_right_on_either_backend(recipe, kind, shape, compiled, recor
         linear.compile(fullgraph=True, backend=BACKEND)
     input = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16)
     grad_output = torch.randn(tokens, n, device=DEVICE, dtype=torch.bfloat16)
-    results = results_of(linear, input, grad_output=grad_output)
+    results = compute_results(linear, input, grad_output=grad_output)
     x, w, g = (tensor.detach().double() for tensor in (input, linear.weight, grad_output))
     for result, expected in zip(results[:3], (x @ w.t() + linear.bias, g @ w, g.t() @ x), strict=True):
         assert sqnr_db(expected, result) > lowest_sqnr_db(3, 3, SUM, 7)  # two e4m3 operands, a bfloat16 result
@@ -99,7 +99,7 @@ def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
     results = []
     for device, module, call in zip(host_and_gpu(), (on_cpu, on_gpu), (on_cpu, forward), strict=True):
         with cast_weights_once(module) if mode == "scoped" and module is on_gpu else contextlib.nullcontext():
-            tensors = results_of(module, input.to(device), grad_output=grad_output.to(device), call=call)
+            tensors = compute_results(module, input.to(device), grad_output=grad_output.to(device), call=call)
         results.append([tensor.cpu() for tensor in tensors])
     for expected, actual in zip(*results, strict=True):
         assert sqnr_db(expected, actual) > lowest_sqnr_db(SUM, 7, 7)  # bfloat16 on each device

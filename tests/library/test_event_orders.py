@@ -33,7 +33,7 @@ from quaver.linear.class_change import get_class_parts
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from quaver.weights.cast_once import is_cast_once
 from quaver.weights.primary_weight import Float8PrimaryWeight
-from tests.steps import assert_same, by_torch_save, results_of
+from tests.steps import assert_same, by_torch_save, compute_results
 from tests.thinned import at_night
 
 MATMULS = ("output", "grad_input", "grad_weight")
@@ -230,9 +230,9 @@ class User:
         """Run both forwards on one input before both backwards, of this model and of one with another recipe."""
         other, input = Net().to(self.dtype), self.draw()
         convert_to_float8_training(other, config=self.random.choice(list(Float8LinearRecipeName)))
-        alone = [results_of(model.train(), input) for model in (self.model, other)]
+        alone = [compute_results(model.train(), input) for model in (self.model, other)]
         both = nn.ModuleList([self.model, other])
-        together = results_of(both, input, call=lambda input: torch.stack([self.model(input), other(input)]))
+        together = compute_results(both, input, call=lambda input: torch.stack([self.model(input), other(input)]))
         assert_same(together[2:], [*alone[0][2:], *alone[1][2:]])
         self.optimizer.zero_grad()
 
@@ -240,7 +240,9 @@ class User:
     def compile(self):
         self.compiles, input = False, self.draw()
         models = self.model.train(), self.make_fresh()
-        assert_same(*(results_of(model, input, call=torch.compile(model, backend="aot_eager")) for model in models))
+        assert_same(
+            *(compute_results(model, input, call=torch.compile(model, backend="aot_eager")) for model in models)
+        )
         torch.compiler.reset()
         self.optimizer.zero_grad()
 
@@ -311,7 +313,7 @@ class User:
         results = []
         for model in (self.model, self.make_fresh()):
             model.train().zero_grad()
-            results.append(results_of(model, input))
+            results.append(compute_results(model, input))
             model.zero_grad()
         assert_same(*results)
         assert (get_class_parts(self.model.q).float8 is not None) == (self.recipe is not None)

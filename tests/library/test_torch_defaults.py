@@ -18,7 +18,7 @@ from quaver.kernels.native_mm import ScaleKind
 from quaver.linear import backends, gemm
 from quaver.optim import Float8AdamW
 from quaver.recipes.linear_casts import MatmulOptions
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 IMPORTED_LATE = """
     import torch
@@ -84,7 +84,7 @@ def test_a_step_ignores_torch_defaults(recipe, defaults, monkeypatch):
 
     def step():
         widen.make_pair_table.cache_clear()
-        return results_of(model, input, grad_output=1.0)
+        return compute_results(model, input, grad_output=1.0)
 
     expected = step()
     with other_defaults(defaults):

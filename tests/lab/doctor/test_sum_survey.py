@@ -7,7 +7,7 @@ from torch import nn
 from quaver import Float8GemmConfig, Float8LinearConfig, convert_to_float8_training, monitor
 from quaver.lab.doctor.sum_survey import survey_sums
 from quaver.numerics.accumulation import HOPPER
-from tests.steps import results_of
+from tests.steps import compute_results
 
 
 def test_a_survey_finds_the_matmul_whose_sums_cost_most():
@@ -30,10 +30,10 @@ def test_a_survey_finds_the_matmul_whose_sums_cost_most():
 def test_a_survey_and_a_monitor_find_the_same_sums():
     config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
     model, input = nn.Linear(48, 64, dtype=torch.bfloat16), torch.randn(40, 48).bfloat16()
-    surveyed = survey_sums(nn.Sequential(model), lambda: results_of(model, input), lambda name: config, HOPPER)
+    surveyed = survey_sums(nn.Sequential(model), lambda: compute_results(model, input), lambda name: config, HOPPER)
     converted = convert_to_float8_training(nn.Sequential(model), config=config)
     with monitor(converted, every=1, extras_every=1, hardware="h100") as watch:
-        results_of(converted, input)
+        compute_results(converted, input)
         watch.step()
     (sample,) = watch.samples
     monitored = {

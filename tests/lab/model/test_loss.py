@@ -13,7 +13,7 @@ from quaver.lab.model.loss import IGNORE_INDEX, compute_next_token_loss
 from quaver.lab.recorder.storages import TensorBytes
 from quaver.runtime.float8_collectives import all_gather
 from tests.counting import CollectiveCounter
-from tests.ranks import mesh_of, on_ranks
+from tests.ranks import get_cached_mesh, on_ranks
 from tests.thinned import thinned
 
 TOKENS, WORDS = 37, 50
@@ -97,7 +97,7 @@ CASES = {
 
 def split(logits):
     """Return the same logits as a DTensor whose vocabulary two ranks split."""
-    return distribute_tensor(logits.detach(), mesh_of((2,), ("tp",)), [Shard(2)]).requires_grad_()
+    return distribute_tensor(logits.detach(), get_cached_mesh((2,), ("tp",)), [Shard(2)]).requires_grad_()
 
 
 @pytest.mark.parametrize(

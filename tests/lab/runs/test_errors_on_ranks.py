@@ -21,7 +21,7 @@ from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Checkpoint
 from quaver.lab.trainer.training_run import begin_folder
 from quaver.runtime.agreement import run_on_every_rank, run_on_first_rank
-from tests.ranks import mesh_of, on_ranks
+from tests.ranks import get_cached_mesh, on_ranks
 
 
 def begin(fail):
@@ -53,7 +53,7 @@ def load(fail):
 
 @on_ranks(2)
 def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
-    state = {"weight": distribute_tensor(torch.arange(8.0), mesh_of((2,)), [Shard(0)])}
+    state = {"weight": distribute_tensor(torch.arange(8.0), get_cached_mesh((2,)), [Shard(0)])}
     dcp.save(state, checkpoint_id=tmp_path)
     if dist.get_rank() == 1:
         shard = tmp_path / "__1_0.distcp"

@@ -31,7 +31,7 @@ from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.activations.nets import LOWEST_DB, SAVED, STORED_TENSORS, Net, build_net
 from tests.models import rope_tables
 from tests.reference import lowest_sqnr_db, sqnr_db
-from tests.steps import assert_same, draw, results_of
+from tests.steps import assert_same, compute_results, draw
 from tests.thinned import at_night, thinned
 
 PRECISIONS = (None, "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
@@ -562,7 +562,7 @@ def test_linears_that_are_converted_back_keep_their_inputs():
     store_activations_in_float8(convert_to_float8_training(net, config="rowwise"), modules=[""])
     convert_to_high_precision(net)
     store_activations_in_float8(plain, modules=[""])
-    assert_same(results_of(net, make_input().detach()), results_of(plain, make_input().detach()))
+    assert_same(compute_results(net, make_input().detach()), compute_results(plain, make_input().detach()))
 
 
 def test_unusual_training_loops_have_the_gradients_of_a_plain_step():

@@ -14,19 +14,19 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from tests.steps import results_of
+from tests.steps import compute_results
 
 NAN, INF = math.nan, math.inf
 
 
-def config_of(recipe="delayed", *, enable=None, **delayed):
+def make_delayed_config(recipe="delayed", *, enable=None, **delayed):
     config = Float8LinearConfig.from_recipe_name(recipe)
     return replace(config, delayed_scaling_config=DelayedScalingConfig(**delayed), **(enable or {}))
 
 
 def make_linear(k=64, n=32, *, recipe="delayed", bias=False, dtype=torch.float32, enable=None, **delayed):
     module = nn.Linear(k, n, bias=bias, dtype=dtype)
-    return convert_to_float8_training(module, config=config_of(recipe, enable=enable, **delayed))
+    return convert_to_float8_training(module, config=make_delayed_config(recipe, enable=enable, **delayed))
 
 
 def step(model, input, grad_output=None, *, sync=True, autocast=False):
@@ -36,7 +36,7 @@ def step(model, input, grad_output=None, *, sync=True, autocast=False):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return model(input)
 
-    results = results_of(model, input, grad_output=1.0 if grad_output is None else grad_output, call=call)
+    results = compute_results(model, input, grad_output=1.0 if grad_output is None else grad_output, call=call)
     if sync:
         sync_float8_amax_and_scale_history(model)
     return results

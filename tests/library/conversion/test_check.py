@@ -45,7 +45,7 @@ def step(model):
     model(torch.ones(4, 16)).sum().backward()
 
 
-def backend_of(model):
+def get_backend(model):
     return conversion_report(model).layers[0].backend
 
 
@@ -69,10 +69,10 @@ def test_training_may_be_required_to_multiply_natively():
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_cpu_has_no_float8_units(how):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    assert backend_of(model) == "not run yet"
+    assert get_backend(model) == "not run yet"
     with torch.compiler.set_stance("force_eager" if how == "eager" else "default"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 16)).sum().backward()
-    assert backend_of(model) == "exact"
+    assert get_backend(model) == "exact"
     assert_refused(model, "multiply exactly, because a CPU has no float8 units: 0$", require_native=True)
 
 
@@ -82,7 +82,7 @@ def test_compiled_code_multiplies_natively_where_its_device_does():
     with mock.patch("torch.compiler.is_compiling", return_value=True):
         last_run.record_run(model[0], torch.device("cuda:0"))
     with assume_native({ScaleKind.TENSORWISE: None}):
-        assert backend_of(model) == "native"
+        assert get_backend(model) == "native"
         assert_float8_training(model, require_native=True)
     with assume_native({ScaleKind.TENSORWISE: "missing"}):
         assert_refused(model, "multiply exactly, not on float8 units: 0", require_native=True)
@@ -267,9 +267,9 @@ def test_weights_of_experts_are_checked():
 def test_a_linear_remembers_what_it_ran_on_wherever_it_moves():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     step(model)
-    assert {backend_of(move(model)) for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
-    assert backend_of(model.to("meta")) == "exact"
-    assert {backend_of(duplicate(model[0])) for duplicate in (copy.copy, copy.deepcopy)} == {"not run yet"}
+    assert {get_backend(move(model)) for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
+    assert get_backend(model.to("meta")) == "exact"
+    assert {get_backend(duplicate(model[0])) for duplicate in (copy.copy, copy.deepcopy)} == {"not run yet"}
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}

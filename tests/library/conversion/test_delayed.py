@@ -28,15 +28,15 @@ from quaver import (
 from quaver.kernels import cpu
 from quaver.linear import scale_state
 from quaver.linear.scale_state import ConversionScaleSlots
-from tests.counting import CollectiveCounter, saved_bytes
+from tests.counting import CollectiveCounter, count_saved_bytes
 from tests.library.conversion.delayed import (
     INF,
     NAN,
     Ffn,
     Net,
-    config_of,
     copy_scales,
     find_report,
+    make_delayed_config,
     make_linear,
     read_scale,
     step,
@@ -178,7 +178,9 @@ def test_a_non_finite_input_reaches_the_output_and_not_the_scale(bad):
 @RECIPE
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_recomputation_is_bitwise_what_it_repeats_and_records_nothing_new(recipe, how):
-    plain, recomputed = (convert_to_float8_training(Net(name), config=config_of(recipe)) for name in (None, how))
+    plain, recomputed = (
+        convert_to_float8_training(Net(name), config=make_delayed_config(recipe)) for name in (None, how)
+    )
     for seed in range(4):
         torch.manual_seed(seed)
         input = torch.randn(32, 64) * 2**seed
@@ -237,7 +239,9 @@ def test_scales_follow_a_module_in_eval_mode_that_takes_gradients(reentrant):
 
 
 def test_a_module_that_did_not_run_keeps_its_history():
-    model = convert_to_float8_training(nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), config=config_of())
+    model = convert_to_float8_training(
+        nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), config=make_delayed_config()
+    )
     for number in range(4):
         for index in (0, 1) if number == 1 else (0,):
             model[index](torch.randn(4, 32) * (number + 1)).sum().backward()
@@ -339,7 +343,7 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
     counts = []
     for linears in (1, 10, 100):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(linears)))
-        convert_to_float8_training(model, config=config_of(**options))
+        convert_to_float8_training(model, config=make_delayed_config(**options))
         model(torch.randn(2, 16)).sum().backward()
         with CollectiveCounter() as counter:
             sync_float8_amax_and_scale_history(model)
@@ -354,14 +358,14 @@ def test_a_sync_takes_as_many_operations_for_many_linears_as_for_one(options):
 )
 def test_siblings_that_read_one_input_cast_and_save_it_once(names, casts, compiled):
     model = Ffn(names)
-    convert_to_float8_training(model, config=config_of())
+    convert_to_float8_training(model, config=make_delayed_config())
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     input = torch.randn(16, 64)
     for _ in range(2):
         forward(input).sum().backward()
         sync_float8_amax_and_scale_history(model)
     before = cpu.count_elements_read() if cpu.HAS_EXTENSION else 0
-    saved = saved_bytes(lambda: forward(input))
+    saved = count_saved_bytes(lambda: forward(input))
     if cpu.HAS_EXTENSION:  # the C extension counts
         assert cpu.count_elements_read() - before == casts * 16 * 64 + 16 * 96 + 3 * 64 * 96
     if not compiled:
@@ -378,7 +382,7 @@ def few_forwards(monkeypatch):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_forgotten_sync_warns_once(several, few_forwards):
-    model = copy.deepcopy(convert_to_float8_training(Net(), config=config_of())) if several else make_linear()
+    model = copy.deepcopy(convert_to_float8_training(Net(), config=make_delayed_config())) if several else make_linear()
     for _ in range(2):
         for number in range(1, 4 * few_forwards):
             with warnings.catch_warnings(record=True) as caught:
@@ -408,13 +412,13 @@ def test_steps_without_need_of_a_sync_do_not_warn(few_forwards):
 
 
 def test_a_linear_without_a_state_says_what_to_do():
-    linear = Float8Linear(8, 8, config=config_of())
+    linear = Float8Linear(8, 8, config=make_delayed_config())
     with pytest.raises(RuntimeError, match="give the model to convert_to_float8_training"):
         linear(torch.randn(2, 8))
-    convert_to_float8_training(linear, config=config_of())
+    convert_to_float8_training(linear, config=make_delayed_config())
     linear(torch.randn(2, 8)).sum().backward()
     with pytest.raises(ValueError, match="use a Float8Linear"):
-        float8_linear(torch.randn(2, 8), torch.randn(8, 8), config=config_of())
+        float8_linear(torch.randn(2, 8), torch.randn(8, 8), config=make_delayed_config())
 
 
 def test_a_model_without_persistent_scales_is_left_alone():

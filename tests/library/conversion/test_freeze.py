@@ -33,7 +33,7 @@ from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.mixture import make_mixture
 from tests.recipes import E4M3
 from tests.reference import BACKEND, lowest_sqnr_db, sqnr_db
-from tests.steps import assert_same, by_torch_save, draw, results_of
+from tests.steps import assert_same, by_torch_save, compute_results, draw
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
@@ -63,7 +63,7 @@ def draw_batch(dtype=torch.bfloat16):
 
 def step(net, input, call=None):
     """Return the output and the gradient of the input."""
-    return results_of(net, input, call=call)[:2]
+    return compute_results(net, input, call=call)[:2]
 
 
 def get_codes(net):
@@ -76,7 +76,7 @@ def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
     linear = freeze_to_float8(build_model(dtype)[0], config=config)
     casts = linear.config.casts.grad_output
     input = draw_batch(dtype)
-    output, grad_input, *_ = results_of(linear, input, grad_output=draw(2, 32, 200, seed=2).to(dtype))
+    output, grad_input, *_ = compute_results(linear, input, grad_output=draw(2, 32, 200, seed=2).to(dtype))
     codes, scale = linear.weight.data_fp8, linear.weight.dequant_scale
     power_of_2 = linear.config.round_scales_to_power_of_2
     quantizer = Quantizer(linear.config.casts.input, dtype)

@@ -25,7 +25,7 @@ from quaver.linear import function
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.serving import SERVING_CASTS, find_serving_name
 from tests.reference import assert_same_bits
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 
 @pytest.mark.parametrize("serving", [name for name in SERVING_CASTS if name != "vllm-static"])
@@ -127,7 +127,7 @@ def test_compiled_code_multiplies_the_same():
         convert_to_float8_training(linear, serving=serving)
     compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
     input = torch.randn(32, 128)
-    assert_same(results_of(compiled, input, grad_output=1.0), results_of(eager, input, grad_output=1.0))
+    assert_same(compute_results(compiled, input, grad_output=1.0), compute_results(eager, input, grad_output=1.0))
 
 
 class Mixture(nn.Module):

@@ -47,7 +47,9 @@ def train(
                 with contextlib.nullcontext() if last or no_sync is None else no_sync():
                     counter = contextlib.nullcontext() if compiled else forward
                     with counter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                        loss = models.loss_of(model(models.part_of(microbatch).requires_grad_())) / accumulate
+                        loss = (
+                            models.compute_loss(model(models.get_rank_part(microbatch).requires_grad_())) / accumulate
+                        )
                     with contextlib.nullcontext() if compiled else backward:
                         loss.backward()
                 total += loss.item()

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ExpertParallel
 from quaver.experts.module import Float8Experts
-from tests.ranks import mesh_of
+from tests.ranks import get_cached_mesh
 
 DIM, INNER, EXPERTS = 160, 96, 8
 
@@ -48,10 +48,10 @@ def convert(recipe, dtype=torch.bfloat16, trained=True, **flags):
 
 
 def parallelize(experts, **options):
-    return parallelize_module(experts, mesh_of((dist.get_world_size(),)), Float8ExpertParallel(**options))
+    return parallelize_module(experts, get_cached_mesh((dist.get_world_size(),)), Float8ExpertParallel(**options))
 
 
-def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
+def make_tokens(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
     """Return each rank's tokens, their experts, the weights of these and the gradient of the result.
 
     Magnitudes differ by token and by rank. Every seventh token has an outlier, so that its other codes are subnormal,

@@ -13,8 +13,8 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.linear.tensor import Float8Tensor
 from tests import steps
 from tests.library.distributed import models
-from tests.ranks import mesh_of
-from tests.recipes import config_of
+from tests.ranks import get_cached_mesh
+from tests.recipes import make_recipe_config
 
 STEPS = 3
 
@@ -39,8 +39,8 @@ def find_different_operands(model, whole, config):
     return wrong
 
 
-def gathering_config_of(recipe):
-    return config_of(recipe, enable_fsdp_float8_all_gather=True)
+def make_gathering_config(recipe):
+    return make_recipe_config(recipe, enable_fsdp_float8_all_gather=True)
 
 
 def model_by(how, config, make=models.make_model):
@@ -50,7 +50,7 @@ def model_by(how, config, make=models.make_model):
         options["reshard_after_forward"] = how == "always reshard"
     elif how == "hsdp":
         shape = (2, dist.get_world_size() // 2)
-        options["mesh"] = mesh_of(shape, ("replicate", "shard"))
+        options["mesh"] = get_cached_mesh(shape, ("replicate", "shard"))
     elif how == "cpu offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     elif how == "mixed precision":
@@ -108,14 +108,14 @@ MICROBATCHES = 2
 
 def run_step(model, batch, microbatches=MICROBATCHES, **options):
     """Run this rank's parts of the microbatches of `batch`, and return the losses."""
-    parts = torch.cat([models.part_of(microbatch) for microbatch in batch.chunk(microbatches)])
+    parts = torch.cat([models.get_rank_part(microbatch) for microbatch in batch.chunk(microbatches)])
     return steps.train(model, None, [parts], microbatches=microbatches, **options)
 
 
 def train_cases(cases, steps):
     result = []
     for recipe, gather, precompute, compiled, param_dtype in cases:
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         torch.compiler.reset()
         model = models.shard_model(config, compiled=compiled, mp_policy=policy)

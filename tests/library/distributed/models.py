@@ -13,7 +13,7 @@ from quaver import (
 )
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from tests.ranks import mesh_of
+from tests.ranks import get_cached_mesh
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42
@@ -52,7 +52,7 @@ def batches(steps, ranks, dim=DIM):
     return [torch.randn(ranks * TOKENS, dim, generator=generator) for _ in range(steps)]
 
 
-def loss_of(output):
+def compute_loss(output):
     return output.float().square().mean()
 
 
@@ -66,7 +66,7 @@ def scaling_snapshot(model):
     return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
 
 
-def scale_states_of(model):
+def get_scale_states(model):
     """Return the persistent scales of each conversion."""
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return list(
@@ -79,7 +79,7 @@ def assert_same_scaling_on_all_ranks(model):
     state = float8_scaling_state(model)
     if not state:
         return
-    values = [*state.state_dict().values(), *(states.last_step for states in scale_states_of(model))]
+    values = [*state.state_dict().values(), *(states.last_step for states in get_scale_states(model))]
     low = torch.cat([value.flatten() for value in values]).view(torch.int32)
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
@@ -88,7 +88,7 @@ def assert_same_scaling_on_all_ranks(model):
 
 
 def world_mesh():
-    return mesh_of((dist.get_world_size(),))
+    return get_cached_mesh((dist.get_world_size(),))
 
 
 def shard_model(config, *, mesh=None, compiled=None, model=None, **options):
@@ -104,14 +104,14 @@ def shard_model(config, *, mesh=None, compiled=None, model=None, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def part_of(batch):
+def get_rank_part(batch):
     """Return this rank's part of a global batch."""
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train_step(model, optimizer, batch):
     """Train a step on this rank's part, and return the mean loss over ranks."""
-    loss = loss_of(model(part_of(batch)))
+    loss = compute_loss(model(get_rank_part(batch)))
     loss.backward()
     return finish_step(loss, optimizer)
 
@@ -148,7 +148,7 @@ def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_a
     def backward(part):
         used = _used_parameters(model, config, param_dtype or torch.float32, float8_all_gather)
         output = torch.func.functional_call(model, used, part if param_dtype is None else part.to(param_dtype))
-        loss = loss_of(output) / ranks
+        loss = compute_loss(output) / ranks
         loss.backward()
         for name, parameter in model.named_parameters():
             grad = used[name].grad.float()
@@ -167,7 +167,7 @@ def train_in_parts(model, optimizer, batches, parts, backward=None):
     """
 
     def run_part(part):
-        loss = loss_of(model(part)) / parts
+        loss = compute_loss(model(part)) / parts
         loss.backward()
         return loss
 

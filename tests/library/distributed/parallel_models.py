@@ -14,7 +14,7 @@ from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.linear.module import Float8Linear
 from tests.library.distributed.models import world_mesh
-from tests.recipes import BLOCK_RECIPES, config_of
+from tests.recipes import BLOCK_RECIPES, make_recipe_config
 from tests.steps import draw, to_plain
 
 
@@ -178,7 +178,7 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def model_of(config, dim=32, attends=True):
+def build_model(config, dim=32, attends=True):
     torch.manual_seed(1)
     return convert_to_float8_training(nn.Sequential(Block(dim, attends)), config=config)
 
@@ -209,13 +209,13 @@ DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
 """Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
 
 
-def batches_of(recipe):
+def make_batches(recipe):
     return [draw(4, 16, DIMS.get(recipe, 32), seed=step) for step in range(STEPS)]
 
 
-def sharing_config_of(recipe, **options):
+def make_sharing_config(recipe, **options):
     """Return a config in which gate and up share an input scale, as PrepareFloat8ModuleInput casts their input once."""
-    return config_of(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
+    return make_recipe_config(recipe, shared_inputs=(("q", "k", "v"), ("gate", "up")), **options)
 
 
 def assert_same_losses(losses, expected):
@@ -254,7 +254,7 @@ def assert_close(actual, expected, size, what, terms=64):
 
 def check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     arrangement = arrangements()[name]
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     k, n, tokens = (256, 512, 256) if recipe in BLOCK_RECIPES else (64, 48, 32)
     close = functools.partial(assert_close, terms=max(k, n, 2 * tokens))
     reference = arrangement.module(k, n, hp_dtype, config)

@@ -14,8 +14,14 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp import all_gather_weight
 from tests.counting import CollectiveCounter
 from tests.library.distributed.delayed_training import train
-from tests.library.distributed.fsdp_models import MICROBATCHES, change_weights, gathering_config_of, model_by, run_step
-from tests.library.distributed.models import batches, loss_of, make_model, part_of, shard_model, world_mesh
+from tests.library.distributed.fsdp_models import (
+    MICROBATCHES,
+    change_weights,
+    make_gathering_config,
+    model_by,
+    run_step,
+)
+from tests.library.distributed.models import batches, compute_loss, get_rank_part, make_model, shard_model, world_mesh
 from tests.ranks import on_ranks
 from tests.thinned import at_night
 
@@ -37,7 +43,7 @@ def test_a_scope_changes_no_bit_of_the_losses(ranks, cases):
     for recipe, how in cases:
         options = {"steps": 2, "accumulate": MICROBATCHES, "precompute": recipe == "rowwise"}
         without, scoped = (
-            train(model_by(how, gathering_config_of(recipe)), scope=scope, **options)[0] for scope in SCOPES
+            train(model_by(how, make_gathering_config(recipe)), scope=scope, **options)[0] for scope in SCOPES
         )
         assert without == scoped
         assert len(set(without)) == len(without)
@@ -45,7 +51,7 @@ def test_a_scope_changes_no_bit_of_the_losses(ranks, cases):
 
 def _count(recipe, how, scope):
     """Return the casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
-    model = model_by(how, gathering_config_of(recipe))
+    model = model_by(how, make_gathering_config(recipe))
     precompute_float8_dynamic_scale_for_fsdp(model)
     batch = batches(1, MICROBATCHES * dist.get_world_size())[0]
     spy = mock.patch.object(all_gather_weight, "cast_with_scale", wraps=all_gather_weight.cast_with_scale)
@@ -83,7 +89,7 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
     batch = batches(1, dist.get_world_size())[0]
     for change in changes:
         for gathers_again in (True, False):
-            model = shard_model(gathering_config_of("tensorwise"), model=make_model(1))
+            model = shard_model(make_gathering_config("tensorwise"), model=make_model(1))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
             state_dict = copy.deepcopy(model.state_dict())
             message = f"was {ERRORS[change]} inside cast_weights_once; leave the scope"
@@ -92,7 +98,7 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
                 change_weights(change, model, optimizer, state_dict)
                 if gathers_again:
                     with contextlib.suppress(StopIteration):
-                        model(part_of(batch))
+                        model(get_rank_part(batch))
                         pytest.fail(f"{change}: the all-gather went through")
             model.load_state_dict(state_dict)
             with cast_weights_once(model):
@@ -102,22 +108,22 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
 @on_ranks(2)
 def test_a_change_before_the_cast_is_never_stale():
     """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
-    model, batch = shard_model(gathering_config_of("tensorwise")), batches(1, 2)[0]
+    model, batch = shard_model(make_gathering_config("tensorwise")), batches(1, 2)[0]
     with torch.no_grad():
         state_dict = model.state_dict()
         with cast_weights_once(model):
             state_dict["0.up.weight"].to_local().mul_(2)
-            scoped = model(part_of(batch))
+            scoped = model(get_rank_part(batch))
         with pytest.raises(RuntimeError, match="the weight of 1.up was changed inside"), cast_weights_once(model):
             model[1].up.weight.mul_(2)
-            model(part_of(batch))
+            model(get_rank_part(batch))
         model[1].up.weight.div_(2)
-        assert scoped.equal(model(part_of(batch)))
+        assert scoped.equal(model(get_rank_part(batch)))
 
 
 @on_ranks(2)
 def test_a_weight_that_was_replaced_after_fully_shard_is_named():
-    model, batch = shard_model(gathering_config_of("tensorwise")), part_of(batches(1, 2)[0])
+    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(batches(1, 2)[0])
     model(batch)
     model[0].up.weight = torch.nn.Parameter(model[0].up.weight.full_tensor().detach())
     with pytest.raises(RuntimeError, match="the weight of 0.up, which FSDP2 all-gathers .*, was replaced after"):
@@ -126,7 +132,7 @@ def test_a_weight_that_was_replaced_after_fully_shard_is_named():
 
 @on_ranks(2)
 def test_another_config_inside_is_an_error_at_the_next_all_gather():
-    model, batch = shard_model(gathering_config_of("tensorwise")), part_of(batches(1, 2)[0])
+    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(batches(1, 2)[0])
     with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
         model(batch)
         set_high_precision_matmuls(model, ["grad_weight"])
@@ -136,22 +142,22 @@ def test_another_config_inside_is_an_error_at_the_next_all_gather():
 
 @on_ranks(2)
 def test_cast_weights_once_leaves_nothing_behind():
-    model, batch = shard_model(gathering_config_of("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
+    model, batch = shard_model(make_gathering_config("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
     states = [module.all_gather_state for module in model.modules() if getattr(module, "all_gather_state", None)]
-    expected = model(part_of(batch))
+    expected = model(get_rank_part(batch))
     with cast_weights_once(model):  # the weights are unsharded at the entry
-        assert model(part_of(batch)).equal(expected)
+        assert model(get_rank_part(batch)).equal(expected)
         with pytest.raises(RuntimeError, match="already open"), cast_weights_once(model):
             pass
         assert all(state.cast_once_shards for state in states)
-        loss = loss_of(model(part_of(batch)))
+        loss = compute_loss(model(get_rank_part(batch)))
     assert not any(state.cast_once_shards for state in states)
     loss.backward()  # its weights are still gathered, or gathered anew
     for module in (*model, model):
         module.reshard()
     with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model), torch.no_grad():
         shard = model[0].up.weight
-        model(part_of(batch))
+        model(get_rank_part(batch))
         assert model[0].up.weight is not shard  # it is unsharded at the exit
         shard.mul_(1.0)
     with pytest.raises(ZeroDivisionError), cast_weights_once(model):

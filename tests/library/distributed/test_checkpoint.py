@@ -24,9 +24,9 @@ from quaver import DelayedScalingConfig, convert_to_float8_training, float8_scal
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
 from tests.library.distributed.models import assert_same_scaling_on_all_ranks, make_model, scaling_snapshot
-from tests.library.distributed.parallel_models import model_of, spread
-from tests.ranks import mesh_of, on_ranks, run
-from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, config_of
+from tests.library.distributed.parallel_models import build_model, spread
+from tests.ranks import get_cached_mesh, on_ranks, run
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, make_recipe_config
 from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 
@@ -40,9 +40,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def build(recipe, *, gather=True, other_weights=False, layout="fsdp"):
     """Return the model of a layout, and an optimizer without state; a checkpoint must replace the other weights."""
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
     by_rows = layout == "fsdp"
-    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else model_of(config)
+    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else build_model(config)
     if other_weights:
         make_other(model)
     return model, adamw(model)
@@ -52,9 +52,9 @@ def shard(recipe, *, layout="fsdp", **options):
     """Build, and shard weights of 18, 42 and of 3 rows, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
     model, _ = build(recipe, layout=layout, **options)
     if layout == "fsdp":
-        mesh = mesh_of((dist.get_world_size(),))
+        mesh = get_cached_mesh((dist.get_world_size(),))
     else:
-        mesh = mesh_of((2, 2), ("dp", "tp"))
+        mesh = get_cached_mesh((2, 2), ("dp", "tp"))
         model = spread(model, mesh["tp"])
         mesh = mesh["dp"]
     for block in model:
@@ -80,7 +80,7 @@ def train(model, optimizer, count, start=0, *, precompute=False, shape=SHAPES["f
     return steps.train(model, optimizer, batches, **after)
 
 
-def state_of(model, optimizer, options=None):
+def get_state(model, optimizer, options=None):
     return {
         "model": get_model_state_dict(model, options=options),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
@@ -93,11 +93,11 @@ def set_state(model, optimizer, state, options=None):
 
 
 def save(model, optimizer, path):
-    dcp.save({**state_of(model, optimizer), "float8": float8_scaling_state(model)}, checkpoint_id=path)
+    dcp.save({**get_state(model, optimizer), "float8": float8_scaling_state(model)}, checkpoint_id=path)
 
 
 def load(model, optimizer, path, *, with_scales=True, **options):
-    state = state_of(model, optimizer)
+    state = get_state(model, optimizer)
     if with_scales:
         state["float8"] = float8_scaling_state(model)
     dcp.load(state, checkpoint_id=path, **options)
@@ -128,11 +128,11 @@ def _save(recipe, path, layout="fsdp"):
     """
     model, optimizer = shard(recipe, layout=layout)
     train(model, optimizer, BEFORE, precompute=True, shape=SHAPES[layout])
-    state = state_of(model, optimizer)
+    state = get_state(model, optimizer)
     assert_plain(state, is_sharded=True)
     assert state["model"].keys() == build(recipe, layout=layout)[0].state_dict().keys()
     save(model, optimizer, path)
-    gathered, saved = state_of(model, optimizer, FULL), copy_state(model)
+    gathered, saved = get_state(model, optimizer, FULL), copy_state(model)
     if dist.get_rank() == 0:  # the only rank that gets it
         assert_plain(gathered, is_sharded=False)
         assert_same(gathered["model"], saved[0])
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
     """torch.distributed.checkpoint refuses it unless it is told that entries may be missing."""
     source, source_optimizer = shard("tensorwise")
     train(source, source_optimizer, BEFORE)
-    dcp.save(state_of(source, source_optimizer), checkpoint_id=tmp_path)
+    dcp.save(get_state(source, source_optimizer), checkpoint_id=tmp_path)
     model, optimizer = shard("delayed", other_weights=True)
     with pytest.raises(CheckpointException, match="(?s)Missing key.*float8"):
         load(model, optimizer, tmp_path)
@@ -234,7 +234,7 @@ def test_torch_refuses_a_history_of_another_length(tmp_path):
     model, optimizer = shard("tensorwise", other_weights=True)
     load(model, optimizer, tmp_path)
     assert_same(get_model_state_dict(model), get_model_state_dict(source))
-    shorter = config_of("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))
+    shorter = make_recipe_config("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))
     other = convert_to_float8_training(make_model(layers=2), config=shorter)
     with pytest.raises(CheckpointException, match="(?i)size mismatch"):
         dcp.load({"float8": float8_scaling_state(other)}, checkpoint_id=tmp_path)

@@ -23,9 +23,9 @@ from quaver import (
 )
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
-from tests.library.distributed.parallel_models import model_of, part, sharing_config_of, spread
+from tests.library.distributed.parallel_models import build_model, make_sharing_config, part, spread
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 from tests.steps import assert_same
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -45,14 +45,16 @@ class Experts(nn.Module):
 @on_ranks(2)
 def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
     """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
-    model = convert_to_float8_training(Experts(), config=config_of("delayed"))
+    model = convert_to_float8_training(Experts(), config=make_recipe_config("delayed"))
     rank = dist.get_rank()
     snapshots = []
     for step in range(3):
         chosen = ([0] if rank == 0 else []) + ([1] if step == 0 else [])
         if chosen:
-            models.loss_of(model(torch.full((models.TOKENS, models.DIM), float(2 + step + rank)), chosen)).backward()
-        (state,) = models.scale_states_of(model)
+            models.compute_loss(
+                model(torch.full((models.TOKENS, models.DIM), float(2 + step + rank)), chosen)
+            ).backward()
+        (state,) = models.get_scale_states(model)
         amaxes = state.amax_buffer[:3, 0]
         assert ((amaxes > 0) if rank == 0 else (amaxes == -1)).all()
         sync_float8_amax_and_scale_history(model)
@@ -76,7 +78,7 @@ def calibrate(model, inputs, divided_by=1):
     """Calibrate, grow the weights, and return the scales."""
     with calibrate_float8_static_scales(model):
         for batch in inputs:
-            (models.loss_of(model(batch)) / divided_by).backward()
+            (models.compute_loss(model(batch)) / divided_by).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -87,12 +89,12 @@ def _calibrate(how):
     """Calibrate twice; return the scales after each calibration, and the amax exchanges of a step after it."""
     ranks = dist.get_world_size()
     if how == "tp":
-        config = static_config(shared_inputs=sharing_config_of("delayed").shared_inputs)
-        model, inputs = spread(model_of(config), models.world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        config = static_config(shared_inputs=make_sharing_config("delayed").shared_inputs)
+        model, inputs = spread(build_model(config), models.world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
         parts = [part(input, 1) for input in inputs]
     else:
         model = models.shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
-        parts = [models.part_of(batch) for batch in models.batches(4, ranks)]
+        parts = [models.get_rank_part(batch) for batch in models.batches(4, ranks)]
     with pytest.raises(RuntimeError, match="never measured"):
         model(parts[0])
     result = []
@@ -125,7 +127,7 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
     torch.manual_seed(5)
     result = _calibrate("tp")
     torch.manual_seed(5)
-    model = model_of(static_config(shared_inputs=sharing_config_of("delayed").shared_inputs))
+    model = build_model(static_config(shared_inputs=make_sharing_config("delayed").shared_inputs))
     inputs = [torch.randn(2, 16, 32) for _ in range(4)]
     for (snapshot, exchanges), index in zip(result, (0, 2), strict=True):
         torch.testing.assert_close(snapshot, calibrate(model, inputs[index : index + 2]), rtol=1e-5, atol=0)
@@ -135,13 +137,13 @@ def test_static_scales_are_calibrated_with_tensor_parallelism():
 @on_ranks(2)
 def test_a_compiled_sync_takes_the_maximum_over_ranks():
     """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
-    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=make_recipe_config("delayed"))
     twin = copy.deepcopy(model)
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
     for batch in models.batches(3, dist.get_world_size()):
         for trained, sync_scales in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
-            models.loss_of(trained(models.part_of(batch) * (1 + dist.get_rank()))).backward()
+            models.compute_loss(trained(models.get_rank_part(batch) * (1 + dist.get_rank()))).backward()
             sync_scales(trained)
         assert_same(models.scaling_snapshot(twin), models.scaling_snapshot(model))
         models.assert_same_scaling_on_all_ranks(twin)
@@ -150,18 +152,18 @@ def test_a_compiled_sync_takes_the_maximum_over_ranks():
 
 def _disagree(how, call):
     """Train a step on two ranks, of which rank 1 differs."""
-    other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
+    other, config = dist.get_rank() == 1, make_recipe_config("delayed") if call == "sync" else static_config()
     if how == "config" and other:
         changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
         config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
     elif how not in ("layer", "outer layer") and other:
-        config = config_of(how)
+        config = make_recipe_config(how)
     layers = 1 if how in ("layer", "outer layer") and other else 2
     model = convert_to_float8_training(models.make_model(layers), config=config)
     if how == "outer layer":  # outside the synced module, but in its state
         sync_float8_amax_and_scale_history(model[0])
     with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
-        models.loss_of(model(models.batches(1, 1)[0])).backward()
+        models.compute_loss(model(models.batches(1, 1)[0])).backward()
     sync_float8_amax_and_scale_history(model)
 
 
@@ -177,10 +179,10 @@ def test_all_ranks_raise_when_they_disagree():
 
 def _convert_again(everywhere):
     """Convert a model again after a sync, `everywhere` or on rank 1 only."""
-    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=make_recipe_config("delayed"))
     sync_float8_amax_and_scale_history(model)
     if everywhere or dist.get_rank() == 1:
-        convert_to_float8_training(convert_to_high_precision(model), config=config_of("delayed"))
+        convert_to_float8_training(convert_to_high_precision(model), config=make_recipe_config("delayed"))
     return refusal(sync_float8_amax_and_scale_history, model)
 
 
@@ -193,12 +195,12 @@ def test_a_rank_whose_scales_change_alone_raises_and_enters_no_collective():
 
 def _convert_again_after_an_error():
     """Convert a model again on rank 1, which catches the error of its sync; then on both."""
-    model = convert_to_float8_training(models.make_model(), config=config_of("delayed"))
+    model = convert_to_float8_training(models.make_model(), config=make_recipe_config("delayed"))
     sync_float8_amax_and_scale_history(model)
     errors = []
     for everywhere in (False, True):
         if everywhere or dist.get_rank() == 1:
-            convert_to_float8_training(convert_to_high_precision(model), config=config_of("delayed"))
+            convert_to_float8_training(convert_to_high_precision(model), config=make_recipe_config("delayed"))
             errors.append(refusal(sync_float8_amax_and_scale_history, model))
         dist.barrier()
     return errors
@@ -213,7 +215,7 @@ def test_a_rank_that_catches_its_error_can_change_with_the_others_later():
 
 @on_ranks(2)
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
-    model = spread(model_of(static_config(shared_inputs=())), models.world_mesh())
+    model = spread(build_model(static_config(shared_inputs=())), models.world_mesh())
     message = refusal(calibrate, model, [part(torch.randn(2, 16, 32), 1)])
     assert re.match(r"RuntimeError: calibration: 0\.attention\.k\.input( \(and \d+ more\))? was not cast", message)
     assert "must be named in Float8LinearConfig.shared_inputs" in message

@@ -29,13 +29,13 @@ from tests.library.distributed.delayed_training import (
 )
 from tests.library.distributed.fsdp_models import model_by
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import PERSISTENT_RECIPES, config_of
+from tests.recipes import PERSISTENT_RECIPES, make_recipe_config
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
 
 def _fsdp(recipe, how):
-    return model_by(how, config_of(recipe, enable_fsdp_float8_all_gather=how != "high precision"))
+    return model_by(how, make_recipe_config(recipe, enable_fsdp_float8_all_gather=how != "high precision"))
 
 
 def count_gathered_bytes(ranks):
@@ -63,7 +63,7 @@ MORE_WAYS = ["precomputed", "hsdp", "cpu offload", "keep gathered", "always resh
 @on_ranks()
 def test_every_way_to_use_fsdp2_trains_as_one_process(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     expected = dict.fromkeys(ways, models.single_process(config, STEPS, ranks))
     if "mixed precision" in ways:
         options = {"param_dtype": torch.bfloat16, "float8_all_gather": True}
@@ -93,7 +93,7 @@ def test_accumulated_gradients_are_those_of_one_process(recipe):
     with CollectiveCounter() as counter:
         accumulated = train(model, accumulate=2, no_sync=no_sync)
     assert counter.calls["reduce_scatter"] == LAYERS * STEPS
-    losses, snapshots = models.single_process(config_of(recipe), STEPS, 4)
+    losses, snapshots = models.single_process(make_recipe_config(recipe), STEPS, 4)
     expected = losses, [_halve_grad_outputs(snapshot) for snapshot in snapshots]
     check_against_one_process(accumulated, expected, 4, "accumulated")
     if recipe in PERSISTENT_RECIPES:
@@ -111,7 +111,7 @@ def _train_with_evaluations(how, scope, evaluates):
         if evaluates:
             model.eval()
             with torch.no_grad():
-                model(3 * models.part_of(batch))
+                model(3 * models.get_rank_part(batch))
             model.train()
 
     for batch in models.batches(STEPS, dist.get_world_size()):
@@ -119,7 +119,7 @@ def _train_with_evaluations(how, scope, evaluates):
         with scope(model):
             for _ in range(2):
                 evaluate(batch)
-                loss = models.loss_of(model(models.part_of(batch)))
+                loss = models.compute_loss(model(models.get_rank_part(batch)))
                 loss.backward()
                 losses.append(loss.item())
         optimizer.step()
@@ -147,7 +147,7 @@ def test_frozen_weights_are_recorded_in_each_step(recipe):
     model = models.make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = models.shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True), model=model)
+    model = models.shard_model(make_recipe_config(recipe, enable_fsdp_float8_all_gather=True), model=model)
     losses, snapshots, exchanged = train(model)
     assert losses[-1] < losses[0]
     forwards, syncs, *_ = zip(*exchanged[1:], strict=True)
@@ -171,7 +171,7 @@ def _halve_grad_outputs(snapshot):
 def _compile_blocks(recipe, backend, checkpointed, order):
     """Shard blocks that are compiled around or inside checkpoint_wrapper; `backend` None for eager."""
     model = convert_to_float8_training(
-        models.make_model(1), config=config_of(recipe, enable_fsdp_float8_all_gather=True)
+        models.make_model(1), config=make_recipe_config(recipe, enable_fsdp_float8_all_gather=True)
     )
     for index, block in enumerate(model[:-1]):
         if backend and order == "checkpoint outside":
@@ -214,10 +214,10 @@ def test_compiled_blocks_train_as_eager_ones_under_autocast_and_checkpointing(re
 
 def _change_alone(change, trained):
     """Run a step, and another one after rank 0 alone has made a change, at the start or after a step of both."""
-    model = models.shard_model(config_of("delayed", enable_fsdp_float8_all_gather=True))
-    batch = models.part_of(models.batches(1, 2)[0])
+    model = models.shard_model(make_recipe_config("delayed", enable_fsdp_float8_all_gather=True))
+    batch = models.get_rank_part(models.batches(1, 2)[0])
     if trained:
-        models.loss_of(model(batch)).backward()
+        models.compute_loss(model(batch)).backward()
         sync_float8_amax_and_scale_history(model)
     if dist.get_rank() == 0:
         if change == "load":

@@ -27,10 +27,10 @@ from quaver.fsdp import all_gather_weight
 from quaver.linear.tensor import Float8Tensor
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
-from tests.library.distributed.fsdp_models import gathering_config_of, model_by
+from tests.library.distributed.fsdp_models import make_gathering_config, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import TORCHAO_RECIPES, config_of
+from tests.recipes import TORCHAO_RECIPES, make_recipe_config
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
 
@@ -68,9 +68,9 @@ def train_one_process(config, steps, ranks, is_transposed):
 )
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
     """Ranks add gradients in another order, as in test_fsdp.py. The next test has the bits of a step."""
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
     losses = run(ranks, _losses, config, STEPS, layout, compiled)[0]
-    expected = train_one_process(config_of(recipe), STEPS, ranks, layout[1])
+    expected = train_one_process(make_recipe_config(recipe), STEPS, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -78,8 +78,8 @@ def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
 def _results(config, layout, batch):
     """Run a step, and return this rank's output and the whole gradients."""
     model = shard_mixture(config, *layout)
-    output = model(models.part_of(batch))
-    (models.loss_of(output) / dist.get_world_size()).backward()
+    output = model(models.get_rank_part(batch))
+    (models.compute_loss(output) / dist.get_world_size()).backward()
     return output.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
@@ -97,12 +97,12 @@ def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
     batch = models.batches(1, 2, DIM)[0]
     for recipe in recipes:
         one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
         results = run(2, _results, config, layout, batch)
         for part, (output, _) in zip(batch.chunk(2), results, strict=True):
             expected = one(part)
             assert output.equal(expected), recipe
-            (models.loss_of(expected) / 2).backward()
+            (models.compute_loss(expected) / 2).backward()
         expected = {name: parameter.grad / 2 for name, parameter in one.named_parameters()}
         assert_same(results[0][1], expected, recipe)
 
@@ -125,7 +125,7 @@ def _load(folder, config, layout):
 
 @pytest.mark.parametrize("gather", [True, *at_night([(False,)])])
 def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
-    config = config_of("blockwise", enable_fsdp_float8_all_gather=gather)
+    config = make_recipe_config("blockwise", enable_fsdp_float8_all_gather=gather)
     run(2, _save, str(tmp_path), config, LAYOUTS[2])
     expected = {name: value * 1.25 for name, value in make_mixture().state_dict().items()}
     one = convert_to_float8_training(make_mixture(), config="blockwise")
@@ -169,7 +169,7 @@ def select_scales(operand, shape):
 def test_codes_and_scales_are_those_of_one_process(ranks, layout, half):
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
     recipes = *EXPERT_RECIPES, "tensorwise_power_of_2"
-    configs = [config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in recipes]
+    configs = [make_recipe_config(recipe, enable_fsdp_float8_all_gather=True) for recipe in recipes]
     configs.append(replace(configs[4], cast_config_weight=along))
     for index, config in enumerate(configs[half::2], start=layout[0]):
         dtype = (torch.float32, torch.bfloat16)[index % 2]
@@ -208,7 +208,7 @@ def test_a_step_takes_one_collective_of_scales_and_sends_codes(ranks, recipe, ca
     for dim in (0, 1):
         counters = []
         for gather in (False, True):
-            model = shard_mixture(config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
+            model = shard_mixture(make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather), dim)
             for _ in range(3):  # the ranks agree about the weights once, and about those that lack scales once more
                 with CollectiveCounter() as counter:
                     model(torch.ones(3, DIM)).sum().backward()
@@ -236,13 +236,13 @@ def _count_sent(parameter, dim, ranks):
 
 
 def _train(how, recipe, scope, precompute):
-    model = model_by(how, gathering_config_of(recipe), make_mixture)
+    model = model_by(how, make_gathering_config(recipe), make_mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     losses = []
     for batch in models.batches(2, dist.get_world_size(), DIM):
         with scope(model):
             for microbatch in batch.chunk(2):
-                models.loss_of(model(models.part_of(microbatch))).backward()
+                models.compute_loss(model(models.get_rank_part(microbatch))).backward()
         losses.append(models.train_step(model, optimizer, batch))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
@@ -269,23 +269,23 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 
 @on_ranks(2)
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
-    model, batch = shard_mixture(gathering_config_of("blockwise")), models.batches(1, 2, DIM)[0]
+    model, batch = shard_mixture(make_gathering_config("blockwise")), models.batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
     spy = mock.patch.object(all_gather_weight, "cast_blocks_with_scale", wraps=all_gather_weight.cast_blocks_with_scale)
     with spy as cast, cast_weights_once(model):
         for _ in range(3):
-            model(models.part_of(batch)).sum().backward()
+            model(models.get_rank_part(batch)).sum().backward()
     assert [call.args[0].shape for call in cast.call_args_list].count(shards) == 2  # of two blocks
     message = "was changed inside cast_weights_once"
     with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
-        model(models.part_of(batch))
+        model(models.get_rank_part(batch))
         model[1].experts.down_proj.mul_(1.0)
     assert not model[0].experts.all_gather_state.cast_once_shards
 
 
 @on_ranks(2)
 def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
-    experts = shard_mixture(gathering_config_of("tensorwise"))[0]
+    experts = shard_mixture(make_gathering_config("tensorwise"))[0]
     experts.unshard()
     weight = experts.experts.down_proj
     assert weight.shape == (3, DIM, HIDDEN)
@@ -297,7 +297,7 @@ def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_says_so():
-    model = shard_mixture(gathering_config_of("tensorwise"), dim=2)
+    model = shard_mixture(make_gathering_config("tensorwise"), dim=2)
     message = refusal(model, torch.ones(3, DIM))
     assert "NotImplementedError: expected weights of experts that FSDP2 shards along dim 0 or 1 and" in message
     message = refusal(convert_to_high_precision, model)
@@ -309,10 +309,10 @@ def test_ranks_that_disagree_are_told():
     recipe = "tensorwise" if dist.get_rank() else "blockwise"
     model = shard_mixture(None)
     convert_to_float8_training(
-        model, config=gathering_config_of("tensorwise"), module_filter_fn=lambda _, name: "out" in name
+        model, config=make_gathering_config("tensorwise"), module_filter_fn=lambda _, name: "out" in name
     )
     convert_to_float8_training(
-        model, config=gathering_config_of(recipe), module_filter_fn=lambda _, name: "out" not in name
+        model, config=make_gathering_config(recipe), module_filter_fn=lambda _, name: "out" not in name
     )
     message = refusal(precompute_float8_dynamic_scale_for_fsdp, model)
     assert "experts.gate_up_proj" in message

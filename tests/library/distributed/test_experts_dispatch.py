@@ -40,11 +40,11 @@ from tests.library.distributed.expert_models import (
     Experts,
     concatenate,
     convert,
+    make_tokens,
     parallelize,
     step,
-    tokens_of,
 )
-from tests.ranks import mesh_of, on_ranks, refusal
+from tests.ranks import get_cached_mesh, on_ranks, refusal
 from tests.recipes import DYNAMIC_RECIPES
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same
@@ -60,13 +60,13 @@ def step_one_process(experts, parts):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sizes = [len(part[0]) for part in parts]
     return {
-        name: value.split(sizes)[rank] if name in ("out", "hidden", "weights") else part_of(value, ranks, rank)
+        name: value.split(sizes)[rank] if name in ("out", "hidden", "weights") else get_rank_part(value, ranks, rank)
         for name, value in whole.items()
         if value is not None
     }
 
 
-def part_of(value, ranks, rank):
+def get_rank_part(value, ranks, rank):
     return value.chunk(ranks)[rank] if len(value) == EXPERTS else value
 
 
@@ -95,7 +95,7 @@ CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT
 def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, options):
     recomputed = options.pop("recomputed", False)
     experts = convert(recipe, **options)
-    parts = tokens_of(ranks, top_k, options.get("dtype", torch.bfloat16))
+    parts = make_tokens(ranks, top_k, options.get("dtype", torch.bfloat16))
     expected = step_one_process(experts, parts)
     split = parallelize(copy.deepcopy(experts))
     mine = parts[dist.get_rank()]
@@ -111,7 +111,7 @@ def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, op
 @on_ranks(2)
 def test_zeros_and_values_that_are_not_finite_travel(recipe):
     """Rank 1 has all of them, so that the ranks agree on scales that rank 0 alone would not have."""
-    experts, parts = convert(recipe, trained=False), tokens_of(2, 2)
+    experts, parts = convert(recipe, trained=False), make_tokens(2, 2)
     hidden = parts[1][0]
     hidden[11], hidden[12], hidden[13, 7], hidden[14, 8] = 0, 1e-38, torch.inf, torch.nan
     expected = step_one_process(experts, parts)
@@ -134,7 +134,7 @@ def test_experts_of_transformers_are_split_over_ranks(name):
 @on_ranks(2)
 def test_a_norm_after_the_experts_has_parts_of_its_gradients():
     """The norm's parameters are whole on each rank, and their gradients are parts of a sum."""
-    experts, parts = convert("rowwise", has_norm=True), tokens_of(2, 2)
+    experts, parts = convert("rowwise", has_norm=True), make_tokens(2, 2)
     expected = step_one_process(experts, parts)
     results = step(parallelize(copy.deepcopy(experts)), *parts[dist.get_rank()])
     grad, expected_grad = (tensors.pop("post_expert_norm.weight").float() for tensors in (results, expected))
@@ -147,7 +147,7 @@ def test_a_norm_after_the_experts_has_parts_of_its_gradients():
 @on_ranks(2)
 def test_compiled_experts_have_the_results_of_one_process(backend):
     """Inductor sums the gradient of a routing weight in another order."""
-    experts, parts = convert("rowwise"), tokens_of(2, 1)
+    experts, parts = convert("rowwise"), make_tokens(2, 1)
     expected = step_one_process(experts, parts)
     split, mine = parallelize(copy.deepcopy(experts)), parts[dist.get_rank()]
     results = step(split, *mine, call=torch.compile(split, backend=backend))
@@ -163,9 +163,9 @@ def test_compiled_experts_have_the_results_of_one_process(backend):
 def test_experts_under_fsdp_have_the_gradients_of_one_process(recipe, gathers, dim):
     """On 2 x 2 ranks each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
-    experts, parts, rank = convert(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
+    experts, parts, rank = convert(recipe, torch.float32), make_tokens(4, 2, torch.float32), dist.get_rank()
     steps = [step(experts, *concatenate(pair)) for pair in (parts[:2], parts[2:])]
-    mesh = mesh_of((2, 2), ("dp", "ep"))
+    mesh = get_cached_mesh((2, 2), ("dp", "ep"))
     split = parallelize_module(convert(config, torch.float32), mesh["ep"], Float8ExpertParallel())
     results = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
     assert gathers == isinstance(split.down_proj.to_local(), Float8AllGatherWeight)
@@ -203,7 +203,7 @@ def test_sequence_and_expert_parallelism_on_one_mesh_have_the_gradients_of_one_p
     shared = PrepareFloat8ModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     down = Float8RowwiseParallel(output_layouts=Shard(0))
     plan = {"ff": shared, "ff.0": Float8ColwiseParallel(), "ff.2": down, "experts": Float8ExpertParallel()}
-    split = parallelize_module(block, mesh_of((4,)), plan)
+    split = parallelize_module(block, get_cached_mesh((4,)), plan)
     *mine, out = (tensor.chunk(4)[dist.get_rank()] for tensor in (*tokens, grad, expected["out"]))
     results = step(split, *mine)
     assert_same_bits(results["out"], out)
@@ -213,7 +213,7 @@ def test_sequence_and_expert_parallelism_on_one_mesh_have_the_gradients_of_one_p
 
 @on_ranks(2)
 def test_ranks_with_equal_tokens_are_warned():
-    parts = tokens_of(2, 2)
+    parts = make_tokens(2, 2)
     for tokens, expected in ((parts[dist.get_rank()], [0, 0]), (parts[0], [1, 0])):
         experts, counts = parallelize(convert("rowwise")), []
         for _ in range(2):
@@ -225,13 +225,13 @@ def test_ranks_with_equal_tokens_are_warned():
 
 @on_ranks(2)
 def test_tokens_need_no_gradients():
-    experts, parts = convert("rowwise"), tokens_of(2, 2)
+    experts, parts = convert("rowwise"), make_tokens(2, 2)
     split, (hidden, index, weights, grad) = parallelize(copy.deepcopy(experts)), parts[dist.get_rank()]
     split(hidden, index, weights).backward(grad)
     *tokens, whole_grad = concatenate(parts)
     experts(*tokens).backward(whole_grad)
     for parameter, expected in zip(split.parameters(), experts.parameters(), strict=True):
-        assert_same_bits(parameter.grad.to_local(), part_of(expected.grad, 2, dist.get_rank()))
+        assert_same_bits(parameter.grad.to_local(), get_rank_part(expected.grad, 2, dist.get_rank()))
 
 
 SCALE_BYTES = {"tensorwise": 0, "rowwise": 4, "blockwise": 8, "mxfp8": 5}
@@ -269,7 +269,7 @@ def count_sent_bytes(experts, hidden, index, weights, grad):
 def test_a_token_travels_in_the_documented_bytes(recipe):
     """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what is sent as codes]
     says, with scales."""
-    tokens = tokens_of(2, 2)[0]
+    tokens = make_tokens(2, 2)[0]
     kind = next(name for name in SCALE_KINDS if recipe.startswith(name))
     codes, hp = [DIM + SCALE_BYTES[kind], 2 * DIM], [2 * DIM, 2 * DIM]
     trained = codes if recipe == "tensorwise" else hp
@@ -296,7 +296,7 @@ def test_grad_weight_from_codes_changes_the_gradients_of_weights_only(recipe):
 
     Where grad_weight is in high precision, by the rounding of both its operands: 28.4 dB each.
     """
-    experts, parts = convert(recipe), tokens_of(2, 2)
+    experts, parts = convert(recipe), make_tokens(2, 2)
     split, floor = parallelize(copy.deepcopy(experts), grad_weight_from_codes=True), 24 if recipe.endswith("hp") else 60
     for outlier in (1, 2.0**12):
         for hidden, *_ in parts:
@@ -312,7 +312,7 @@ def test_grad_weight_from_codes_changes_the_gradients_of_weights_only(recipe):
 @pytest.mark.parametrize("grad_enabled", [True, False])
 @on_ranks(2)
 def test_all_ranks_raise_when_they_disagree_about_tokens_or_experts(grad_enabled):
-    experts, tokens = parallelize(convert("rowwise")), tokens_of(2, 2)[0][:3]
+    experts, tokens = parallelize(convert("rowwise")), make_tokens(2, 2)[0][:3]
     with torch.set_grad_enabled(grad_enabled or dist.get_rank() == 0):
         experts.down_proj.requires_grad_(dist.get_rank() == 0)
         message = refusal(experts, *tokens)
@@ -339,7 +339,7 @@ def test_experts_that_cannot_be_split_are_refused():
         with mock.patch.object(float8_collectives.functional, "all_to_all_single", side_effect=error):
             assert refusal(parallelize, convert("rowwise")).startswith(expected)
     assert "got a process group of cpu:gloo" in refusal(
-        expert_parallel.check_backend, mesh_of((4,)), torch.device("meta")
+        expert_parallel.check_backend, get_cached_mesh((4,)), torch.device("meta")
     )
     message = refusal(parallelize, freeze_to_float8(Experts(), config="rowwise"))
     assert "expected weights in high precision, got gate_up_proj stored in float8" in message

@@ -22,8 +22,8 @@ from quaver.export.files import SafetensorsWriter
 from quaver.recipes.serving import SERVING_CASTS, serving_config
 from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
-from tests.ranks import mesh_of, on_ranks
-from tests.recipes import config_of
+from tests.ranks import get_cached_mesh, on_ranks
+from tests.recipes import make_recipe_config
 from tests.steps import assert_same
 from tests.thinned import at_night
 
@@ -94,7 +94,7 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
 @on_ranks(2)
 def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_float8, format, tmp_path):
     """Three experts are on two ranks. The experts are an FSDP2 group, and the linear is in the root's."""
-    config = config_of("rowwise", enable_fsdp_float8_all_gather=gathers_float8)
+    config = make_recipe_config("rowwise", enable_fsdp_float8_all_gather=gathers_float8)
     model, whole = mixture(config, 128, 128), mixture("rowwise", 128, 128)
     for weight in (whole.o_proj.weight, *whole.experts.parameters()):
         weight.data = weight.data.to(param_dtype or torch.float32)
@@ -112,7 +112,7 @@ def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_
 
 @on_ranks(4)
 def test_a_model_in_tensor_parallel_and_sharded_parts_exports_the_codes_of_its_forward():
-    mesh = mesh_of((2, 2), ("fsdp", "tp"))
+    mesh = get_cached_mesh((2, 2), ("fsdp", "tp"))
     model = tiny("rowwise")
     parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})
     shard(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -142,7 +142,7 @@ def build_unconverted(size):
 @on_ranks(4)
 def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
     """160 rows on 4 ranks cut blocks of 128 and of 32; the codes are those of one process with the whole weights."""
-    size, mesh = 160, mesh_of((2, 2), ("outer", "inner"))
+    size, mesh = 160, get_cached_mesh((2, 2), ("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options = {"recipe": serving_config(recipe) if recipe in SERVING_CASTS else recipe, "dtype": torch.bfloat16}
     expected = dict(iter_float8_weights(build_unconverted(size), rounded_from="bfloat16", **options))
@@ -152,7 +152,7 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
         parallelize_module(model.layer, mesh["inner"], plan)
         shard(model, mesh=mesh["outer"], mp_policy=policy)
     else:
-        shard(model, mesh=mesh if layout == "replicas" else mesh_of((4,)), mp_policy=policy)
+        shard(model, mesh=mesh if layout == "replicas" else get_cached_mesh((4,)), mp_policy=policy)
     before = {name: weight.to_local().clone() for name, weight in model.named_parameters()}
     weights = iter_float8_weights(model, **options)
     assert_same(dict(weights), expected)
@@ -179,7 +179,7 @@ def test_experts_of_all_ranks_are_streamed_from_high_precision(recipe, rows, spl
     model = plain(128, rows)
     if split == "ep":  # as transformers' plan and Float8ExpertParallel do
         for name, weight in list(model.experts.named_parameters(recurse=False)):
-            shard = distribute_tensor(weight.detach(), mesh_of((2,), ("ep",)), [Shard(0)])
+            shard = distribute_tensor(weight.detach(), get_cached_mesh((2,), ("ep",)), [Shard(0)])
             model.experts.register_parameter(name, torch.nn.Parameter(shard))
         model.experts.num_experts, model.experts._is_expert_parallel = 2, True
     else:

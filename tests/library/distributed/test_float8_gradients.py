@@ -19,7 +19,7 @@ from quaver.fsdp.gradients import (
     sum_over_ranks,
 )
 from quaver.recipes.sqnr import compute_sqnr_db
-from tests.ranks import mesh_of, on_ranks, refusal, run
+from tests.ranks import get_cached_mesh, on_ranks, refusal, run
 from tests.steps import draw, to_plain
 
 FLOAT32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -42,7 +42,7 @@ def compute_gradients(model, *, scale=1.0):
 
 
 def shard(*, in_float8=True):
-    model = fully_shard(make_model(), mesh=mesh_of((2,), ("shard",)), mp_policy=FLOAT32)
+    model = fully_shard(make_model(), mesh=get_cached_mesh((2,), ("shard",)), mp_policy=FLOAT32)
     if in_float8:
         reduce_gradients_in_float8(model)
     return model

@@ -21,8 +21,8 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed.models import LEARNING_RATE, batches, make_model, shard_model, train_in_parts, train_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
-from tests.ranks import mesh_of, on_ranks
-from tests.steps import assert_same, draw, results_of
+from tests.ranks import get_cached_mesh, on_ranks
+from tests.steps import assert_same, compute_results, draw
 from tests.thinned import thinned
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
@@ -85,7 +85,7 @@ def test_fsdp_computes_the_same_and_gathers_a_byte_per_element(config):
 @on_ranks(RANKS)
 def test_each_variant_of_fsdp_computes_what_one_process_does():
     whole, input = build_frozen("blockwise"), batches(1, 1, DIM)[0]
-    mesh = mesh_of((RANKS, 1), ("a", "b"))
+    mesh = get_cached_mesh((RANKS, 1), ("a", "b"))
     with torch.no_grad():
         half = shard(copy.deepcopy(whole), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         assert half(input).equal(copy.deepcopy(whole).bfloat16()(input.bfloat16()))
@@ -124,7 +124,7 @@ def test_sharding_that_frozen_weights_do_not_support_is_refused():
         convert_to_high_precision(model)
     with pytest.raises(ValueError, match="is a DTensor; freeze before fully_shard"):
         freeze_to_float8(shard(make_model(layers=1)), config=config)
-    mesh = mesh_of((RANKS,))
+    mesh = get_cached_mesh((RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(build_frozen(config)[0], mesh, {"up": Float8ColwiseParallel()})
     others = {name: value + 1 for name, value in make_model(layers=2, dim=DIM, hidden=HIDDEN).state_dict().items()}
@@ -183,8 +183,8 @@ def test_experts_compute_the_same_and_are_gathered_at_a_byte_per_element(config,
     whole, input = freeze_to_float8(make_mixture(is_transposed=is_transposed), config=config), draw(6, MIXTURE_DIM)
     expected, model = whole(input), shard(copy.deepcopy(whole))
     with CollectiveCounter() as counter:
-        results = results_of(model, input, grad_output=1.0)[:2]
-    assert_same(results, results_of(whole, input, grad_output=1.0)[:2])
+        results = compute_results(model, input, grad_output=1.0)[:2]
+    assert_same(results, compute_results(whole, input, grad_output=1.0)[:2])
     assert counter.bytes["all_gather"] == 2 * count_gathered_bytes(whole)  # forward and backward
     state = model.state_dict()
     values = whole[0].experts.down_proj.to_high_precision()

@@ -16,7 +16,7 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed import models
 from tests.library.distributed.fsdp_models import STEPS, find_different_operands, train_cases
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import NON_BLOCK_RECIPES, config_of
+from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
 from tests.thinned import at_night, first
 
 ONE_PAYLOAD = ("tensorwise", "tensorwise_power_of_2", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8_with_gw_hp")
@@ -28,7 +28,7 @@ TWO_PAYLOADS = ("rowwise", "rowwise_with_gw_hp")
 def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
     whole = models.make_model().to(dtype)
     for recipe in (*ONE_PAYLOAD, *TWO_PAYLOADS):
-        config = config_of(recipe, enable_fsdp_float8_all_gather=True)
+        config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=True)
         model = models.shard_model(config, model=models.make_model().to(dtype))
         precompute_float8_dynamic_scale_for_fsdp(model)
         assert find_different_operands(model, whole, config) == [], (recipe, "precomputed")
@@ -40,8 +40,8 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
 
 def _write(precompute, *names):
     """Run forwards after writes to all weights, then one after this rank has written to the named one, if any."""
-    config = config_of("tensorwise", enable_fsdp_float8_all_gather=True)
-    model, batch = models.shard_model(config), models.part_of(models.batches(1, 2)[0])
+    config = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True)
+    model, batch = models.shard_model(config), models.get_rank_part(models.batches(1, 2)[0])
     written = names[dist.get_rank()]
     for suffix in (".weight", ".weight", written):
         if precompute:
@@ -106,7 +106,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
         recipe, gather, _, compiled, param_dtype = case
         options = {"param_dtype": param_dtype, "float8_all_gather": gather}
         options["compiled"] = compiled if compiled == "inductor" else None
-        expected = models.single_process_losses(config_of(recipe), STEPS, ranks, **options)
+        expected = models.single_process_losses(make_recipe_config(recipe), STEPS, ranks, **options)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6), case
         assert losses == pytest.approx(expected, rel=1e-5), case
 
@@ -133,10 +133,10 @@ def test_shards_have_the_codes_and_scales_of_one_process(ranks, shapes):
 
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
     for config in (
-        *(config_of(recipe) for recipe in ("rowwise", "blockwise", "mxfp8")),
-        config_of("blockwise", round_scales_to_power_of_2=False),
-        config_of("deepgemm"),
-        config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
+        *(make_recipe_config(recipe) for recipe in ("rowwise", "blockwise", "mxfp8")),
+        make_recipe_config("blockwise", round_scales_to_power_of_2=False),
+        make_recipe_config("deepgemm"),
+        make_recipe_config("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
     ):
         gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
         for precompute in (True, False):
@@ -167,7 +167,7 @@ def _count(recipe, gather, precompute):
 
     Elements are counted by group (the blocks, or the last linear) and by kind (weights of linears, or others).
     """
-    model = models.shard_model(config_of(recipe, enable_fsdp_float8_all_gather=gather))
+    model = models.shard_model(make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first, second = models.batches(2, dist.get_world_size())
     if precompute:
@@ -176,7 +176,7 @@ def _count(recipe, gather, precompute):
     with CollectiveCounter() as counter:
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
-        models.loss_of(model(models.part_of(second))).backward()
+        models.compute_loss(model(models.get_rank_part(second))).backward()
     ranks = dist.get_world_size()
     elements = dict.fromkeys(itertools.product(["blocks", "last"], ["weights", "others"]), 0)
     for name, parameter in model.named_parameters():
@@ -222,7 +222,7 @@ def test_a_step_takes_one_collective_of_scales_and_sends_codes(ranks, precompute
 @pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2), ("rowwise:dequantized", 1)])
 @on_ranks(2)
 def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
-    block = models.shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]
+    block = models.shard_model(make_recipe_config(recipe, enable_fsdp_float8_all_gather=True))[0]
     block.unshard()
     weight = block.up.weight
     storages = {codes.untyped_storage() for codes in (weight.data_fp8, weight.column_data_fp8)}
@@ -238,7 +238,7 @@ def test_the_cost_of_precompute_does_not_grow_with_the_model():
     costs = []
     for layers in (1, 10, 100):
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
-        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
+        convert_to_float8_training(model, config=make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True))
         fully_shard(model, mesh=models.world_mesh())
         precompute_float8_dynamic_scale_for_fsdp(model)
         with CollectiveCounter() as counter:

@@ -27,16 +27,16 @@ from quaver.activations import CHECKPOINT_MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from tests.library.distributed import fsdp_models, models
-from tests.library.distributed.fsdp_models import gathering_config_of
-from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
-from tests.recipes import NON_BLOCK_RECIPES, config_of
-from tests.steps import assert_same, by_torch_save, results_of, to_plain
+from tests.library.distributed.fsdp_models import make_gathering_config
+from tests.ranks import RanksError, get_cached_mesh, on_ranks, refusal, run
+from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
+from tests.steps import assert_same, by_torch_save, compute_results, to_plain
 from tests.thinned import at_night
 
 STEPS = 2
 
 
-def losses_of(model, *, precompute=False, steps=STEPS, step=models.train_step):
+def compute_losses(model, *, precompute=False, steps=STEPS, step=models.train_step):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=models.LEARNING_RATE), []
     for batch in models.batches(steps, dist.get_world_size()):
@@ -47,20 +47,20 @@ def losses_of(model, *, precompute=False, steps=STEPS, step=models.train_step):
 
 
 def _losses_with(how, recipe):
-    model = fsdp_models.model_by(how, gathering_config_of(recipe))
-    return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, models.train_step))
+    model = fsdp_models.model_by(how, make_gathering_config(recipe))
+    return compute_losses(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, models.train_step))
 
 
 def _two_forwards(model, optimizer, batch):
     """Run a step with two graphs that are alive before the backward of either."""
-    losses = [models.loss_of(model(models.part_of(batch))) for _ in range(2)]
+    losses = [models.compute_loss(model(models.get_rank_part(batch))) for _ in range(2)]
     for loss in losses:
         (loss / 2).backward()
     return models.finish_step(losses[0], optimizer)
 
 
 def _retained_graph(model, optimizer, batch):
-    loss = models.loss_of(model(models.part_of(batch)))
+    loss = models.compute_loss(model(models.get_rank_part(batch)))
     loss.backward(retain_graph=True)
     optimizer.zero_grad()
     loss.backward()
@@ -75,9 +75,9 @@ def _after_exceptions(model, optimizer, batch):
 
     hook = model[1].register_forward_hook(fail)
     with pytest.raises(ArithmeticError):
-        model(models.part_of(batch))
+        model(models.get_rank_part(batch))
     hook.remove()
-    model(models.part_of(batch))
+    model(models.get_rank_part(batch))
     return models.train_step(model, optimizer, batch)
 
 
@@ -103,7 +103,7 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
-    expected = models.single_process_losses(config_of(recipe), STEPS, ranks, float8_all_gather=True)
+    expected = models.single_process_losses(make_recipe_config(recipe), STEPS, ranks, float8_all_gather=True)
     for how in ways:
         assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
@@ -116,7 +116,7 @@ CONTEXTS = {"matmuls": fsdp_models.SAVE_MATMULS, "much": SAVE_MUCH}
 def _train_with_nested_groups(mode, recipe, gathers):
     """Return the gradients of two steps of blocks whose linears are FSDP2 groups; the second step knows the scales."""
     model, ranks = models.make_model(2, dim=32, hidden=64), dist.get_world_size()
-    config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
+    config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(model, config=config)
     if mode in CHECKPOINT_MODES:
         apply_activation_checkpointing(model[:-1], mode=mode)
@@ -127,7 +127,7 @@ def _train_with_nested_groups(mode, recipe, gathers):
         fully_shard(block.down)
     models.shard_model(None, model=model)
     for batch in models.batches(2, ranks, dim=32):
-        models.loss_of(model(models.part_of(batch))).backward()
+        models.compute_loss(model(models.get_rank_part(batch))).backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
@@ -143,17 +143,17 @@ def test_a_policy_sees_no_operation_of_groups_inside_a_block():
 @on_ranks()
 def test_weights_may_be_sharded_along_the_other_dim(ranks):
     model = models.shard_model(
-        gathering_config_of("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
+        make_gathering_config("rowwise"), model=models.make_model(hidden=40), shard_placement_fn=_shard_columns
     )
     assert (
-        fsdp_models.find_different_operands(model, models.make_model(hidden=40), gathering_config_of("rowwise")) == []
+        fsdp_models.find_different_operands(model, models.make_model(hidden=40), make_gathering_config("rowwise")) == []
     )
 
 
 @on_ranks(4)
 def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
     """When this fails, torch has lifted its limit, and docs/distributed.md can say so."""
-    message = refusal(losses_of, models.shard_model(gathering_config_of("tensorwise"), reshard_after_forward=2))
+    message = refusal(compute_losses, models.shard_model(make_gathering_config("tensorwise"), reshard_after_forward=2))
     assert "only Tensors of floating point dtype" in message
 
 
@@ -162,9 +162,9 @@ def test_scales_of_frozen_weights_are_computed_once():
     model = models.make_model()
     for block in model[:2]:
         block.up.weight.requires_grad_(False)
-    model = models.shard_model(gathering_config_of("tensorwise"), model=model)
+    model = models.shard_model(make_gathering_config("tensorwise"), model=model)
     before = model[0].up.weight.to_local().get_plain().clone()
-    losses = losses_of(model)
+    losses = compute_losses(model)
     assert losses[-1] < losses[0]
     frozen, trained = model[0].up.weight, model[0].down.weight
     assert frozen.grad is None
@@ -175,9 +175,9 @@ def test_scales_of_frozen_weights_are_computed_once():
 
 def _is_scale_stale(how, afterwards, optimizer_options):
     """Return whether the scale that is used after a change, and after what follows it, is not that of the weights."""
-    model = models.shard_model(gathering_config_of("tensorwise"), model=models.make_model(1))
+    model = models.shard_model(make_gathering_config("tensorwise"), model=models.make_model(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
-    models.loss_of(model(models.part_of(models.batches(1, dist.get_world_size())[0]))).backward()
+    models.compute_loss(model(models.get_rank_part(models.batches(1, dist.get_world_size())[0]))).backward()
     double = {name: value * 2 for name, value in model.state_dict().items()}
     precompute_float8_dynamic_scale_for_fsdp(model)
     fsdp_models.change_weights(how, model, optimizer, double)
@@ -188,7 +188,7 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     full = model.state_dict()["0.up.weight"].full_tensor()
     model[0].unshard()
     scale = model[0].up.weight.dequant_scale
-    return not torch.equal(scale, models.quantize(full, gathering_config_of("tensorwise")).row.dequant_scale)
+    return not torch.equal(scale, models.quantize(full, make_gathering_config("tensorwise")).row.dequant_scale)
 
 
 @on_ranks(2)
@@ -204,7 +204,10 @@ def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
 @on_ranks(2)
 def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     """dcp.load, for example, writes into a state_dict's tensor after precompute, which the parameter does not see."""
-    model, input = models.shard_model(gathering_config_of("tensorwise")), models.part_of(models.batches(1, 2)[0])
+    model, input = (
+        models.shard_model(make_gathering_config("tensorwise")),
+        models.get_rank_part(models.batches(1, 2)[0]),
+    )
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
     (state_dict["0.up.weight"].to_local() if local else state_dict["0.up.weight"]).mul_(2)
@@ -218,14 +221,14 @@ def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
 @pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
 @on_ranks(2)
 def test_a_nan_on_one_rank_reaches_all(recipe):
-    model = models.shard_model(gathering_config_of(recipe))
+    model = models.shard_model(make_gathering_config(recipe))
     with torch.no_grad():
         local = model[0].up.weight.to_local()
         if dist.get_rank() == 1:
             local[0, 0] = float("nan")
         else:
             local.mul_(1.0)
-    assert model(models.part_of(models.batches(1, 2)[0])).isnan().any()
+    assert model(models.get_rank_part(models.batches(1, 2)[0])).isnan().any()
 
 
 DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
@@ -234,14 +237,14 @@ DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
 def _disagree(how, precompute):
     other = dist.get_rank() == 1
     recipe = "rowwise" if how == "recipe" and other else "tensorwise"
-    config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
+    config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
     model = convert_to_float8_training(models.make_model(1 if how == "layer" and other else 2), config=config)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)  # compares nothing, because nothing is sharded yet
     models.shard_model(None, model=model)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
-    model(models.part_of(models.batches(1, dist.get_world_size())[0]))
+    model(models.get_rank_part(models.batches(1, dist.get_world_size())[0]))
 
 
 @on_ranks(2)
@@ -258,8 +261,8 @@ def test_all_ranks_raise_when_they_disagree():
 @pytest.mark.parametrize("precompute", [False, True])
 @on_ranks(4)
 def test_replicas_that_disagree_get_an_error(precompute):
-    config = gathering_config_of("rowwise" if dist.get_rank() > 1 else "tensorwise")
-    model = models.shard_model(config, mesh=mesh_of((2, 2), ("replicate", "shard")))
+    config = make_gathering_config("rowwise" if dist.get_rank() > 1 else "tensorwise")
+    model = models.shard_model(config, mesh=get_cached_mesh((2, 2), ("replicate", "shard")))
     call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
     assert DISAGREEMENT in refusal(call, model)
 
@@ -272,8 +275,8 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
 
     They agree about the first block, which is not tensor-parallel, so its scales have another collective.
     """
-    mesh = mesh_of((2, 2), ("fsdp", "tp"))
-    model = convert_to_float8_training(models.make_model(), config=gathering_config_of("tensorwise"))
+    mesh = get_cached_mesh((2, 2), ("fsdp", "tp"))
+    model = convert_to_float8_training(models.make_model(), config=make_gathering_config("tensorwise"))
     parallelize_module(model[1], mesh["tp"], {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()})
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
@@ -298,7 +301,7 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
     for linear in (model[0].up, model[0].down):
         linear.compile(fullgraph=True, backend="aot_eager")
     models.shard_model(None, model=model)
-    model(models.part_of(models.batches(1, 2)[0])).sum().backward()
+    model(models.get_rank_part(models.batches(1, 2)[0])).sum().backward()
     assert {layer.backend for layer in conversion_report(model).converted} == {"exact"}
 
 
@@ -309,11 +312,11 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
 def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
     plain, wrapped = (
         convert_to_float8_training(models.make_model(0 if compiled else 1), config=config)
-        for config in (config_of(recipe), gathering_config_of(recipe))
+        for config in (make_recipe_config(recipe), make_gathering_config(recipe))
     )
     call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
     input = models.batches(1, 1)[0]
-    assert_same(results_of(wrapped, input, call=call), results_of(plain, input))
+    assert_same(compute_results(wrapped, input, call=call), compute_results(plain, input))
     for model in (plain, wrapped):
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
     assert list(wrapped.state_dict()) == list(plain.state_dict())
@@ -324,7 +327,7 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
 def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     model = models.make_model(1)
     reference = copy.deepcopy(model)
-    convert_to_float8_training(model, config=gathering_config_of("rowwise"))
+    convert_to_float8_training(model, config=make_gathering_config("rowwise"))
     input = models.batches(1, 1)[0]
     pickled = pickle.loads(pickle.dumps(model))
     for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
@@ -363,7 +366,7 @@ def check_behaves_as(weight, plain):
 
 
 def test_a_weight_to_all_gather_answers_as_its_tensor():
-    model = convert_to_float8_training(models.make_model(1), config=gathering_config_of("tensorwise"))
+    model = convert_to_float8_training(models.make_model(1), config=make_gathering_config("tensorwise"))
     weight = model[0].up.weight
     check_behaves_as(weight, torch.nn.Parameter(weight.wrapped))
     with pytest.raises(RuntimeError, match="requires grad"):
@@ -391,19 +394,19 @@ def test_a_weight_to_all_gather_answers_as_its_tensor():
 
 @on_ranks(2)
 def test_a_shard_answers_as_its_tensor():
-    model = models.shard_model(gathering_config_of("tensorwise"))
+    model = models.shard_model(make_gathering_config("tensorwise"))
     for _ in range(2):  # before and after FSDP2 pads the shards
         for weight in (model[0].up.weight, model[-1].weight):
             local = weight.to_local()
             if local.numel():
                 check_behaves_as(local.detach(), local.get_plain().detach())
                 assert local.data_ptr() == weight._local_tensor.data_ptr()
-        models.loss_of(model(models.part_of(models.batches(1, 2)[0]))).backward()
+        models.compute_loss(model(models.get_rank_part(models.batches(1, 2)[0]))).backward()
 
 
 @on_ranks(2)
 def test_what_sharded_models_refuse():
-    model = models.shard_model(gathering_config_of("tensorwise"))
+    model = models.shard_model(make_gathering_config("tensorwise"))
     with pytest.raises(RuntimeError, match="cannot be converted back"):
         convert_to_high_precision(model)
     with pytest.raises(RuntimeError, match="call the module that was given to it"):
@@ -414,13 +417,13 @@ def test_what_sharded_models_refuse():
 @on_ranks(2)
 def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
     """One rank's gradient is infinite. GradScaler leaves the step out on all ranks; else that rank does alone."""
-    config = gathering_config_of("tensorwise")
+    config = make_gathering_config("tensorwise")
     model, whole, moved = models.shard_model(config), models.make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
     weight = model[0].up.weight
     for step, batch in enumerate(models.batches(2, 2)):
-        scaler.scale(models.loss_of(model(models.part_of(batch)))).backward()
+        scaler.scale(models.compute_loss(model(models.get_rank_part(batch)))).backward()
         before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
         if is_bad:
             weight.grad.to_local().fill_(torch.inf)

@@ -28,8 +28,8 @@ from quaver.recipes.config import resolve_config
 from tests.library.distributed import models, parallel_models
 from tests.mixture import GroupedExperts
 from tests.ranks import on_ranks, run
-from tests.recipes import config_of
-from tests.steps import assert_same, results_of
+from tests.recipes import make_recipe_config
+from tests.steps import assert_same, compute_results
 from tests.thinned import at_night
 
 ALL = ["output", "grad_input", "grad_weight"]
@@ -68,9 +68,9 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
     """Gathering codes changes no bit of float32 training, whatever the phases."""
     data, losses = models.batches(len(PHASES), 2), []
     for gather in (False, True):
-        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
         model = models.shard_model(config, model=models.make_model(1), compiled=backend if gather else None)
-        compute_loss = lambda model, step: models.loss_of(model(models.part_of(data[step])))  # noqa: E731
+        compute_loss = lambda model, step: models.compute_loss(model(models.get_rank_part(data[step])))  # noqa: E731
         losses.append(train(model, compute_loss, **(options if gather else {})))
     assert losses[0] == losses[1]
     model[0].unshard()
@@ -81,8 +81,8 @@ def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
 
 
 def _train_tp(recipe, ranks):
-    batches = parallel_models.batches_of(recipe) * len(PHASES)
-    model = parallel_models.model_of(parallel_models.sharing_config_of(recipe))
+    batches = parallel_models.make_batches(recipe) * len(PHASES)
+    model = parallel_models.build_model(parallel_models.make_sharing_config(recipe))
     if ranks == 1:
         return train(model, lambda model, step: model(batches[step]).square().mean())
     parallel_models.spread(model, models.world_mesh())
@@ -107,7 +107,7 @@ def test_compiled_code_is_made_once_for_each_phase():
         before = counters["stats"]["unique_graphs"]
         set_high_precision_matmuls(model, phase)
         set_high_precision_matmuls(eager, phase)
-        assert_same(results_of(model, input), results_of(eager, input))
+        assert_same(compute_results(model, input), compute_results(eager, input))
         graphs.append(counters["stats"]["unique_graphs"] - before)
     assert graphs == [1] * 3 + [0] * 3  # for both blocks
 
@@ -116,7 +116,7 @@ def test_in_high_precision_a_linear_is_that_of_pytorch():
     plain, model = models.make_model(), convert_to_float8_training(models.make_model(), config="blockwise")
     input, recipe = models.batches(1, 1)[0].requires_grad_(), model[0].up.config
     set_high_precision_matmuls(model, ALL)
-    assert_same(results_of(model, input), results_of(plain, input))
+    assert_same(compute_results(model, input), compute_results(plain, input))
     set_high_precision_matmuls(model, [])
     assert model[0].up.config is recipe
     for matmuls in (["output"], lambda name: ["output"]):
@@ -146,7 +146,7 @@ def test_experts_that_multiply_in_a_method_follow_too():
     set_high_precision_matmuls(model, ["output"])
     assert_same(model(tokens), plain(tokens))
     set_high_precision_matmuls(model, ALL)
-    assert_same(results_of(model, tokens), results_of(plain, tokens))
+    assert_same(compute_results(model, tokens), compute_results(plain, tokens))
     set_high_precision_matmuls(model, [])
     assert_same(model(tokens), float8)
 

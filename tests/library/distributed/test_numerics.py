@@ -19,10 +19,10 @@ from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.rank_statistics import gather_slots
 from quaver.runtime.agreement import find_collective_device
-from tests.library.distributed.expert_models import concatenate, convert, parallelize, step, tokens_of
-from tests.library.distributed.models import part_of, world_mesh
+from tests.library.distributed.expert_models import concatenate, convert, make_tokens, parallelize, step
+from tests.library.distributed.models import get_rank_part, world_mesh
 from tests.ranks import on_ranks, refusal, run
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 
 EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
 CLOSE = ("rms", "zeros", "sqnr_db", "kurtosis")
@@ -32,7 +32,9 @@ STEPS = 3
 def make(recipe, gathers_in_float8=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 16, bias=False))
-    return convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=gathers_in_float8))
+    return convert_to_float8_training(
+        model, config=make_recipe_config(recipe, enable_fsdp_float8_all_gather=gathers_in_float8)
+    )
 
 
 def count_gathers():
@@ -63,7 +65,7 @@ def sample_ranks(parallelism, recipe):
         styles = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
         parallelize_module(model, world_mesh(), styles)
     else:
-        parts = [part_of(batch) for batch in parts]
+        parts = [get_rank_part(batch) for batch in parts]
         fully_shard(model, mesh=world_mesh())
     return sample(model, parts)
 
@@ -120,7 +122,7 @@ def sample_replicas(changed):
     if dist.get_rank() == 1 and changed:
         with torch.no_grad():
             model.module[2].weight[3, 5] += 1e-3
-    return sample(model, [part_of(batch) for batch in parts])[0]
+    return sample(model, [get_rank_part(batch) for batch in parts])[0]
 
 
 @pytest.mark.parametrize("changed", [True, False])
@@ -225,7 +227,7 @@ def test_what_a_callback_raises_ends_the_step_on_all_ranks(kind):
 
 
 def sample_experts(splits):
-    experts, parts, lines = convert("rowwise"), tokens_of(2, 2), []
+    experts, parts, lines = convert("rowwise"), make_tokens(2, 2), []
     tokens = parts[dist.get_rank()] if splits else concatenate(parts)
     if splits:
         parallelize(experts)

@@ -17,7 +17,7 @@ from quaver.conversion.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
 from quaver.recipes.config import Float8LinearConfig
 from tests import steps
-from tests.ranks import mesh_of, on_ranks, refusal, run
+from tests.ranks import get_cached_mesh, on_ranks, refusal, run
 from tests.steps import assert_same, draw, to_plain
 from tests.thinned import at_night
 
@@ -99,7 +99,7 @@ def test_states_are_the_same_on_any_number_of_ranks(ranks):
 @on_ranks(4)
 def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
     expected = train_one_process()
-    mesh = mesh_of((2, 2), ("replicate", "shard"))
+    mesh = get_cached_mesh((2, 2), ("replicate", "shard"))
     by_rows = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 3 else None}
     for options in ({"mesh": mesh}, by_rows, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model, optimizer = shard(**options)
@@ -109,7 +109,7 @@ def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
 
 def shard_rows(parts, muon):
     """Shard rows of 600 (`wide`), which two ranks or more cut within blocks, and of 512 (`up`), which four do."""
-    mesh = mesh_of((dist.get_world_size() // parts, parts), ("dp", "tp"))
+    mesh = get_cached_mesh((dist.get_world_size() // parts, parts), ("dp", "tp"))
     model = make_matrices() if muon else make_model()
     if parts > 1:
         for part in model.modules():
@@ -141,7 +141,7 @@ def test_blocks_that_ranks_share_have_the_bits_of_one_process_on_any_degree(muon
 @on_ranks(2)
 def test_a_parameter_that_is_sharded_in_other_dims_has_float32_moments():
     model = nn.Module()
-    mesh = mesh_of((2,))
+    mesh = get_cached_mesh((2,))
     model.weight = nn.Parameter(distribute_tensor(torch.ones(64, 32, 4, 4), mesh, [Shard(2)]))
     optimizer = Float8AdamW(model.parameters(), lr=1e-2)
     optimizer.name_parameters(model)
@@ -237,7 +237,7 @@ def train_muon(parallelize, folder=None):
 
 
 def _shard_tensors(model):
-    mesh = mesh_of((1, dist.get_world_size()), ("dp", "tp"))
+    mesh = get_cached_mesh((1, dist.get_world_size()), ("dp", "tp"))
     plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     for module in model.children():
@@ -246,7 +246,7 @@ def _shard_tensors(model):
 
 
 def _replicate(model):
-    return fully_shard(model, mesh=mesh_of((2, 2), ("replicate", "shard")))
+    return fully_shard(model, mesh=get_cached_mesh((2, 2), ("replicate", "shard")))
 
 
 def _offload(model):

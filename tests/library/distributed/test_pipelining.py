@@ -22,8 +22,8 @@ from quaver.activations import store_activations_in_float8
 from quaver.linear import function
 from quaver.linear.quantize import Quantizer
 from tests import ranks
-from tests.library.distributed.models import Block, loss_of
-from tests.recipes import NON_BLOCK_RECIPES, config_of
+from tests.library.distributed.models import Block, compute_loss
+from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
 from tests.steps import assert_same, draw
 from tests.thinned import thinned
 
@@ -52,7 +52,7 @@ def build_parts(recipe, stores=False):
     """Return four modules that follow each other."""
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
-    convert_to_float8_training(model, config=config_of(recipe))
+    convert_to_float8_training(model, config=make_recipe_config(recipe))
     if stores:
         store_activations_in_float8(model, modules=["?"], block_size=32)
     return model
@@ -62,7 +62,7 @@ def batch():
     return draw(MICROBATCHES * ROWS, DIM, seed=1)
 
 
-def gradients_of(model):
+def list_gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -82,12 +82,12 @@ def train_one_process(recipe, last_first, stores=False):
         for hidden in batch().chunk(MICROBATCHES):
             for part in model:
                 hidden = part(hidden)
-            losses.append(loss_of(hidden))
+            losses.append(compute_loss(hidden))
         for loss in reversed(losses) if last_first else losses:
             loss.backward()
     for parameter in model.parameters():
         parameter.grad.div_(MICROBATCHES)
-    return [loss.item() for loss in losses], gradients_of(model), *counts()
+    return [loss.item() for loss in losses], list_gradients(model), *counts()
 
 
 def make_stage(module, index, stages):
@@ -106,13 +106,13 @@ def train_ranks(name, recipe, stores=False):
         mine, stages = {index: model[index] for index in (rank, second)}, 2 * RANKS
     own_stages = [make_stage(module, index, stages) for index, module in mine.items()]
     stage = own_stages[0] if name in SINGLE else own_stages
-    schedule = kind(stage, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
+    schedule = kind(stage, MICROBATCHES, loss_fn=lambda output, _: compute_loss(output))
     losses = []
     arguments = (batch(),) if 0 in mine else ()
     last = {"target": batch(), "losses": losses} if stages - 1 in mine else {}
     with count_calls() as counts:
         schedule.step(*arguments, **last)
-    return [loss.item() for loss in losses], gradients_of(model), *counts()
+    return [loss.item() for loss in losses], list_gradients(model), *counts()
 
 
 STORING = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
@@ -140,16 +140,16 @@ def test_a_schedule_equals_one_process(name, recipe, stores):
 
 def train_sharded(name, is_float8):
     """Train stages under FSDP2 on one rank; return this rank's parameters without a gradient, and the warnings."""
-    rank, mesh = dist.get_rank(), ranks.mesh_of((RANKS, 1), ("pp", "dp"))["dp"]
+    rank, mesh = dist.get_rank(), ranks.get_cached_mesh((RANKS, 1), ("pp", "dp"))["dp"]
     model = nn.ModuleList(Block() for _ in range(2 * RANKS))
     if is_float8:
-        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
+        convert_to_float8_training(model, config=make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True))
     mine = {index: model[index] for index in (rank, rank + RANKS)}
     for part in mine.values():
         for module in (part.up, part.down, part):
             fully_shard(module, mesh=mesh)
     stages = [make_stage(module, index, 2 * RANKS) for index, module in mine.items()]
-    schedule = getattr(pipelining, name)(stages, MICROBATCHES, loss_fn=lambda output, _: loss_of(output))
+    schedule = getattr(pipelining, name)(stages, MICROBATCHES, loss_fn=lambda output, _: compute_loss(output))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         schedule.step(*((batch(),) if rank == 0 else ()), **({} if rank == 0 else {"target": batch()}))

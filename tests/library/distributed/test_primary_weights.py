@@ -24,7 +24,7 @@ from tests.library.distributed.fsdp_models import MICROBATCHES, run_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import on_ranks, run
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 from tests.steps import assert_same, draw, train
 
 LAYERS = 2
@@ -42,7 +42,7 @@ def _train_under_ddp(recipe, master_dtype, **options):
         optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
     replicas = DistributedDataParallel(model, **options)
     parts = [
-        torch.cat([models.part_of(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
+        torch.cat([models.get_rank_part(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
         for batch in models.batches(3, MICROBATCHES * dist.get_world_size())
     ]
     losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
@@ -65,7 +65,7 @@ def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, o
 
 def build_shards():
     """Shard three experts, of which the second rank has one."""
-    config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
+    config = make_recipe_config("blockwise", enable_fsdp_float8_all_gather=True)
     model = models.shard_model(config, model=make_mixture())
     return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
 
@@ -88,9 +88,9 @@ def _train_mixture(folder, ranks, steps, load=None, save=None):
         batch = draw(2 * MICROBATCHES * 8, MIXTURE_DIM, seed=step)
         with cast_weights_once(model):
             for microbatch in batch.chunk(MICROBATCHES):
-                parts = [models.part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
+                parts = [models.get_rank_part(microbatch)] if ranks > 1 else microbatch.chunk(2)
                 for part in parts:  # gradients of the ranks are averaged
-                    loss = models.loss_of(model(part)) / len(parts)
+                    loss = models.compute_loss(model(part)) / len(parts)
                     loss.backward()
                     losses.append(loss.detach() * len(parts))
         optimizer.step()
@@ -136,7 +136,7 @@ def test_wrapped_models_are_refused():
     model = convert_to_float8_training(models.make_model(LAYERS), config="tensorwise")
     with pytest.raises(ValueError, match="expected one outside of DistributedDataParallel"):
         use_float8_primary_weights(DistributedDataParallel(model), torch.optim.AdamW(model.parameters()))
-    model = models.shard_model(config_of("tensorwise"))
+    model = models.shard_model(make_recipe_config("tensorwise"))
     with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
         use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
 
@@ -169,7 +169,7 @@ def _ddp(dtype, master_dtype=None, scope=nullcontext):
 
 def _fsdp2(dtype, gather, scope=nullcontext):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
-    config = config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
+    config = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=gather)
     model = models.shard_model(config, model=models.make_model(LAYERS).to(dtype), **options)
     return model, torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE), scope
 

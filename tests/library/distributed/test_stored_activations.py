@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from quaver.activations import activation_report, store_activations_in_float8
-from tests.ranks import mesh_of, on_ranks
+from tests.ranks import get_cached_mesh, on_ranks
 from tests.reference import sqnr_db
 from tests.steps import draw, to_plain
 
@@ -49,7 +49,7 @@ def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(128), FeedForward()))
     store_activations_in_float8(model)
     expected = activation_report(model, lambda: compute_gradients(model)).gradient_sqnr_db
-    parallelize_module(model, mesh_of((2,)), {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()})
+    parallelize_module(model, get_cached_mesh((2,)), {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()})
     sqnr = activation_report(model, lambda: compute_gradients(model)).gradient_sqnr_db
     assert sqnr == pytest.approx(expected, abs=0.01)
     assert sqnr["0"] < FLOAT32_SUMS_DB
@@ -69,7 +69,7 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
         "2.up": ColwiseParallel(),
         "2.down": RowwiseParallel(),
     }
-    parallelize_module(parallel, mesh_of((2,)), plan)
+    parallelize_module(parallel, get_cached_mesh((2,)), plan)
     exact, expected, gradients = (compute_gradients(model) for model in (plain, stored, parallel))
     for name in exact:
         assert sqnr_db(expected[name], gradients[name]) > FLOAT32_SUMS_DB, name
@@ -81,7 +81,9 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
 
 @on_ranks(2)
 def test_a_rank_that_stores_nothing_raises_and_leaves_the_other_no_collective_to_wait_for():
-    model = parallelize_module(nn.Sequential(nn.Linear(128, 512), nn.GELU()), mesh_of((2,)), {"0": ColwiseParallel()})
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(128, 512), nn.GELU()), get_cached_mesh((2,)), {"0": ColwiseParallel()}
+    )
     store_activations_in_float8(model, modules=["1"])
     x = torch.randn(8, 128)
 

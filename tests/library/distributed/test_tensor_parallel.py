@@ -30,7 +30,7 @@ from tests.library.distributed.parallel_models import (
     part_or_whole,
 )
 from tests.ranks import on_ranks, run
-from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES, config_of
+from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES, make_recipe_config
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, to_plain
 from tests.thinned import at_night
@@ -101,7 +101,7 @@ def test_operands_are_quantized_as_on_one_device(ranks, recipe, options, hp_dtyp
 
     Persistent scales are known and unknown; what they observe is that of one device, too.
     """
-    config = config_of(recipe, **options)
+    config = make_recipe_config(recipe, **options)
     # Features, in and out; batches and sequences. Each rank has one block of 128 or two; the first tokens cut blocks.
     one, two = 128 * ranks, 256 * ranks
     block_shapes = [((two, one), (3, 16)), ((one, two), (2, one))]
@@ -231,7 +231,7 @@ def test_compiled_ranks_equal_one_device(name, recipe, hp_dtype, backend):
 @on_ranks(2)
 def test_ranks_may_share_features_unevenly(recipe, layouts):
     """2 ranks have 7 and 6 of 13 features."""
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     arrangement = Arrangement(OneLinear, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
     reference, down = OneLinear(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
     module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
@@ -256,7 +256,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_devic
         [("tensorwise", torch.nan), ("rowwise", -torch.inf)], ["prepared", "colwise", "rowwise", "rowwise by sequence"]
     ):
         arrangement = arrangements()[name]
-        reference = arrangement.module(32, 16, torch.float32, config_of(recipe))
+        reference = arrangement.module(32, 16, torch.float32, make_recipe_config(recipe))
         input = torch.randn(2, 8, 32)
         grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is TwoLinears else 1)]
         if where == "weight":
@@ -275,10 +275,10 @@ def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_devic
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
 def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     plain, model = (
-        parallel_models.model_of(config),
-        parallel_models.spread(parallel_models.model_of(config), world_mesh()),
+        parallel_models.build_model(config),
+        parallel_models.spread(parallel_models.build_model(config), world_mesh()),
     )
     batch = torch.randn(2, 8, 32)
 
@@ -312,8 +312,8 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
 def test_one_style_serves_several_modules():
     """A style may be applied many times, to modules of other configs."""
     module = nn.Sequential(
-        TwoLinears(32, 32, torch.float32, config_of("rowwise")),
-        TwoLinears(32, 32, torch.float32, config_of("tensorwise")),
+        TwoLinears(32, 32, torch.float32, make_recipe_config("rowwise")),
+        TwoLinears(32, 32, torch.float32, make_recipe_config("tensorwise")),
     )
     reference, style = copy.deepcopy(module), parallel_models.prepare(False)
     pair = {"a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
@@ -329,7 +329,7 @@ def test_one_style_serves_several_modules():
 @pytest.mark.parametrize("prepared", [False, True])
 @on_ranks(2)
 def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
-    module = TwoLinears(32, 32, torch.float32, config_of("tensorwise"))
+    module = TwoLinears(32, 32, torch.float32, make_recipe_config("tensorwise"))
     reference = copy.deepcopy(module)
     styles = {name: Float8ColwiseParallel(input_layouts=Shard(1)) for name in "ab"}
     parallelize_module(module, world_mesh(), styles | ({"": parallel_models.prepare(False)} if prepared else {}))
@@ -338,8 +338,8 @@ def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
     input = torch.randn(2, 8, 32)
     for recipe in ("tensorwise", "rowwise", "tensorwise"):
         for linear in (module.a, module.b, reference.a, reference.b):
-            linear.float8_config = config_of(recipe)
-        copied.a.float8_config = copied.b.float8_config = config_of("rowwise_with_gw_hp")
+            linear.float8_config = make_recipe_config(recipe)
+        copied.a.float8_config = copied.b.float8_config = make_recipe_config("rowwise_with_gw_hp")
         for output, whole in zip(call(part(input, 1)), reference(input), strict=True):
             torch.testing.assert_close(to_plain(output), part(whole, 2), **FLOAT32_SUMS)
 
@@ -354,7 +354,9 @@ def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
         for keep in (False, True):
             torch.manual_seed(0)
             arrangement = arrangements()[name]
-            module = arrangement.module(64, 48, torch.float32, config_of(recipe, keep_float8_weight_for_backward=keep))
+            module = arrangement.module(
+                64, 48, torch.float32, make_recipe_config(recipe, keep_float8_weight_for_backward=keep)
+            )
             module.a.weight.data.copy_(weight)
             parallelize_module(module, world_mesh(), arrangement.styles)
             grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is TwoLinears else 1)

@@ -16,8 +16,8 @@ from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
 from tests.library.distributed.models import world_mesh
 from tests.library.distributed.parallel_models import TwoLinears, arrangements, part, prepare
-from tests.ranks import mesh_of, on_ranks, refusal
-from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, config_of
+from tests.ranks import get_cached_mesh, on_ranks, refusal
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, make_recipe_config
 from tests.reference import assert_same_bits
 
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -57,7 +57,7 @@ def amaxes(recipe, rows, columns, first_too=True):
 @on_ranks(2)
 def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_output):
     """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     module = TwoLinears(K, N, F32, config)
     arrangement = arrangements()["prepared, local" if use_local_output else "prepared"]
     parallelize_module(module, world_mesh(), arrangement.styles)
@@ -81,7 +81,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @on_ranks(2)
 def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, trained):
-    module = TwoLinears(K, N, F32, config_of(recipe))
+    module = TwoLinears(K, N, F32, make_recipe_config(recipe))
     parallelize_module(module, world_mesh(), arrangements()["prepared"].styles)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == f"{trained}.weight")
@@ -93,7 +93,7 @@ def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, t
 
 
 def count_collectives_of_linear(recipe, style, trains, *shape):
-    linear = Float8Linear(K, N, bias=False, config=config_of(recipe))
+    linear = Float8Linear(K, N, bias=False, config=make_recipe_config(recipe))
     linear.weight.requires_grad_(trains)
     parallelize_module(linear, world_mesh(), style)
     return count_collectives(linear, torch.randn(*shape, requires_grad=True))
@@ -142,7 +142,7 @@ def raises(kind, *words):
 
 @on_ranks(2)
 def test_a_style_refuses_modules_meshes_and_layouts():
-    mesh, mesh_2d = world_mesh(), mesh_of((1, 2), ("dp", "tp"))
+    mesh, mesh_2d = world_mesh(), get_cached_mesh((1, 2), ("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
@@ -161,7 +161,7 @@ def test_a_style_refuses_modules_meshes_and_layouts():
         parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(-1)))
     with raises(ValueError, "no Float8Linear", "PrepareModuleInput"):
         parallelize_module(nn.Sequential(nn.Linear(16, 16)), mesh, prepare(False))
-    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
+    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=make_recipe_config("rowwise")))
     with raises(ValueError, "several configs", "fwd_config_submodule_fqn"):
         parallelize_module(several, mesh, prepare(False))
     parallelize_module(several, mesh, prepare(False, fwd_config_submodule_fqn="1"))
@@ -206,7 +206,7 @@ def test_a_parallel_linear_refuses_inputs_of_another_layout():
             module(torch.randn(2, 4, 16))
     with raises(ValueError, "expected an input of shape [..., 16]", "got [2, 8, 12]"):
         parallelize_module(TwoLinears(16, 16, F32, None), mesh, {**styles, "": prepare(False)})(torch.randn(2, 4, 12))
-    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=config_of("rowwise")))
+    several = nn.Sequential(Float8Linear(16, 16), Float8Linear(16, 16, config=make_recipe_config("rowwise")))
     styles_of_several = {"": prepare(False, fwd_config_submodule_fqn="1"), "0": Float8ColwiseParallel()}
     parallelize_module(several, mesh, styles_of_several)
     with raises(RuntimeError, "is stored as rowwise", "casts it as dynamic tensorwise"):

@@ -31,15 +31,15 @@ from tests.library.distributed.parallel_models import (
     DIMS,
     STEPS,
     assert_same_losses,
-    batches_of,
-    model_of,
+    build_model,
+    make_batches,
+    make_sharing_config,
     part,
-    sharing_config_of,
     spread,
     spread_by_torch,
 )
-from tests.ranks import mesh_of, on_ranks, refusal, run
-from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, config_of
+from tests.ranks import get_cached_mesh, on_ranks, refusal, run
+from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, make_recipe_config
 from tests.thinned import at_night
 
 BACKWARD_MODES = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
@@ -51,8 +51,8 @@ def train_one_process(recipe, microbatches=1, compiled=None):
 
     A compiled block has no attention, which would take half of the time of its compilation.
     """
-    batches = batches_of(recipe)
-    model = model_of(sharing_config_of(recipe), batches[0].shape[-1], attends=compiled is None)
+    batches = make_batches(recipe)
+    model = build_model(make_sharing_config(recipe), batches[0].shape[-1], attends=compiled is None)
     return train_in_parts(model, torch.optim.Adam(model.parameters(), lr=1e-2), batches, microbatches)
 
 
@@ -112,19 +112,19 @@ def count_amax_exchanges(counter):
 
 
 def _train_tp(recipe, compiled=None, use_local_output=False, by_torch=False):
-    batches = batches_of(recipe)
-    model = model_of(sharing_config_of(recipe), batches[0].shape[-1], attends=compiled is None)
+    batches = make_batches(recipe)
+    model = build_model(make_sharing_config(recipe), batches[0].shape[-1], attends=compiled is None)
     model = spread_by_torch(model, world_mesh()) if by_torch else spread(model, world_mesh(), use_local_output)
     parts = [part(batch, 1) for batch in batches]
     return train_ranks(model, parts, divided_by=dist.get_world_size(), compiled=compiled)
 
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
-    batches = batches_of(recipe)
-    mesh = mesh_of((2, 2), ("dp", "tp"))
+    batches = make_batches(recipe)
+    mesh = get_cached_mesh((2, 2), ("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
-    gathering = sharing_config_of(recipe, enable_fsdp_float8_all_gather=gather_float8)
-    model = spread(model_of(gathering, batches[0].shape[-1], attends=compiled is None), mesh["tp"])
+    gathering = make_sharing_config(recipe, enable_fsdp_float8_all_gather=gather_float8)
+    model = spread(build_model(gathering, batches[0].shape[-1], attends=compiled is None), mesh["tp"])
     for block in model:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -242,7 +242,7 @@ def _backward(model, batch):
 
 @on_ranks(2)
 def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
-    model, batch = spread(model_of(sharing_config_of("delayed")), world_mesh()), torch.randn(2, 16, 32)
+    model, batch = spread(build_model(make_sharing_config("delayed")), world_mesh()), torch.randn(2, 16, 32)
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
     known, expected = scaling_snapshot(model), _backward(model, batch)
@@ -262,8 +262,8 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
 
 def _change(change, spread, ranks):
     """Run a forward after these ranks have made a change."""
-    model = spread(model_of(sharing_config_of("delayed")), world_mesh())
-    batch = batches_of("delayed")[0]
+    model = spread(build_model(make_sharing_config("delayed")), world_mesh())
+    batch = make_batches("delayed")[0]
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
     if dist.get_rank() in ranks:
@@ -323,7 +323,7 @@ def test_ranks_that_change_different_linears_of_one_shape_raise():
 @on_ranks(4)
 def test_weights_on_equal_meshes_take_one_exchange():
     """PyTorch caches by mesh, so that a weight can hold the groups of an equal mesh that was made before."""
-    config = config_of("tensorwise", enable_fsdp_float8_all_gather=True)
+    config = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True)
 
     def shard(*styles):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

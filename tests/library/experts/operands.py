@@ -5,7 +5,7 @@ import functools
 import torch
 
 from quaver import float8_grouped_mm
-from tests.steps import results_of
+from tests.steps import compute_results
 
 ENDS = [37, 37, 200, 300]
 """Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
@@ -21,4 +21,4 @@ def make_operands(*, k=96, n=160, rows=310, experts=4, dtype=torch.bfloat16, tra
 def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
     """Return the output and both gradients."""
     call = functools.partial(function, offs=ends, config=config)
-    return results_of(torch.nn.Module(), a, b_t, grad_output=grad_output, call=call)
+    return compute_results(torch.nn.Module(), a, b_t, grad_output=grad_output, call=call)

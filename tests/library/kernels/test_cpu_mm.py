@@ -58,7 +58,7 @@ def every_other(matrix: Tensor) -> Tensor:
     return wide.view(matrix.dtype)[: 2 * rows : 2, : 2 * columns : 2]
 
 
-def part_of_wider(matrix: Tensor) -> Tensor:
+def slice_wider(matrix: Tensor) -> Tensor:
     """Return the same numbers, with NaNs around them in memory."""
     rows, columns = matrix.shape
     wide = torch.full((rows + 2, columns + 3), 0x7F, dtype=torch.uint8)
@@ -66,8 +66,8 @@ def part_of_wider(matrix: Tensor) -> Tensor:
     return wide.view(matrix.dtype)[1:-1, 1:-2]
 
 
-def part_of_taller(matrix: Tensor) -> Tensor:
-    return part_of_wider(matrix.t()).t()
+def slice_taller(matrix: Tensor) -> Tensor:
+    return slice_wider(matrix.t()).t()
 
 
 @pytest.mark.parametrize(("shape", "formats", "threads"), thinned(SHAPES, FORMATS, (1, 3)), indirect=["threads"])
@@ -85,7 +85,7 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
                 assert_same_bits(actual, scaled.to(out_dtype))
         actual = cpu.mm(layout_a(a), layout_b(b), row_scale, column_scale, bias, torch.bfloat16)
         assert_same_bits(actual, (sums * (row_scale * column_scale) + bias).bfloat16())
-    for layout in (every_other, part_of_wider, part_of_taller):
+    for layout in (every_other, slice_wider, slice_taller):
         for left, right in ((layout(a), b), (a, layout(b))):
             actual = cpu.mm(left, right, a_tensor_scale, b_tensor_scale, None, torch.float32)
             assert_same_bits(actual, sums * (a_tensor_scale * b_tensor_scale))

@@ -6,11 +6,11 @@ from torch import nn
 
 from quaver import Float8Linear
 from quaver.kernels import cpu
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 
 
 def make_linear(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
-    return Float8Linear(k, n, bias=bias, dtype=dtype, config=config_of(recipe, **options))
+    return Float8Linear(k, n, bias=bias, dtype=dtype, config=make_recipe_config(recipe, **options))
 
 
 class Qkv(nn.Module):

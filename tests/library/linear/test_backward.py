@@ -22,10 +22,10 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics.monitoring import Monitor
 from quaver.recipes.scaling import dequantize
 from quaver.recipes.serving import serving_config
-from tests.counting import saved_bytes
+from tests.counting import count_saved_bytes
 from tests.recipes import NON_BLOCK_RECIPES
 from tests.reference import lowest_sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 from tests.thinned import thinned
 
 M, K, N = (2, 20), 144, 200
@@ -59,7 +59,7 @@ def compute_expected_gradients(model, input, grad_output):
 
 
 def compute_gradients(model, input, grad_output, call=None):
-    return results_of(model, input, grad_output=grad_output, call=call)[1:3]
+    return compute_results(model, input, grad_output=grad_output, call=call)[1:3]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_frozen_weight_gives_its_dequantized_values(recipe):
         linear, grad_output = nn.Linear(K, N, dtype=torch.bfloat16), torch.randn(*M, N, dtype=torch.bfloat16)
         frozen = freeze_to_float8(nn.Sequential(linear.requires_grad_(False)), config=make_config(recipe, backward))
         input = torch.randn(*M, K, dtype=torch.bfloat16, requires_grad=True)
-        assert sum(saved_bytes(functools.partial(frozen, input)).values()) <= N * K + 4 * N
+        assert sum(count_saved_bytes(functools.partial(frozen, input)).values()) <= N * K + 4 * N
         frozen(input).backward(grad_output)
         grads.append(input.grad)
         assert_same(grad_output @ frozen[0].weight.to_high_precision(), input.grad)
@@ -123,7 +123,7 @@ def test_each_backward_saves_codes_or_high_precision():
     elements = M[0] * M[1] * K
     for backward, codes, hp in (("dequantized", elements, 0), ("high_precision", 0, 2 * elements)):
         model, input, _ = make_step(make_config("rowwise", backward))
-        saved = saved_bytes(functools.partial(model, input))
+        saved = count_saved_bytes(functools.partial(model, input))
         assert saved.pop(torch.float8_e4m3fn, 0) == codes
         assert saved.pop(torch.bfloat16) == hp + 2 * K * N
         assert saved.pop(torch.float32, 0) == (4 * M[0] * M[1] if codes else 0)

@@ -19,7 +19,7 @@ from quaver.recipes.config import resolve_config
 from quaver.weights.frozen_modules import FrozenFloat8Linear
 from tests.mixture import Experts, GroupedExperts, Mixture, make_mixture
 from tests.ranks import on_ranks
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 CONFIG = resolve_config("rowwise")
 
@@ -58,7 +58,7 @@ def make_changed(order) -> nn.Module:
 
 
 def run(model: nn.Module):
-    return results_of(model, torch.randn(24, 40, generator=torch.Generator().manual_seed(1)))
+    return compute_results(model, torch.randn(24, 40, generator=torch.Generator().manual_seed(1)))
 
 
 def list_classes(model: nn.Module) -> list[type]:

@@ -10,12 +10,12 @@ from torch import nn
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, float8_linear
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
 from quaver.recipes.scaling import compute_scales
-from tests.counting import saved_bytes
-from tests.library.conversion.delayed import Net, config_of, copy_scales
+from tests.counting import count_saved_bytes
+from tests.library.conversion.delayed import Net, copy_scales, make_delayed_config
 from tests.library.distributed.models import DIM, Block
 from tests.library.linear.linears import make_linear
 from tests.recipes import DYNAMIC_RECIPES, E4M3, PERSISTENT_RECIPES
-from tests.steps import assert_same, results_of, train
+from tests.steps import assert_same, compute_results, train
 from tests.thinned import at_night, thinned
 
 TRACED_ANEW = ("rowwise_with_gw_hp", "mxfp8")
@@ -44,7 +44,7 @@ TRACED_ANEW = ("rowwise_with_gw_hp", "mxfp8")
 )
 def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
     """Updates, autocast, microbatches, recomputation and scopes included; one graph serves all layers by themselves."""
-    model = convert_to_float8_training(Net(how), config=config_of(recipe))
+    model = convert_to_float8_training(Net(how), config=make_delayed_config(recipe))
     reference = copy.deepcopy(model)
     if by_layer:
         for layer in model.layers:
@@ -99,7 +99,7 @@ def test_qkv_share_one_float8_input_in_compiled_code():
         return [float8_linear(normed, w, config=config) for w in weights]
 
     hidden, outputs = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True), []
-    saved = saved_bytes(lambda: outputs.extend(qkv(hidden)))
+    saved = count_saved_bytes(lambda: outputs.extend(qkv(hidden)))
     assert saved.get(E4M3, 0) <= m * k + 3 * 64 * k
     assert saved.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes  # rms_norm keeps `hidden` in any case
     assert saved.get(torch.float32, 0) < 4 * m * k
@@ -120,7 +120,7 @@ def test_dynamic_shapes_compile_once(recipe, backend):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (300, 130, 511):  # up to 128 there is one block of tokens, and sizes of 1 are compiled anew
             input = torch.randn(tokens, 200).bfloat16()
-            results = results_of(linear, input), results_of(linear, input, call=compiled)
+            results = compute_results(linear, input), compute_results(linear, input, call=compiled)
             assert_same(*results) if backend == "aot_eager" else torch.testing.assert_close(*results)
 
 

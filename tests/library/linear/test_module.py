@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from quaver import convert_to_float8_training, convert_to_high_precision, float8_linear
 from quaver.linear import function
 from quaver.recipes.config import DelayedScalingConfig
-from tests.counting import saved_bytes
+from tests.counting import count_saved_bytes
 from tests.library.linear.linears import Qkv, count_reads, make_linear, needs_counts
-from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, config_of
+from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, make_recipe_config
 from tests.reference import lowest_sqnr_db, sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 from tests.thinned import thinned
 
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -33,8 +33,8 @@ def test_a_linear_saves_codes_for_its_backward(recipe):
     module, plain = make_linear(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     input = torch.randn(m, k).bfloat16().requires_grad_()
     weight_bytes = 2 * k * n
-    saved = saved_bytes(lambda: module(input))
-    assert saved_bytes(lambda: plain(input)) == {torch.bfloat16: 2 * m * k + weight_bytes}
+    saved = count_saved_bytes(lambda: module(input))
+    assert count_saved_bytes(lambda: plain(input)) == {torch.bfloat16: 2 * m * k + weight_bytes}
     if recipe == "rowwise_with_gw_hp":  # grad_weight in high precision needs the input in high precision
         assert saved.pop(torch.bfloat16) == 2 * m * k + weight_bytes
     else:
@@ -49,10 +49,10 @@ def test_a_linear_saves_codes_for_its_backward(recipe):
 def test_qkv_save_their_shared_input_once(recipe, autocast):
     """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
     m, k, dtype = 256, 64, torch.float32 if autocast else torch.bfloat16
-    qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=config_of(recipe))
+    qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=make_recipe_config(recipe))
     input = torch.randn(m, k, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        saved = saved_bytes(lambda: qkv(input))
+        saved = count_saved_bytes(lambda: qkv(input))
     if recipe == "rowwise_with_gw_hp":
         weights = sum(linear.weight.nbytes for linear in qkv.linears)
         assert saved[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
@@ -66,11 +66,11 @@ def test_nothing_is_saved_for_a_gradient_that_is_not_needed(recipe):
     module = make_linear(recipe)
     input = torch.randn(256, 64).bfloat16()
     module.weight.requires_grad_(False)
-    frozen = saved_bytes(lambda: module(input.requires_grad_()))
+    frozen = count_saved_bytes(lambda: module(input.requires_grad_()))
     assert frozen.get(E4M3, 0) == 0
     assert frozen[torch.bfloat16] == module.weight.nbytes
     module.weight.requires_grad_(True)
-    first_layer = saved_bytes(lambda: module(input.detach()))
+    first_layer = count_saved_bytes(lambda: module(input.detach()))
     assert first_layer.get(torch.bfloat16, 0) == (input.nbytes if recipe == "rowwise_with_gw_hp" else 0)
 
 
@@ -142,7 +142,9 @@ def test_a_step_reads_each_operand_as_often_as_expected(recipe, options, input_w
 
     module = make_linear(recipe, K, N, **options)
     input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
-    assert count_reads(lambda: results_of(module, input, grad_output=grad_output)) == elements(input_weight_grad_output)
+    assert count_reads(lambda: compute_results(module, input, grad_output=grad_output)) == elements(
+        input_weight_grad_output
+    )
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert count_reads(lambda: module(input.clone())) == elements(without_gradients)
@@ -211,10 +213,10 @@ def test_inputs_may_be_non_contiguous_or_expanded(recipe):
     for input in (base.t(), strided, base[:1, :64].expand(20, 64), torch.randn(4, 64, 3).bfloat16().mT):
         grad_output = torch.randn(*input.shape[:-1], 32).bfloat16()
         contiguous = input.clone(memory_format=torch.contiguous_format)
-        expected = results_of(module, contiguous, grad_output=grad_output)
-        assert_same(results_of(module, input, grad_output=grad_output), expected)
+        expected = compute_results(module, contiguous, grad_output=grad_output)
+        assert_same(compute_results(module, input, grad_output=grad_output), expected)
     expanded_grad = torch.ones(1, 32).bfloat16().expand(20, 32)
-    results_of(module, base[:20, :64], grad_output=expanded_grad)
+    compute_results(module, base[:20, :64], grad_output=expanded_grad)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +226,10 @@ def test_inputs_may_be_non_contiguous_or_expanded(recipe):
 def test_results_under_autocast_have_its_dtype_and_are_near(recipe, autocast_dtype, input_dtype):
     module = make_linear(recipe, dtype=torch.float32, bias=True)
     input, autocast = torch.randn(48, 64).to(input_dtype), torch.autocast("cpu", dtype=autocast_dtype)
-    results = results_of(module, input, call=autocast(module))
+    results = compute_results(module, input, call=autocast(module))
     assert [tensor.dtype for tensor in results] == [autocast_dtype, input_dtype, torch.float32, torch.float32]
     plain = convert_to_high_precision(copy.deepcopy(module))
-    for result, expected in zip(results, results_of(plain, input, call=autocast(plain)), strict=True):
+    for result, expected in zip(results, compute_results(plain, input, call=autocast(plain)), strict=True):
         # e4m3 operands of the output, from which grad_output comes; its own e5m2, and an e4m3 operand
         assert sqnr_db(expected, result) > lowest_sqnr_db(3, 3, 2, 3, 7, 7)
 
@@ -337,19 +339,22 @@ def test_a_config_may_be_set_by_the_name_of_its_recipe(name):
     linear = make_linear("tensorwise")
     setattr(linear, name, "rowwise")
     assert linear.config is linear.float8_config
-    assert linear.config == config_of("rowwise")
+    assert linear.config == make_recipe_config("rowwise")
     with pytest.raises(TypeError, match="config: expected .* got None"):
         setattr(linear, name, None)
     with pytest.raises(ValueError, match="config: expected one without delayed or static scaling"):
         setattr(linear, name, "delayed")
-    assert linear.config == config_of("rowwise")
+    assert linear.config == make_recipe_config("rowwise")
 
 
 def test_a_config_is_refused_if_the_linear_has_other_persistent_scales():
     """Its weight would be scaled dynamically, and its scales would follow the amaxes as before."""
     linear = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config="delayed_with_dynamic_weight")[0]
     own = linear.config
-    for config in (config_of("delayed"), replace(own, delayed_scaling_config=DelayedScalingConfig(history_len=2))):
+    for config in (
+        make_recipe_config("delayed"),
+        replace(own, delayed_scaling_config=DelayedScalingConfig(history_len=2)),
+    ):
         with pytest.raises(ValueError, match="the scaling that the linear was converted with"):
             linear.config = config
     linear.config = "rowwise"

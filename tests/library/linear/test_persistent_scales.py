@@ -32,16 +32,16 @@ from tests.library.conversion.delayed import (
     NAN,
     Ffn,
     Net,
-    config_of,
     copy_scales,
     find_report,
+    make_delayed_config,
     make_linear,
     make_old_checkpoint,
     read_scale,
     step,
 )
 from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
-from tests.steps import assert_same, by_torch_save, results_of
+from tests.steps import assert_same, by_torch_save, compute_results
 from tests.thinned import thinned
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
@@ -64,7 +64,7 @@ def knows_all_scales(model):
 
 @pytest.mark.parametrize("copy_model", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save])
 def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
-    model = convert_to_float8_training(Net(), config=config_of())
+    model = convert_to_float8_training(Net(), config=make_delayed_config())
     step(model, torch.randn(8, 64))
     copied = copy_model(model)
     before = copy_scales(model)
@@ -81,7 +81,7 @@ def test_a_copy_has_a_separate_state_which_its_linears_share(copy_model):
 @pytest.mark.parametrize("operand", ["weight", "input"])
 def test_an_infinity_reaches_both_matmuls(operand):
     """The backward casts the weight again, with the scale of the forward."""
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)), config=config_of())
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)), config=make_delayed_config())
     step(model, torch.randn(8, 32))
     input = torch.randn(8, 32, requires_grad=True)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_an_infinity_reaches_both_matmuls(operand):
 
 def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
     plain = Net()
-    model = convert_to_float8_training(copy.deepcopy(plain), config=config_of())
+    model = convert_to_float8_training(copy.deepcopy(plain), config=make_delayed_config())
     step(model, torch.randn(8, 64))
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert not list(model.buffers())
@@ -106,10 +106,12 @@ def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
 
 
 def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
-    model = convert_to_float8_training(Net(), config=config_of(), module_filter_fn=lambda _, name: "layers.0" in name)
+    model = convert_to_float8_training(
+        Net(), config=make_delayed_config(), module_filter_fn=lambda _, name: "layers.0" in name
+    )
     step(model, torch.randn(8, 64))
     before = copy_scales(model)
-    convert_to_float8_training(model, config=config_of())
+    convert_to_float8_training(model, config=make_delayed_config())
     assert_same({name: value for name, value in copy_scales(model).items() if name in before}, before)
     assert len(float8_scaling_state(model)) == 16
     step(model, torch.randn(8, 64))
@@ -117,7 +119,7 @@ def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
 
 
 def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
-    model = convert_to_float8_training(Net(), config=config_of())
+    model = convert_to_float8_training(Net(), config=make_delayed_config())
     dynamic = convert_to_float8_training(Net())
     step(model, torch.randn(8, 64))
     state = float8_scaling_state(model)
@@ -190,7 +192,7 @@ def test_an_infinite_amax_that_the_config_keeps_is_loaded():
 
 
 def test_wrappers_do_not_change_names():
-    model = convert_to_float8_training(nn.Sequential(Ffn()), config=config_of())
+    model = convert_to_float8_training(nn.Sequential(Ffn()), config=make_delayed_config())
     names = float8_scaling_state(model).state_dict().keys()
     assert float8_scaling_state(torch.compile(model)).state_dict().keys() == names
     assert "0.w1.input.quant_scale" in names
@@ -240,7 +242,7 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
 
 
 def test_scales_of_unused_slots_are_read_on_the_host_rarely(monkeypatch):
-    model = convert_to_float8_training(Net(), config=config_of())
+    model = convert_to_float8_training(Net(), config=make_delayed_config())
     read = mock.Mock(side_effect=ConversionScaleSlots.refresh_known)
     monkeypatch.setattr(ConversionScaleSlots, "refresh_known", lambda conversion_slots: read(conversion_slots))
     counts = []
@@ -266,7 +268,7 @@ def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
         for _ in range(2):
             for factor in (1.0, 3.0, 2.0):
                 input = torch.randn(8, 64) * factor
-                results = results_of(model, input, grad_output=1.0, call=compiled)
+                results = compute_results(model, input, grad_output=1.0, call=compiled)
                 sync_float8_amax_and_scale_history(model)
                 assert_same(results, step(twin, input))
                 assert_same(copy_scales(model), copy_scales(twin))
@@ -276,7 +278,7 @@ def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
         step(compiled, input)
         for view in state.state_dict().values():
             view.zero_()  # and no load that says so
-        output, *gradients = results_of(model, input, grad_output=1.0, call=compiled)
+        output, *gradients = compute_results(model, input, grad_output=1.0, call=compiled)
         assert not any(tensor.isfinite().any() for tensor in (output, *gradients))
 
 
@@ -285,7 +287,7 @@ def test_gpu_code_compiles_twice_and_shows_a_wrongly_known_scale():
     [({}, True), ({"scale_fn_name": "most_recent", "nonfinite_amax": "keep_scale", "margin": 1}, False)],
 )
 def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_layers):
-    model = convert_to_float8_training(Net(), config=config_of(**options))
+    model = convert_to_float8_training(Net(), config=make_delayed_config(**options))
     twin = copy.deepcopy(model)
     sync = torch.compile(
         sync_float8_amax_and_scale_history, fullgraph=True, backend="inductor" if given_layers else "aot_eager"
@@ -341,7 +343,7 @@ def test_a_negative_scale_of_an_earlier_version_is_unknown():
 def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
     module = nn.Linear(64, 32, bias=False)
     with torch.inference_mode():
-        convert_to_float8_training(module, config=config_of())
+        convert_to_float8_training(module, config=make_delayed_config())
         module.scale_slots.conversion_slots.to(torch.device("cpu"))
     step(module, torch.randn(4, 64))
     step(module, torch.randn(4, 64))
@@ -351,7 +353,7 @@ def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
 def test_the_state_follows_the_linears_to_their_device():
     with torch.device("meta"):
         module = nn.Linear(8, 8)
-    convert_to_float8_training(module, config=config_of())
+    convert_to_float8_training(module, config=make_delayed_config())
     conversion_slots = module.scale_slots.conversion_slots
     assert conversion_slots.device == torch.device("cpu")
     module.to_empty(device="cpu")
@@ -386,7 +388,7 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
 
 def test_training_on_two_devices_is_refused(monkeypatch):
     """A backward on the first device would record into a buffer that the slots have left."""
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config_of())
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=make_delayed_config())
     conversion_slots, cuda, moved = model[1].scale_slots.conversion_slots, torch.device("cuda", 0), []
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
@@ -505,8 +507,10 @@ def test_a_calibration_of_an_inner_module_leaves_its_siblings_unchanged():
 
 
 def test_calibration_leaves_delayed_scales_unchanged():
-    """Nor does it change what was recorded_amax for them since the last sync."""
-    config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
+    """Nor does it change what was recorded for them since the last sync."""
+    config = replace(
+        make_delayed_config(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0)
+    )
     module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
     with calibrate_float8_static_scales(module):
         step(module, torch.randn(4, 64), sync=False)

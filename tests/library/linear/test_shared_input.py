@@ -26,7 +26,7 @@ from quaver.linear import shared_input
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.scaling import CastScales
 from tests.library.linear.linears import count_reads, needs_counts
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 RECIPE = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 
@@ -158,7 +158,7 @@ def test_a_part_of_the_forward_may_be_checkpointed_selectively(recipe):
     model = convert_to_float8_training(Part(), config=recipe)
     model.load_state_dict(plain.state_dict())
     x = torch.randn(32, 64)
-    expected, actual = (results_of(module, x) for module in (plain, model))
+    expected, actual = (compute_results(module, x) for module in (plain, model))
     assert_same(actual, expected)
 
 

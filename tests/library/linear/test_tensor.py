@@ -11,8 +11,8 @@ from quaver.experts.grouped_mm import quantize_weight
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
-from tests.recipes import NON_BLOCK_RECIPES, config_of
-from tests.steps import assert_same, results_of
+from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
+from tests.steps import assert_same, compute_results
 from tests.thinned import at_night
 
 RECIPE = pytest.mark.parametrize("recipe", NON_BLOCK_RECIPES)
@@ -33,20 +33,20 @@ def make_float8_input(input, config):
     return whole.view(input.shape)
 
 
-def compute_results(input, weight, config, grad, *, backend=None):
+def compute_float8_results(input, weight, config, grad, *, backend=None):
     """Return the output, and the gradients of input and weight."""
     linear = functools.partial(float8_linear, config=config)
     call = torch.compile(linear, fullgraph=True, backend=backend) if backend else linear
-    return results_of(torch.nn.Module(), input, weight, grad_output=grad, call=call)
+    return compute_results(torch.nn.Module(), input, weight, grad_output=grad, call=call)
 
 
 @RECIPE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     input, weight, grad = (torch.randn(shape).to(dtype) for shape in ((2, 6, 20), (28, 20), (2, 6, 28)))
-    expected = compute_results(input, weight, config, grad)
-    actual = compute_results(input, make_float8_weight(weight, config), config, grad)
+    expected = compute_float8_results(input, weight, config, grad)
+    actual = compute_float8_results(input, make_float8_weight(weight, config), config, grad)
     assert_same(actual, expected)
     assert {tensor.dtype for tensor in actual} == {dtype}
 
@@ -63,16 +63,16 @@ def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
     ],
 )
 def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
-    expected = compute_results(input, weight, config, grad)
-    actual = compute_results(make_float8_input(input, config), weight, config, grad, backend=backend)
+    expected = compute_float8_results(input, weight, config, grad)
+    actual = compute_float8_results(make_float8_input(input, config), weight, config, grad, backend=backend)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
-    config = config_of("rowwise_with_gw_hp")
-    whole = make_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
+    config = make_recipe_config("rowwise_with_gw_hp")
+    whole = make_float8_input(torch.randn(1, 4, 16), make_recipe_config("rowwise"))
     message = "expected a high-precision input, which a matmul of this linear reads; got a Float8Tensor"
     with pytest.raises(RuntimeError, match=message):
         float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
@@ -89,18 +89,18 @@ def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
     ],
 )
 def test_a_linear_refuses_operands_of_another_recipe(stored, operand, recipe, message):
-    casts = getattr(config_of(stored).casts, operand)
+    casts = getattr(make_recipe_config(stored).casts, operand)
     input, weight = torch.randn(64, 128), torch.randn(256, 128)
     for index, matrix in enumerate((input, weight)):
         operands = [input, weight]
         row, column = quantize_both_ways(matrix, casts)
         operands[index] = Float8Tensor.from_operands(row, column, matrix.dtype)
         with pytest.raises(RuntimeError, match=message):
-            float8_linear(*operands, config=config_of(recipe))
+            float8_linear(*operands, config=make_recipe_config(recipe))
 
 
 def test_a_weight_without_codes_for_grad_input_is_refused():
-    config = config_of("rowwise")
+    config = make_recipe_config("rowwise")
     weight = Float8Tensor.from_operands(
         quantize_both_ways(torch.randn(32, 16), config.casts.weight)[0], None, torch.float32
     )
@@ -111,7 +111,7 @@ def test_a_weight_without_codes_for_grad_input_is_refused():
 @pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise:dequantized"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_stored(recipe, transposed):
-    config = config_of(recipe)
+    config = make_recipe_config(recipe)
     row, column = quantize_weight(torch.randn(2, 128, 256), config, transposed, row=True, column=True)
     stored = Float8Tensor(*((column, row) if transposed else (row, column)), torch.float32)
     stored.check_casts(config.casts.weight, transposed=transposed)
@@ -122,7 +122,9 @@ def test_weights_of_experts_are_checked_in_the_orientation_in_which_they_are_sto
 def cast_matrix(kind="own"):
     """Return a matrix and its Float8Tensor, whose column operand is its own, the row operand, or none."""
     matrix = torch.randn(12, 8)
-    row, column = quantize_both_ways(matrix, config_of("tensorwise" if kind == "shared" else "rowwise").casts.input)
+    row, column = quantize_both_ways(
+        matrix, make_recipe_config("tensorwise" if kind == "shared" else "rowwise").casts.input
+    )
     return matrix, Float8Tensor.from_operands(row, None if kind == "none" else column, torch.bfloat16)
 
 

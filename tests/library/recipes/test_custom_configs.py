@@ -11,7 +11,7 @@ from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranular
 from quaver.recipes.formats import FLOAT8_FORMATS
 from tests.recipes import E4M3, E5M2
 from tests.reference import lowest_sqnr_db, reference_linear, sqnr_db
-from tests.steps import results_of
+from tests.steps import compute_results
 
 TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
 HP = CastConfig(scaling_type=ScalingType.DISABLED)
@@ -28,7 +28,7 @@ def run_step(config, input, grad_output, weight, *, scoped=False):
     module = Float8Linear(64, 48, bias=False, dtype=weight.dtype, config=config)
     module.load_state_dict({"weight": weight})
     with cast_weights_once(module) if scoped else contextlib.nullcontext():
-        return results_of(module, input, grad_output=grad_output)
+        return compute_results(module, input, grad_output=grad_output)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from quaver.recipes.cast_config import CastConfig, ScalingGranularity
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ScaleLayout
-from tests.counting import saved_bytes
+from tests.counting import count_saved_bytes
 from tests.mixture import GroupedExperts, make_mixture
 from tests.ranks import on_ranks
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BLOCKS = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": E2M1.dtype}
@@ -101,8 +101,8 @@ def test_a_linear_trains_with_it(weight, keep):
     config = make_config(weight, keep_float8_weight_for_backward=keep)
     linear = convert_to_float8_training(nn.Linear(70, 50), config=config)
     input, grad_output = torch.randn(34, 70), torch.randn(34, 50)
-    assert saved_bytes(lambda: linear(input))[E2M1.dtype] >= 34 * 35
-    output, *gradients = results_of(linear, input, grad_output=grad_output)
+    assert count_saved_bytes(lambda: linear(input))[E2M1.dtype] >= 34 * 35
+    output, *gradients = compute_results(linear, input, grad_output=grad_output)
     i, w, g = cast(input), cast(linear.weight.detach(), weight.block_size), cast(grad_output)
     expected = (
         dequantize(i.row) @ dequantize(w.row).t() + linear.bias.detach().double(),
@@ -116,7 +116,7 @@ def test_a_linear_trains_with_it(weight, keep):
 def test_compiled_steps_have_eager_bits():
     model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 48)), config=make_config(SQUARE))
     input, compiled = torch.randn(32, 64), torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same(results_of(model, input, call=compiled), results_of(model, input))
+    assert_same(compute_results(model, input, call=compiled), compute_results(model, input))
 
 
 def test_a_float8_tensor_holds_it():

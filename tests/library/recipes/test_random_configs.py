@@ -25,7 +25,7 @@ from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.scale_rules import SCALE_RULES
 from tests.recipes import E4M3, E5M2
 from tests.reference import lowest_sqnr_db, sqnr_db
-from tests.steps import results_of
+from tests.steps import compute_results
 from tests.thinned import at_night
 
 E2M1 = torch.float4_e2m1fn_x2
@@ -179,11 +179,11 @@ def check_results(draw, config):
     for _ in range(1 + config.has_persistent_scales):  # the first step of a delayed scale is dynamic
         input, grad_output = draw_matrix(draw, tokens, k), draw_matrix(draw, tokens, n)
         with cast_weights_once(module) if draw.random() < 0.3 else contextlib.nullcontext():
-            results = results_of(module, input, grad_output=grad_output)
+            results = compute_results(module, input, grad_output=grad_output)
         if any(cast.target_dtype is E2M1 and not cast.is_disabled for cast in config.casts.list_casts()):
             assert all(result.isfinite().all() for result in results)  # the reference has no casts of four bits
             continue
-        expected = results_of(reference, input, grad_output=grad_output)
+        expected = compute_results(reference, input, grad_output=grad_output)
         # The codes are equal. Two sums of the same products in float32, in two orders, round at most this often.
         least = lowest_sqnr_db(*[23] * 2 * max(tokens, k, n))
         for name, result, exact in zip(("output", "grad_input", "grad_weight"), results, expected, strict=True):

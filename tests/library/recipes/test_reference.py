@@ -29,7 +29,7 @@ from quaver.conversion.freeze import make_blockwise_config
 from quaver.recipes import reference
 from quaver.recipes.reference import ReferenceLinear
 from tests.reference import assert_matmul_exact
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 from tests.thinned import at_night, first
 
 RECIPE_CONFIGS = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
@@ -147,8 +147,8 @@ def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
     for growth in list_growth(config):
         input = exact_numbers(tokens, in_features, dtype).view(*leading, in_features) * growth
         grad_output = exact_numbers(tokens, out_features, dtype).view(*leading, out_features) * growth
-        actual = results_of(linear, input, grad_output=grad_output, call=run)
-        assert_same(actual, results_of(expected, input, grad_output=grad_output))
+        actual = compute_results(linear, input, grad_output=grad_output, call=run)
+        assert_same(actual, compute_results(expected, input, grad_output=grad_output))
         sync(linear, expected)
         with torch.no_grad():
             linear.weight.mul_(growth)
@@ -190,8 +190,8 @@ def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, r
             input = gaussian_numbers(m, k, dtype).view(*leading, k) * growth
             grad_output = gaussian_numbers(m, n, dtype).view(*leading, n) * growth
             with Matmuls() as matmuls:
-                actual = results_of(linear, input, grad_output=grad_output)
-            results_of(expected, input, grad_output=grad_output)
+                actual = compute_results(linear, input, grad_output=grad_output)
+            compute_results(expected, input, grad_output=grad_output)
             assert len(matmuls.operands) == in_float8
             for left, operands in matmuls.operands.items():
                 assert_same(operands, reference_matmuls[left])
@@ -215,9 +215,9 @@ def test_nonfinite_numbers_reach_the_same_results(name, value):
         input, grad_output = exact_numbers(39, 144, torch.float32), exact_numbers(39, 40, torch.float32)
         if broken:
             input[2, 3] = grad_output[1, 7] = value
-        results = results_of(expected, input, grad_output=grad_output)
+        results = compute_results(expected, input, grad_output=grad_output)
         assert results[0].isnan().any() == broken
-        assert_same(results_of(linear, input, grad_output=grad_output), results)
+        assert_same(compute_results(linear, input, grad_output=grad_output), results)
         sync(linear, expected)
 
 

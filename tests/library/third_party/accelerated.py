@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from tests.library.third_party.llama import BATCHES, batches, build_optimizer, llama, train_by_hand
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 from tests.steps import to_plain
 
 
@@ -93,7 +93,7 @@ def train_by_accelerate_and_by_hand(variant, build=llama):
 
 def save_and_resume(strategy, float8_all_gather, state_dict_type, folder, make_optimizer=build_optimizer, change=id):
     """Return the losses of a whole run after its state was saved, and of one that loads it."""
-    config, losses = config_of("tensorwise", enable_fsdp_float8_all_gather=float8_all_gather), []
+    config, losses = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=float8_all_gather), []
     for resumed in (False, True):
         model = llama(config)
         change(model)

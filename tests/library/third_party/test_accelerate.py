@@ -18,13 +18,13 @@ from tests.library.third_party.accelerated import (
 from tests.library.third_party.llama import build_optimizer, convert, copy_weights, llama, train_by_hand
 from tests.library.third_party.table import proves, refuses
 from tests.ranks import RanksError, run
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 from tests.thinned import at_night
 
 
 def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
     """Return the losses of this rank, and the names of the weights that changed."""
-    model = convert(llama().to(dtype), config_of(recipe, enable_fsdp_float8_all_gather=float8_all_gather))
+    model = convert(llama().to(dtype), make_recipe_config(recipe, enable_fsdp_float8_all_gather=float8_all_gather))
     accelerator = make_accelerator(strategy, mixed_precision)
     before = copy_weights(model)
     model, optimizer = accelerator.prepare(model, build_optimizer(model))

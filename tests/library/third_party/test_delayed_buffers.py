@@ -9,9 +9,9 @@ from torch import nn
 from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.compat.delayed_buffers import load_delayed_buffers
 from tests.library.conversion.delayed import (
-    config_of,
     copy_scales,
     find_report,
+    make_delayed_config,
     make_linear,
     make_old_checkpoint,
     read_scale,
@@ -42,7 +42,7 @@ def test_buffers_become_the_scales_of_the_model(options):
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_buffers_of_several_linears_are_loaded(prefix, caplog):
     source = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
-    model = convert_to_float8_training(copy.deepcopy(source), config=config_of(history_len=2))
+    model = convert_to_float8_training(copy.deepcopy(source), config=make_delayed_config(history_len=2))
     old = {}
     for index, linear in enumerate(source):
         old |= make_old_checkpoint(linear, AMAXES if index else {"weight": [float("nan")]}, prefix=f"{prefix}{index}.")

@@ -24,9 +24,9 @@ from quaver import assert_float8_training, conversion_report, convert_to_float8_
 from quaver.experts.module import Float8Experts, is_experts
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.library.third_party.experts import build_experts, route_tokens
-from tests.library.third_party.zoo import MODELS, loss_of, make
+from tests.library.third_party.zoo import MODELS, compute_loss, make
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 from tests.thinned import thinned
 
 ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4, "blockwise": 27.0, "mxfp8": 27.0}
@@ -62,21 +62,21 @@ def test_each_expert_is_a_float8_linear(cls, recipe):
     experts = build_experts(cls)
     stable = mock.patch.object(torch, "sort", functools.partial(torch.sort, stable=True))
     with stable, mock.patch.object(moe, "_grouped_linear", multiply_one_by_one(recipe)):
-        expected = results_of(
+        expected = compute_results(
             experts, *route_tokens(), call=lambda *args: moe.grouped_mm_experts_forward(experts, *args)
         )
     convert_to_float8_training(experts, config=recipe)
     assert isinstance(experts, Float8Experts)
-    assert_same(results_of(experts, *route_tokens()), expected)
+    assert_same(compute_results(experts, *route_tokens()), expected)
 
 
 @pytest.mark.parametrize("recipe", ONE_MATMUL_DB)
 def test_gradients_of_llama_4_are_near_those_in_float32(recipe):
     """The floor: a gradient has the error of at most five of the six matmuls, and activations may double it."""
     experts, hidden = build_experts(Llama4TextExperts), torch.randn(200, 64)
-    expected = results_of(experts, hidden)
+    expected = compute_results(experts, hidden)
     convert_to_float8_training(experts, config=recipe)
-    for result, exact in zip(results_of(experts, hidden), expected, strict=True):
+    for result, exact in zip(compute_results(experts, hidden), expected, strict=True):
         assert sqnr_db(exact, result) > ONE_MATMUL_DB[recipe] - 10
 
 
@@ -102,14 +102,14 @@ def test_experts_of_other_ranks_add_nothing(cls, absent):
     hidden, index, weights = route_tokens()
     elsewhere = torch.rand(index.shape) < 0.4
     index[elsewhere] = index[7] = absent
-    out, grad_hidden, *_ = results_of(experts, hidden, index, weights)
+    out, grad_hidden, *_ = compute_results(experts, hidden, index, weights)
     assert out.isfinite().all()
     assert not out[7].any()
     assert not grad_hidden[7].any()
     here = index[:, 0] != absent
     hidden, index, weights = hidden[here], index[here], weights[here]
-    first_alone = results_of(experts, hidden, index[:, :1], weights[:, :1])
-    second_without_weight = results_of(experts, hidden, index, weights.index_fill(1, torch.tensor(1), 0))
+    first_alone = compute_results(experts, hidden, index[:, :1], weights[:, :1])
+    second_without_weight = compute_results(experts, hidden, index, weights.index_fill(1, torch.tensor(1), 0))
     torch.testing.assert_close(first_alone[0], second_without_weight[0])
 
 
@@ -124,9 +124,9 @@ def test_copied_experts_compute_the_same():
 @BACKEND
 def test_compiled_experts_have_the_results_of_eager_ones(backend):
     experts = convert_to_float8_training(build_experts(GptOssExperts), config="rowwise")
-    eager = results_of(experts, *route_tokens())
+    eager = compute_results(experts, *route_tokens())
     compiled = torch.compile(experts, fullgraph=True, backend=backend)
-    torch.testing.assert_close(results_of(experts, *route_tokens(), call=compiled), eager, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_results(experts, *route_tokens(), call=compiled), eager, rtol=1e-5, atol=1e-5)
 
 
 def mixture(name):
@@ -151,17 +151,17 @@ def test_a_mixture_is_converted_and_back(name):
     assert report.float8_flops_fraction > conversion_report(only_linears).float8_flops_fraction + 0.1
     assert not [layer for layer in report.converted if layer.name.endswith(("gate", "router", "gate.weight"))]
     assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
-    loss = loss_of(model, inputs)
+    loss = compute_loss(model, inputs)
     loss.backward()
-    torch.testing.assert_close(loss, loss_of(original, inputs), rtol=2e-3, atol=0)
+    torch.testing.assert_close(loss, compute_loss(original, inputs), rtol=2e-3, atol=0)
     assert {layer.backend for layer in conversion_report(model).converted} == {"exact"}
     assert all(parameter.grad is not None for module in experts.values() for parameter in module.parameters())
 
-    assert_same_bits(loss_of(copy.deepcopy(model), inputs).detach(), loss.detach())
+    assert_same_bits(compute_loss(copy.deepcopy(model), inputs).detach(), loss.detach())
     assert list(model.state_dict()) == list(original.state_dict())
     plain = quaver.convert_to_high_precision(model)
     assert [type(m) for m in plain.modules()] == [type(m) for m in original.modules()]
-    assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
+    assert compute_loss(plain, inputs).item() == compute_loss(original, inputs).item()
 
 
 def test_a_filter_may_leave_out_the_experts_of_one_layer():
@@ -172,7 +172,7 @@ def test_a_filter_may_leave_out_the_experts_of_one_layer():
     assert not isinstance(first, Float8Experts)
     assert isinstance(second, Float8Experts)
     model.set_experts_implementation("grouped_mm")
-    loss_of(model, inputs).backward()
+    compute_loss(model, inputs).backward()
     layers = {layer.name: layer for layer in conversion_report(model).layers}
     assert layers["model.layers.1.mlp.experts.down_proj"].backend == "exact"
     assert layers["model.layers.0.mlp.experts.down_proj"].reason == "filter"
@@ -186,7 +186,7 @@ def test_filters_that_know_linears_and_recipes_that_keep_scales_leave_experts_in
     prepare_model_for_float8(model, "delayed")
     assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
     assert "experts are scaled dynamically" in caplog.text
-    loss_of(model, inputs).backward()
+    compute_loss(model, inputs).backward()
 
 
 def test_every_mixture_of_the_zoo_is_listed():
@@ -209,11 +209,11 @@ def test_lora_on_experts_trains_and_merges(converted_first):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     assert_float8_training(model, allow_frozen=True)
-    loss = loss_of(model, inputs)
+    loss = compute_loss(model, inputs)
     loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
     assert len(gradients) == 8
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
     merged = model.merge_and_unload()
     assert type(merged.model.layers[0].mlp.experts).__name__ == "Float8Qwen3MoeExperts"
-    torch.testing.assert_close(loss_of(merged, inputs), loss, rtol=1e-3, atol=0)
+    torch.testing.assert_close(compute_loss(merged, inputs), loss, rtol=1e-3, atol=0)

@@ -14,7 +14,7 @@ from torch import nn
 import quaver
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.recipes.scaling import dynamic_cast
-from tests.steps import results_of
+from tests.steps import compute_results
 
 FILTER, SYNC = "_auto_filter_for_recipe convert_to_float8_training", "sync_float8_amax_and_scale_history"
 PRECOMPUTE = "precompute_float8_dynamic_scale_for_fsdp"
@@ -170,7 +170,7 @@ def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db
     other = theirs.convert_to_float8_training(copy.deepcopy(linear), config=config)
     quaver.convert_to_float8_training(linear, config=recipe)
     input, grad_output = torch.randn(128, 256).bfloat16(), torch.randn(128, 512).bfloat16()
-    results, expected = (results_of(module, input, grad_output=grad_output)[:3] for module in (linear, other))
+    results, expected = (compute_results(module, input, grad_output=grad_output)[:3] for module in (linear, other))
     for result, same, least_db in zip(results, expected, (output_db, 80, 80), strict=True):
         noise = (result.double() - same.double()).norm()
         assert noise <= same.double().norm() * 10 ** (-least_db / 20)

@@ -23,7 +23,7 @@ from tests.library.third_party.llama import (
 )
 from tests.library.third_party.table import proves
 from tests.ranks import run
-from tests.recipes import config_of
+from tests.recipes import make_recipe_config
 from tests.thinned import at_night
 
 DDP, FSDP2, GATHER = ("DDP", False), ("FSDP2", False), ("FSDP2", True)
@@ -32,7 +32,7 @@ STEPS = 2
 
 
 def rowwise(float8_all_gather):
-    return config_of("rowwise", enable_fsdp_float8_all_gather=float8_all_gather)
+    return make_recipe_config("rowwise", enable_fsdp_float8_all_gather=float8_all_gather)
 
 
 def converted(float8_all_gather, make=llama):

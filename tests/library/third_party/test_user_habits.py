@@ -15,7 +15,7 @@ from tests.isolated import isolated
 from tests.library.third_party.checkpointed import POLICIES, Block
 from tests.recipes import TORCHAO_RECIPES
 from tests.reference import sqnr_db
-from tests.steps import assert_same, results_of
+from tests.steps import assert_same, compute_results
 from tests.thinned import at_night, first, thinned
 
 COMMON_RECIPES = (*TORCHAO_RECIPES, "delayed")
@@ -69,8 +69,8 @@ def test_an_output_may_be_written_in_place(recipe, shape, name):
         torch.manual_seed(1)  # for dropout
         return operation(linear(input).clone() if clone else linear(input))
 
-    expected = results_of(linear, input, call=lambda x: function(x, clone=True))
-    assert_same(results_of(linear, input, call=function), expected)
+    expected = compute_results(linear, input, call=lambda x: function(x, clone=True))
+    assert_same(compute_results(linear, input, call=function), expected)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert function(input).equal(expected[0])
@@ -97,8 +97,10 @@ def test_compiled_code_may_write_in_place(recipe, shape):
             output = IN_PLACE[name](output)
         return output
 
-    expected = results_of(linear, input, call=lambda x: function(x, clone=True))
-    assert_same(results_of(linear, input, call=torch.compile(function, backend="aot_eager", fullgraph=True)), expected)
+    expected = compute_results(linear, input, call=lambda x: function(x, clone=True))
+    assert_same(
+        compute_results(linear, input, call=torch.compile(function, backend="aot_eager", fullgraph=True)), expected
+    )
 
 
 @RECIPE
@@ -112,9 +114,9 @@ def test_a_write_to_the_input_after_it_was_read_keeps_gradients_right(recipe):
         hidden.mul_(2)
         return output
 
-    expected = results_of(linear, input, call=lambda x: linear(x * 1))
+    expected = compute_results(linear, input, call=lambda x: linear(x * 1))
     try:
-        results = results_of(linear, input, call=function)
+        results = compute_results(linear, input, call=function)
     except RuntimeError as error:
         if recipe != "rowwise_with_gw_hp" or "inplace" not in str(error):
             raise
@@ -175,7 +177,7 @@ def check_users_checkpoint(recipe, policy, nesting, alive):
         for factor in (1.0, 1.0, 3.0):
             model.alive = None if alive == "never" else []
             model.drops = alive == "in forward"
-            results[checkpoints] += results_of(model, input * factor)
+            results[checkpoints] += compute_results(model, input * factor)
             sync_float8_amax_and_scale_history(model)
     assert_same(results[True], results[False])
 
@@ -203,14 +205,14 @@ WRAPS = (lambda x: x, lambda x: x[:3], lambda x: x.view(3, 2, K))
 def test_validation_between_training_steps_changes_no_gradient(recipe, mode, wrap):
     """Lightning validates in inference mode; a model may read a constant buffer in both."""
     linear, constant = make_linear(recipe), torch.randn(6, K)
-    expected = results_of(linear, call=lambda: linear(wrap(constant.clone())))
+    expected = compute_results(linear, call=lambda: linear(wrap(constant.clone())))
     for _ in range(2):
         linear.eval()
         with mode():
             validated = linear(wrap(constant))
             unused = linear(constant)
         linear.train()
-        assert_same(results_of(linear, call=lambda: linear(wrap(constant))), expected)
+        assert_same(compute_results(linear, call=lambda: linear(wrap(constant))), expected)
         assert validated.equal(expected[0])
     del unused
 
@@ -223,13 +225,13 @@ def test_a_tensor_made_in_inference_mode_trains(recipe):
         for _ in range(2):  # it has no version counter
             validated = linear(constant.mul_(2))
     normal = constant.clone()
-    expected = results_of(linear, call=lambda: linear(normal))
+    expected = compute_results(linear, call=lambda: linear(normal))
     assert validated.equal(expected[0])
     if recipe == "rowwise_with_gw_hp":  # it saves the input, as nn.Linear does
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             linear(constant)
         return
-    assert_same(results_of(linear, call=lambda: linear(constant)), expected)
+    assert_same(compute_results(linear, call=lambda: linear(constant)), expected)
 
 
 DTYPES = torch.float32, torch.bfloat16
@@ -245,7 +247,7 @@ def test_weight_and_input_may_have_two_dtypes(recipe, bias, shape, dtypes):
     linear = make_linear(recipe, bias=bias, dtype=torch.bfloat16).to(weight_dtype)  # parameters that both dtypes hold
     same = copy.deepcopy(linear).to(input_dtype)
     input = torch.randn(shape, dtype=torch.bfloat16).to(input_dtype)
-    results, expected = results_of(linear, input), results_of(same, input)
+    results, expected = compute_results(linear, input), compute_results(same, input)
     assert results[0].dtype is results[1].dtype is input_dtype
     assert all(parameter.grad.dtype is weight_dtype for parameter in linear.parameters())
     assert_same(results[:2], expected[:2])
@@ -269,8 +271,8 @@ def test_two_dtypes_become_one_under_autocast(recipe, weight_dtype, input_dtype)
     input = torch.randn(48, K).bfloat16().to(input_dtype)
     same = copy.deepcopy(linear).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        results = results_of(linear, input)
-    expected = results_of(same, input.bfloat16())
+        results = compute_results(linear, input)
+    expected = compute_results(same, input.bfloat16())
     assert [tensor.dtype for tensor in results] == [torch.bfloat16, input_dtype, weight_dtype, weight_dtype]
     assert_same([tensor.bfloat16() for tensor in results], expected)
 
@@ -323,20 +325,20 @@ def test_every_call_of_autograd_gives_the_same_gradients(recipe):
 @RECIPE
 def test_hooks_see_and_change_inputs_outputs_and_gradients(recipe):
     linear, input, shapes = make_linear(recipe), torch.randn(2, 3, K), []
-    expected = results_of(linear, input, call=lambda x: linear(x * 3) * 2)
+    expected = compute_results(linear, input, call=lambda x: linear(x * 3) * 2)
     handles = [
         linear.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
         linear.register_forward_hook(lambda module, args, output: output.mul_(2)),
     ]
-    assert_same(results_of(linear, input), expected)
+    assert_same(compute_results(linear, input), expected)
     record = lambda module, inputs, outputs: shapes.extend(grad.shape for grad in (*inputs, *outputs))  # noqa: E731
     handles.append(linear.register_full_backward_hook(record))
-    assert_same(results_of(linear, input), expected)
+    assert_same(compute_results(linear, input), expected)
     assert shapes == [input.shape, (2, 3, N)]
     for handle in handles:
         handle.remove()
     linear.weight.register_hook(lambda grad: grad.mul_(2))
-    doubled = results_of(linear, input, call=lambda x: linear(x * 3) * 2)
+    doubled = compute_results(linear, input, call=lambda x: linear(x * 3) * 2)
     assert doubled[2].equal(2 * expected[2])
 
 

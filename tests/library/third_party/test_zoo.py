@@ -10,7 +10,7 @@ from torch import nn
 from quaver import Float8Linear, conversion_report, convert_to_high_precision
 from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.integrations.transformers import prepare_model_for_float8
-from tests.library.third_party.zoo import MODELS, loss_of, make
+from tests.library.third_party.zoo import MODELS, compute_loss, make
 from tests.reference import sqnr_db
 from tests.thinned import at_night
 
@@ -36,7 +36,7 @@ def compute_gradients(name, recipe=None):
     model, inputs = make(name)
     if recipe is not None:
         prepare_model_for_float8(model, recipe, include_subclasses=name == "falcon")
-    loss_of(model, inputs).backward()
+    compute_loss(model, inputs).backward()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     for key, module in model.named_modules():
         if getattr(module, "state_dict_is_transposed", False):
@@ -87,7 +87,7 @@ def test_gradients_of_an_architecture_are_near_high_precision(name, recipe):
     torch.manual_seed(0)
     original = make(name)[0]
     assert [type(m) for m in plain.modules()] == [type(m) for m in original.modules()]
-    assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
+    assert compute_loss(plain, inputs).item() == compute_loss(original, inputs).item()
 
 
 def test_a_router_stays_in_high_precision_whatever_its_size():

@@ -75,7 +75,7 @@ def make(name, **sizes):
     return getattr(transformers, model_class)(config).train(), inputs
 
 
-def loss_of(model, inputs, autocast=False):
+def compute_loss(model, inputs, autocast=False):
     dtype = next(model.parameters()).dtype
     floats = {name: value for name, value in inputs.items() if torch.is_tensor(value) and value.is_floating_point()}
     inputs = inputs | {name: value.to(dtype) for name, value in floats.items()}

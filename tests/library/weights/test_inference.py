@@ -10,7 +10,7 @@ from quaver import Float8LinearConfig, convert_to_float8_training, convert_to_hi
 from quaver.linear.weight_form import WeightForm
 from tests.library.weights.models import build_bfloat16_pair, build_experts, build_linears, build_pair
 from tests.mixture import DIM
-from tests.steps import assert_same, draw, results_of
+from tests.steps import assert_same, compute_results, draw
 from tests.thinned import at_night
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -68,7 +68,7 @@ def test_inference_mode_gives_the_results_of_no_grad(kind, make, way):
             results[-1].append(changed(input))
         assert any(issubclass(form, WeightForm) for form in forms)
         assert [type(parameter) for parameter in changed.parameters()] == forms
-        results_of(model, input)
+        compute_results(model, input)
     assert_same(*results)
 
 
