@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.gpu_parts.part_context import PartContext, Row, make_timing_row
 from quaver.linear.gemm import float8_mm
-from quaver.roofline.device_specs import get_device_spec
+from quaver.roofline.device_specs import find_spec_of_device
 
 
 def measure_rates(context: PartContext) -> Iterator[Row]:
     """Yield GB/s of a copy and TFLOP/s of 8192 x 8192 x 8192, twice each: on a quiet card both are equal."""
-    spec = get_device_spec(context.device)
+    spec = find_spec_of_device(context.device)
     yield {"what": "data sheet", "known": spec is not None, **(asdict(spec) if spec else {})}
     for turn in ("first", "again"):
         yield {"what": f"copy, {turn}", **_time_copy(context)}

@@ -28,7 +28,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks, list_block_groups
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.block import PerPass
@@ -75,10 +75,10 @@ def measure(rank: int, ranks: int, port: int, results: torch.multiprocessing.Sim
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     config = make_config()
-    resolved, dims = resolve_config(config, rank=rank, world_size=ranks)
+    resolved, dims = resolve_parallel_dims(config, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)) if ranks > 1 else None
     real = time_median(_make_step(resolved, dims, mesh, rank, ranks))
-    alone, alone_dims = resolve_config(config, world_size=1)
+    alone, alone_dims = resolve_parallel_dims(config, world_size=1)
     parts = _measure_unsharded_steps(alone, alone_dims)
     group = list_block_groups(make_planned_run(resolved, dims))[0]
     per_byte = _time_per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
@@ -129,7 +129,7 @@ def main() -> None:
         arguments = (ranks, 29511 + ranks, results)
         torch.multiprocessing.start_processes(measure, arguments, nprocs=ranks, start_method="spawn")
         real, parts, per_byte = results.get()
-        resolved, dims = resolve_config(make_config(), world_size=ranks)
+        resolved, dims = resolve_parallel_dims(make_config(), world_size=ranks)
         run = make_planned_run(resolved, dims)
         block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
         rest = parts["few"] - 2 * block

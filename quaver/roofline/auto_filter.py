@@ -13,7 +13,7 @@ from quaver.kernels.native_mm import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.roofline.cost import find_unsupported_scales, predict_linear_cost
-from quaver.roofline.device_specs import DeviceSpec, get_device_spec, get_machine_spec, require_device_spec
+from quaver.roofline.device_specs import DeviceSpec, find_machine_spec, find_spec_of_device, require_device_spec
 from quaver.runtime.errors import InputError
 
 
@@ -82,7 +82,7 @@ def _choose_spec(device: str | torch.device | None) -> DeviceSpec:
     if isinstance(device, str):
         return require_device_spec(device, option="device")
     if device is None:
-        return get_machine_spec() or require_device_spec("H100", option="device")
+        return find_machine_spec() or require_device_spec("H100", option="device")
     if not isinstance(device, torch.device):
         raise ValueError(f"device: expected a name or a torch.device, got {device!r}")
-    return get_device_spec(device) or require_device_spec(str(device), option="device")
+    return find_spec_of_device(device) or require_device_spec(str(device), option="device")

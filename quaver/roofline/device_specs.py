@@ -88,14 +88,14 @@ def require_device_spec(name: str, *, option: str) -> DeviceSpec:
     return spec
 
 
-def get_device_spec(device: torch.device) -> DeviceSpec | None:
+def find_spec_of_device(device: torch.device) -> DeviceSpec | None:
     """Return the spec of a device of this machine; None for CPUs and unknown devices."""
     return find_device_spec(torch.cuda.get_device_name(device)) if is_cuda_device(device) else None
 
 
-def get_machine_spec() -> DeviceSpec | None:
+def find_machine_spec() -> DeviceSpec | None:
     """Return the spec of the current GPU; None if there is no GPU or it is unknown."""
-    return get_device_spec(get_cuda_device()) if has_cuda() else None
+    return find_spec_of_device(get_cuda_device()) if has_cuda() else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def get_peak_flops(device: torch.device) -> PeakFlops:
     Unknown devices are measured. A measured rate is not a peak: `source` says "unknown device", and a share of the rate
     compares the model with a plain matmul.
     """
-    spec = get_device_spec(device)
+    spec = find_spec_of_device(device)
     if spec is not None:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)

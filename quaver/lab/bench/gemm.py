@@ -31,7 +31,7 @@ from quaver.linear.gemm import float8_mm, lay_out_columns, lay_out_rows
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import dynamic_cast
-from quaver.roofline.device_specs import PeakFlops, get_device_spec, get_peak_flops
+from quaver.roofline.device_specs import PeakFlops, find_spec_of_device, get_peak_flops
 
 GRANULARITIES = ("tensorwise", "rowwise")
 
@@ -57,7 +57,7 @@ class GemmBenchmark(ShapeOptions, BenchOptions):
     @property
     def _peak(self) -> PeakFlops | None:
         """The rates of the data sheet."""
-        return get_peak_flops(self.torch_device) if get_device_spec(self.torch_device) else None
+        return get_peak_flops(self.torch_device) if find_spec_of_device(self.torch_device) else None
 
     def _make_rows(self, shape: Shape, matmul: Matmul) -> list[Row]:
         device, (m, k, n) = self.torch_device, matmul.sizes

@@ -29,9 +29,9 @@ from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
 from quaver.lab.plan.planned_run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.lab.terminal.progress import SetActivity
-from quaver.roofline.device_specs import DeviceSpec, get_machine_spec, require_device_spec
+from quaver.roofline.device_specs import DeviceSpec, find_machine_spec, require_device_spec
 from quaver.runtime.errors import InputError
 
 AS_CONFIGURED = "as configured"
@@ -155,7 +155,7 @@ class _AdviceSearch:
         self._compute_peak = compute_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._set_activity = spec, set_activity
-        resolved, self._dims = resolve_config(config, rank=0, world_size=ranks)
+        resolved, self._dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
         self._step_sequences = resolved.training.step_batch_size
         self._row_by_config: dict[TrainConfig, int] = {}
         self._storage_saving_bytes = 0
@@ -268,7 +268,7 @@ class _AdviceSearch:
     def _compute_cost(self, config: TrainConfig) -> StepCost | None:
         """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
-            resolved, dims = resolve_config(config, rank=0, world_size=self._ranks)
+            resolved, dims = resolve_parallel_dims(config, rank=0, world_size=self._ranks)
             find_float8_shares(resolved)  # converts the model, and stores the result for the cost
         except (InputError, NotImplementedError):
             return None
@@ -299,4 +299,4 @@ def _sort_by_time(costs: list[tuple[Change, StepCost | None]]) -> list[list[Chan
 def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if time_on is not None:
         return require_device_spec(time_on, option="time_on")
-    return get_machine_spec() or (require_device_spec("H100", option="time_on") if is_needed else None)
+    return find_machine_spec() or (require_device_spec("H100", option="time_on") if is_needed else None)

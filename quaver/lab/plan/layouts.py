@@ -22,7 +22,7 @@ from quaver.lab.plan.changes import ACTIVATION_CHECKPOINTS, Change, iter_with_le
 from quaver.lab.plan.planned_run import shares_weight_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.settings.training import Training
 from quaver.lab.terminal.counts import format_count
 from quaver.recipes.recipe_name import canonicalize_recipe
@@ -104,7 +104,7 @@ class Layouts:
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
         """Add a candidate if the trainer accepts its run."""
         try:
-            resolved, dims = resolve_config(config, rank=0, world_size=ranks)
+            resolved, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
         except InputError as error:
             self.count_refusal(error, is_configured=is_configured)
             return

@@ -35,7 +35,7 @@ from quaver.lab.plan.planned_run import (
 )
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.optim.buckets import BYTES_PER_UPDATED_ELEMENT, MAX_BUCKET_ELEMENTS, MIN_BUCKETS
 from quaver.optim.state import MIN_FLOAT8_ELEMENTS
 from quaver.recipes.config import Float8LinearConfig
@@ -90,14 +90,14 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
     """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
 
     Raises:
-        InputError: the degrees do not fit the ranks, as `resolve_config` says.
+        InputError: the degrees do not fit the ranks, as `resolve_parallel_dims` says.
     """
-    config, dims = resolve_config(config, rank=0, world_size=ranks)
+    config, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
     return PeakEstimate(config, dims).count_peak_bytes()
 
 
 class PeakEstimate:
-    """The bytes of one rank at the moments of a step, for the `config` and `dims` that `resolve_config` returned."""
+    """The bytes of one rank at the moments of a step, for what `resolve_parallel_dims` returned."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:
         self.config, self.dims, self.model = config, dims, config.model

@@ -157,7 +157,7 @@ def shares_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
 
 
 def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
-    """Return the trainer's run for the `config` and `dims` that `resolve_config` returned.
+    """Return the trainer's run for the `config` and `dims` that `resolve_parallel_dims` returned.
 
     Raises:
         InputError: the time is not simulated: the run is not in bfloat16, or the compiler chooses what to recompute.

@@ -24,7 +24,7 @@ from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks
 from quaver.lab.settings.float8 import BFLOAT16
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.lab.terminal.progress import SetActivity
 from quaver.runtime.errors import InputError
 
@@ -203,5 +203,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes
 
 def make_bfloat16_run(row: FittingLayout) -> PlannedRun:
     """Return the run of the same layout in bfloat16, even if that does not fit."""
-    resolved, dims = resolve_config(with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks)
+    resolved, dims = resolve_parallel_dims(
+        with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks
+    )
     return make_planned_run(resolved, dims)

@@ -31,7 +31,7 @@ class StepCost:
 
 
 def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec | None) -> StepCost:
-    """Return the cost of a step for the `config` and `dims` that `resolve_config` returned.
+    """Return the cost of a step for the `config` and `dims` that `resolve_parallel_dims` returned.
 
     Raises:
         InputError, NotImplementedError: the trainer refuses the model.

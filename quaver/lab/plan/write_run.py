@@ -7,7 +7,7 @@ import tomli_w
 from quaver.lab.plan.launchers import make_launch_files
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import list_changed_settings
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.runtime.errors import InputError
 from quaver.runtime.files import write_new_folder
 
@@ -47,7 +47,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     """
     if path.suffix != ".toml":
         raise InputError(f"expected a config whose name ends with .toml, got {str(path)!r}")
-    resolve_config(config, world_size=ranks)
+    resolve_parallel_dims(config, world_size=ranks)
     texts = {
         path: format_config(config, comment),
         **_key_by_file(path, make_launch_files(config, ranks, gpus_per_node, path)),

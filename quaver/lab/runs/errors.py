@@ -19,7 +19,7 @@ class CheckpointError(RuntimeError):
 
 
 @contextmanager
-def convert_to_not_written(path: str | Path) -> Iterator[None]:
+def reraise_as_not_written(path: str | Path) -> Iterator[None]:
     """Turn an OSError of the block into a NotWrittenError that names `path`."""
     try:
         yield

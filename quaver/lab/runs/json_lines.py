@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from quaver.lab.json_file import STRICT
-from quaver.lab.runs.errors import convert_to_not_written
+from quaver.lab.runs.errors import reraise_as_not_written
 from quaver.lab.settings.fields import NotNegative
 from quaver.runtime.errors import InputError, NotWrittenError
 from quaver.runtime.files import replace_file
@@ -23,7 +23,7 @@ class JsonLinesWriter:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        with convert_to_not_written(path):
+        with reraise_as_not_written(path):
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class JsonLinesWriter:
         except ValueError as error:
             problem = "JSON has no infinity and no NaN"
             raise NotWrittenError(f"cannot write step {record['step']} to {self._file.name!r}: {problem}") from error
-        with convert_to_not_written(self._file.name):
+        with reraise_as_not_written(self._file.name):
             self._file.write(line)
             self._file.flush()
 

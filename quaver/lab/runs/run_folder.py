@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
-from quaver.lab.runs.errors import convert_to_not_written
+from quaver.lab.runs.errors import reraise_as_not_written
 from quaver.lab.runs.file_names import (
     CONFIG_FILE,
     CURVES_FILE,
@@ -154,7 +154,7 @@ class RunFolder:
         """
         path = self.path / PROVENANCE_FILE
         line = json.dumps({**start, "from_step": self.resume_step or 0, "changes": self.changed_settings}) + "\n"
-        with convert_to_not_written(path), replace_file(path) as partial:
+        with reraise_as_not_written(path), replace_file(path) as partial:
             earlier = path.read_bytes() if path.exists() else b""
             partial.write_bytes(earlier[: earlier.rfind(b"\n") + 1] + line.encode())
 
@@ -186,7 +186,7 @@ class RunFolder:
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write `value` to the file `name`, replacing it atomically. Raises NotWrittenError."""
         path = self.path / name
-        with convert_to_not_written(path), replace_file(path) as partial:
+        with reraise_as_not_written(path), replace_file(path) as partial:
             partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

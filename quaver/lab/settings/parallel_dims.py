@@ -52,7 +52,9 @@ class ParallelDims:
         return f"{self.world_size}{': ' + dims if dims else ''}{split}"
 
 
-def resolve_config(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
+def resolve_parallel_dims(
+    config: TrainConfig, *, rank: int = 0, world_size: int = 1
+) -> tuple[TrainConfig, ParallelDims]:
     """Return `config` with its global batch size resolved, and its parallel dims on `world_size` ranks.
 
     Every rank must pass the same config. The results differ in `ParallelDims.rank` only.

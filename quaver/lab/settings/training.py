@@ -95,7 +95,7 @@ class Training(Settings, section="training"):
 
     @property
     def step_batch_size(self) -> int:
-        """Sequences in one optimizer step. Before `parallel_dims.resolve_config`, -1 counts one data-parallel rank."""
+        """Sequences in one optimizer step. Before `resolve_parallel_dims`, -1 counts one data-parallel rank."""
         return self.local_batch_size if self.global_batch_size == -1 else self.global_batch_size
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quaver.lab.model.float8 import find_layer_name
-from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
+from quaver.lab.runs.errors import OutputFailures, reraise_as_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Numerics
 from quaver.lab.trainer.display import Display
@@ -78,7 +78,7 @@ class _RunSink(AlarmSink):
         self._failures, self._folder = failures, folder
 
     def write(self, line: dict[str, Any]) -> None:
-        with self._failures.catch(), convert_to_not_written(self._folder.post_mortem_path):
+        with self._failures.catch(), reraise_as_not_written(self._folder.post_mortem_path):
             super().write(line)
 
 

@@ -16,7 +16,7 @@ from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.model.parallelize import open_fake_mesh, parallelize
 from quaver.lab.runs.run_folder import check_run_folder
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.run_setup import check_environment, make_models
 
@@ -49,7 +49,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
 
     The data is found but not read; the device may be missing here. Raises the errors with which the run would begin.
     """
-    config, dims = resolve_config(config, rank=0, world_size=ranks)
+    config, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
     device = config.training.device
     check_environment(config, None if device == "auto" else torch.device(device))
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quaver.lab.runs.errors import convert_to_not_written
+from quaver.lab.runs.errors import reraise_as_not_written
 from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.trainer.loggers import Loggers
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -43,7 +43,7 @@ class NumericsLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line and log its numbers. Raises NotWrittenError."""
-        with convert_to_not_written(self._writer.path):
+        with reraise_as_not_written(self._writer.path):
             self._writer.write(line)
         if line["kind"] == "header":
             self._names = [make_logger_name(tensor) for tensor in line["tensors"]]

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from quaver import Float8Linear
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.recorder.timeline import record_timeline
-from quaver.lab.runs.errors import OutputFailures, convert_to_not_written
+from quaver.lab.runs.errors import OutputFailures, reraise_as_not_written
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.float8 import make_file_name
 from quaver.lab.trainer.process import SignalRequests, count_snapshot_signals
@@ -139,7 +139,7 @@ class Profiler:
 
     def _write(self, file: Path, write: Callable[[Path], object]) -> None:
         """Create the folders of `file` in the run folder and replace it; keep an error."""
-        with self._failures.catch(), convert_to_not_written(file):
+        with self._failures.catch(), reraise_as_not_written(file):
             *folders, _ = file.relative_to(self._folder).parents  # not the run folder, which may have been removed
             for folder in reversed(folders):
                 (self._folder / folder).mkdir(exist_ok=True)

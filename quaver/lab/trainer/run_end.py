@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quaver.lab.runs.errors import CheckpointError, OutputFailures, convert_to_not_written
+from quaver.lab.runs.errors import CheckpointError, OutputFailures, reraise_as_not_written
 from quaver.lab.runs.file_names import SUMMARY_FILE
 from quaver.lab.runs.status import RunStatus
 from quaver.lab.terminal.console import print_line
@@ -94,7 +94,7 @@ def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd
                 run.folder.write_json(SUMMARY_FILE, end.summary)
         if is_writable and run.ranks.is_first:
             curves = run.folder.curves_path
-            with failures.catch(), convert_to_not_written(curves), replace_file(curves) as image:
+            with failures.catch(), reraise_as_not_written(curves), replace_file(curves) as image:
                 draw_curves(run.folder.metrics_path, image, title=run.folder.path.name)
         if ending_error is not None and (other_error := failures.describe_other_error(ending_error)):
             print_line(other_error)

@@ -22,7 +22,7 @@ from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.resume import will_resume
 from quaver.lab.settings import TrainConfig, require
 from quaver.lab.settings.model import SHAPE_SETTINGS
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.display import ShownProgress
 from quaver.lab.trainer.loggers import check_loggers
 from quaver.runtime.devices import is_cuda_device, resolve_device
@@ -84,7 +84,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
         NotImplementedError: quaver does not support the settings.
         MissingDeviceError: the device does not exist here.
     """
-    config, dims = resolve_config(config, rank=ranks.rank, world_size=ranks.world_size)
+    config, dims = resolve_parallel_dims(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.choose_device(resolve_device(config.training.device))
     check_environment(config, device)
     models = make_models(config, device)

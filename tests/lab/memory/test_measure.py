@@ -16,7 +16,7 @@ from quaver.lab.model.llama import Block
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.lab.memory.models import needs_gathers
@@ -131,7 +131,7 @@ def measure_with_even_load(config):
     def choose_evenly(scores, k, **_):
         return SimpleNamespace(indices=(torch.arange(len(scores) * k) % scores.shape[1]).view(-1, k))
 
-    resolved, dims = resolve_config(config, rank=dist.get_rank(), world_size=2)
+    resolved, dims = resolve_parallel_dims(config, rank=dist.get_rank(), world_size=2)
     with patch.object(torch, "topk", choose_evenly):
         return measure_rank(resolved, dims, Ranks(dims.rank, dims.rank, 2), torch.device("cpu"))
 

@@ -23,7 +23,7 @@ from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step_cost import compute_step_cost
 from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, with_settings
 
@@ -52,15 +52,15 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
                 compute_next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
     configs = [replace(config, activation_checkpoint=MODES[name]) for name in (mode, "2")]
-    run, every_2nd = (make_planned_run(*resolve_config(config)) for config in configs)
+    run, every_2nd = (make_planned_run(*resolve_parallel_dims(config)) for config in configs)
     assert tokens.numel() * 3 * count_recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
     assert (run.checkpointed_blocks, every_2nd.checkpointed_blocks) == (3, 1)
-    assert count_recomputed_flops(make_planned_run(*resolve_config(tiny_config))) == 0
+    assert count_recomputed_flops(make_planned_run(*resolve_parallel_dims(tiny_config))) == 0
 
 
 def compute_costs(words, ranks=8, spec=H100):
     config = load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(words)]))
-    return compute_step_cost(*resolve_config(config, rank=0, world_size=ranks), spec)
+    return compute_step_cost(*resolve_parallel_dims(config, rank=0, world_size=ranks), spec)
 
 
 def test_costs_follow_recomputation_precision_and_batch():
@@ -89,14 +89,14 @@ def test_costs_follow_recomputation_precision_and_batch():
 
 def test_flags_of_a_change_parse_to_its_config():
     config = with_settings(load_config(LLAMA_8B), training={"local_batch_size": 4})
-    _, dims = resolve_config(config, world_size=8)
+    _, dims = resolve_parallel_dims(config, world_size=8)
     changes = [*list_single_changes(config, dims, 32), *list_combinations(config, 32)]
     assert len({change.name for change in changes}) > 40
     assert all(change.config is not None for change in changes)
     for change in changes[::4]:  # parsing takes long
         words = ["--training.local_batch_size", "4", *shlex.split(format_flags(config, change.config))]
         assert load_config(*parse_arguments([str(LLAMA_8B), *words])) == change.config
-        assert resolve_config(change.config, world_size=8)[0].training.step_batch_size == 32
+        assert resolve_parallel_dims(change.config, world_size=8)[0].training.step_batch_size == 32
     names = {change.name for change in list_single_changes(config, dims, 32)}
     assert "activations: full" in names
     assert "float8 all-gather: off" in names
@@ -107,7 +107,7 @@ def test_flags_of_a_change_parse_to_its_config():
 def test_settings_that_the_trainer_refuses_have_its_error(tiny_config):
     config = with_settings(tiny_config, training={"compile": True}, parallelism={"tensor_parallel_degree": 2})
     changes = {
-        change.name: change for change in list_single_changes(config, resolve_config(config, world_size=2)[1], 2)
+        change.name: change for change in list_single_changes(config, resolve_parallel_dims(config, world_size=2)[1], 2)
     }
     assert changes["activations: full"].config is None
     assert "torch 2.13 cannot compile" in changes["activations: full"].refusal
@@ -118,7 +118,9 @@ def test_settings_that_the_trainer_refuses_have_its_error(tiny_config):
 def test_persistent_scales_are_left_behind(tiny_config):
     float8 = Float8(recipe_name="delayed", delayed_margin=1)
     config = replace(tiny_config, float8=float8, metrics=replace(tiny_config.metrics, float8_scales_freq=3))
-    changes = {change.name: change.config for change in list_single_changes(config, resolve_config(config)[1], 2)}
+    changes = {
+        change.name: change.config for change in list_single_changes(config, resolve_parallel_dims(config)[1], 2)
+    }
     assert changes["precision: rowwise"].float8 == Float8(recipe_name="rowwise")
     assert changes["precision: bfloat16"].float8 == Float8(enable_float8_linear=False, recipe_name="delayed")
 
@@ -251,13 +253,13 @@ def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
 
 def test_fewest_gathered_weights_reshards_always_and_gathers_in_float8(tiny_config):
     config = replace(tiny_config, float8=Float8())
-    _, dims = resolve_config(config, world_size=2)
+    _, dims = resolve_parallel_dims(config, world_size=2)
     (change,) = (change for change in list_combinations(config, 4) if change.config == config)
     fewer = with_fewest_gathered_weights(change, dims)
     assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
     assert fewer.config.float8.enable_fsdp_float8_all_gather
     assert (
         with_fewest_gathered_weights(fewer, dims)
-        is with_fewest_gathered_weights(change, resolve_config(config)[1])
+        is with_fewest_gathered_weights(change, resolve_parallel_dims(config)[1])
         is None
     )

@@ -11,7 +11,7 @@ from quaver.lab.plan.collectives import list_block_collectives, list_scale_colle
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.step import GRADIENT_BYTES, build_tasks, list_block_groups
 from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.memory.models import needs_gathers
@@ -42,7 +42,7 @@ def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, exp
 
 
 def plan_run(config):
-    return make_planned_run(*resolve_config(config, rank=0, world_size=RANKS))
+    return make_planned_run(*resolve_parallel_dims(config, rank=0, world_size=RANKS))
 
 
 def count_block_collectives(config):

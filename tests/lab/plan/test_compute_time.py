@@ -12,7 +12,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import predict_block_times, predict_head_times
 from quaver.lab.plan.planned_run import Framework, PlannedRun, make_planned_run
 from quaver.lab.settings import Float8, Model, TrainConfig
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline import matmul
 from quaver.roofline.attention import choose_attention_kernel, predict_attention_seconds
@@ -96,13 +96,13 @@ def test_storing_in_float8_takes_as_long_for_each_expert_of_a_token():
 )
 def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
     config = TrainConfig(float8=Float8(**float8))
-    assert make_planned_run(*resolve_config(config)).float8_shares == expected
+    assert make_planned_run(*resolve_parallel_dims(config)).float8_shares == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("AdamW", 4), ("Muon", 2), ("Float8AdamW", 2), ("Float8Muon", 1)])
 def test_states_of_bfloat16_parameters_have_their_bytes(tiny_config, name, expected):
     config = with_settings(tiny_config, optimizer={"name": name}, training={"dtype": "bfloat16"})
-    assert make_planned_run(*resolve_config(config)).state_bytes == expected
+    assert make_planned_run(*resolve_parallel_dims(config)).state_bytes == expected
 
 
 def test_slower_settings_take_longer():

@@ -16,7 +16,7 @@ from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks
 from quaver.lab.settings import Model, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.roofline import matmul
 from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import with_settings
@@ -52,7 +52,10 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
 
     monkeypatch.setattr(ledger_times, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
-    run, cluster = replace(make_planned_run(*resolve_config(config, rank=0, world_size=2)), shard=1), Cluster(H200)
+    run, cluster = (
+        replace(make_planned_run(*resolve_parallel_dims(config, rank=0, world_size=2)), shard=1),
+        Cluster(H200),
+    )
     compute_times = predict_ledger_times(config, 2, run, cluster)
     spans = [
         span for span in simulate(build_tasks(run, cluster, compute_times)).spans if "of block 1" in span.task.name
@@ -88,7 +91,7 @@ def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(pre
 
 def test_blocks_that_differ_are_not_counted():
     config = with_settings(with_precision(CONFIG, "tensorwise"), float8={"skip_first_layers": 1})
-    run = make_planned_run(*resolve_config(config, rank=0, world_size=1))
+    run = make_planned_run(*resolve_parallel_dims(config, rank=0, world_size=1))
     with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
         predict_ledger_times(config, 1, run, Cluster(H200))
 

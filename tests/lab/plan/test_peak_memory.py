@@ -12,7 +12,7 @@ from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, PeakEstimate, estimate_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.parallel_dims import resolve_config
+from quaver.lab.settings.parallel_dims import resolve_parallel_dims
 from quaver.lab.settings.training import REDUCE_MODES
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.run_setup import make_models
@@ -57,7 +57,7 @@ def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     ],
 )
 def test_what_a_rank_holds_is_exact(tiny_config, ranks, sections):
-    config, dims = resolve_config(with_settings(tiny_config, **sections), rank=0, world_size=ranks)
+    config, dims = resolve_parallel_dims(with_settings(tiny_config, **sections), rank=0, world_size=ranks)
     _, model = make_models(config, torch.device("cpu")).first
     with open_fake_mesh(dims) as mesh:
         parallelize(model, config, mesh)
@@ -206,7 +206,7 @@ def draw_config(random: Random) -> tuple[TrainConfig, int]:
             config = with_settings(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
             for sections in random.sample(DRAWN, random.choice([0, 1, 2, 3])):
                 config = with_settings(config, **sections)
-            resolve_config(config, rank=0, world_size=ranks)
+            resolve_parallel_dims(config, rank=0, world_size=ranks)
         except InputError:
             continue
         return config, ranks

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore
 from quaver.lab.runs import ranks as ranks_module
 from quaver.lab.runs.ranks import Ranks, Refusal, read_ranks
 from quaver.lab.settings import Comm, Float8, Parallelism, TrainConfig, Training
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.runtime.devices import MissingDeviceError
 
 
@@ -31,7 +31,7 @@ def make_config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections
     ],
 )
 def test_degrees_make_a_mesh(degrees, world_size, mesh):
-    _, dims = resolve_config(make_config(*degrees), world_size=world_size)
+    _, dims = resolve_parallel_dims(make_config(*degrees), world_size=world_size)
     assert dims.mesh == mesh
     assert dims.world_size == world_size
 
@@ -42,11 +42,11 @@ def test_degrees_make_a_mesh(degrees, world_size, mesh):
 )
 def test_degrees_that_do_not_multiply_to_the_number_of_processes_are_refused(degrees, world_size, product):
     with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {product}; change a degree"):
-        resolve_config(make_config(*degrees), world_size=world_size)
+        resolve_parallel_dims(make_config(*degrees), world_size=world_size)
 
 
 def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
-    ranks = [resolve_config(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    ranks = [resolve_parallel_dims(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
     assert [dims.data_parallel_rank for dims in ranks] == [0, 0, 1, 1, 2, 2]
     assert {dims.data_parallel_degree for dims in ranks} == {3}
 
@@ -54,7 +54,7 @@ def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
 def test_the_global_batch_is_filled_in_and_divides():
     def fill_in(world_size: int, **training: int) -> int:
         chosen = make_config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
-        return resolve_config(chosen, world_size=world_size)[0].training.global_batch_size
+        return resolve_parallel_dims(chosen, world_size=world_size)[0].training.global_batch_size
 
     assert fill_in(3) == 6
     assert fill_in(6) == 6  # tensor parallel ranks share theirs
@@ -77,7 +77,7 @@ def test_a_setting_of_a_collective_is_refused_on_ranks_without_it(degrees, secti
     if not sections:
         config = replace(config, parallelism=replace(config.parallelism, fsdp_reshard_after_forward="never"))
     with pytest.raises(ValueError, match=refusal):
-        resolve_config(config, world_size=2)
+        resolve_parallel_dims(config, world_size=2)
 
 
 @pytest.fixture
@@ -201,8 +201,8 @@ def test_a_single_process_needs_no_communication():
 
 def test_a_resolved_config_resolves_to_itself_on_fewer_ranks():
     """The config that two ranks write repeats their run in one process."""
-    wide, _ = resolve_config(make_config(training=Training(local_batch_size=2)), world_size=2)
-    alone, dims = resolve_config(wide, world_size=1)
+    wide, _ = resolve_parallel_dims(make_config(training=Training(local_batch_size=2)), world_size=2)
+    alone, dims = resolve_parallel_dims(wide, world_size=1)
     assert alone == wide
     assert dims == ParallelDims()
     assert replace(wide.training, global_batch_size=-1) == Training(local_batch_size=2)

@@ -11,7 +11,7 @@ from quaver.lab.model.parallelize import make_mesh
 from quaver.lab.runs.json_lines import read_json_lines
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -34,7 +34,7 @@ def run_to_end(config: TrainConfig) -> TrainingRun:
 def build_on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
     """Return the one model of a run as this rank of so many holds it, with its first weights."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
-    config, dims = resolve_config(config, rank=rank, world_size=ranks)
+    config, dims = resolve_parallel_dims(config, rank=rank, world_size=ranks)
     device, mesh = torch.device("cpu"), make_mesh(dims, "cpu")
     name, model = make_models(config, device).first
     return TrainedModel.build(name, model, config, device, Ranks(rank, rank, ranks), mesh), dims

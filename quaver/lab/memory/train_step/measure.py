@@ -26,7 +26,7 @@ from quaver.lab.recorder.allocator import Usage, measure_usage
 from quaver.lab.recorder.recorder import CATEGORIES
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig, require
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -87,7 +87,7 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
         MissingDeviceError: the device is missing.
     """
     device = resolve_device(config.training.device)
-    resolved, dims = resolve_config(config, rank=0, world_size=ranks)
+    resolved, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
     if ranks == 1:
         return measure_rank(resolved, dims, Ranks(), device)
     if is_cuda_device(device):
@@ -107,7 +107,7 @@ def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
-        resolved, dims = resolve_config(config, rank=rank, world_size=ranks)
+        resolved, dims = resolve_parallel_dims(config, rank=rank, world_size=ranks)
         with ignore_view_warning():
             measured = measure_rank(resolved, dims, Ranks(rank, rank, ranks), torch.device("cpu"))
         if rank == 0:

@@ -25,7 +25,7 @@ from quaver.lab.model.initialize import allocate
 from quaver.lab.model.parallelize import ignore_view_warning, open_fake_mesh, parallelize
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve_config
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.profiling import list_persistent_scales
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -120,7 +120,7 @@ def fake_run(config: TrainConfig, ranks: int, fake_mode: AbstractContextManager[
         InputError, OSError: the run itself would refuse its model or its ranks.
     """
     device = torch.device("cpu")
-    config, dims = resolve_config(config, rank=0, world_size=ranks)
+    config, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
     with open_fake_mesh(dims) as mesh, ignore_view_warning():
         name, model = make_models(config, device).first
         parameters = sum(parameter.numel() for parameter in model.parameters())
