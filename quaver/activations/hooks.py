@@ -215,8 +215,7 @@ def _is_derived_from_parameter(tensor: Tensor) -> bool:
 
 
 def _unpack(packed: Any) -> Tensor:
-    tensor: Tensor = packed.unpack()
-    return tensor
+    return packed.unpack()
 
 
 class _SkipDepth(threading.local):

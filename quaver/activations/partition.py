@@ -194,8 +194,7 @@ def _get_next_node(graph: Graph, node: Node) -> Node:
     """Return the first node before which a reader of `node` may be inserted."""
     if node.op == "placeholder":
         return next(following for following in graph.nodes if following.op != "placeholder")
-    following: Node = node.next
-    return following
+    return node.next
 
 
 def _insert_traced(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:

@@ -114,8 +114,7 @@ def _unwrap_adapters(module: Any, name: str) -> nn.Module:
             )
         active = module.active_adapters
         module = saved_modules[active[0]] if active else module.original_module
-    unwrapped: nn.Module = module
-    return unwrapped
+    return module
 
 
 def _copy_module(

@@ -128,8 +128,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return list(self._opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[self._file[name]].get_tensor(name)
-        return tensor
+        return self._opened[self._file[name]].get_tensor(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._file  # Mapping's method would read the tensor

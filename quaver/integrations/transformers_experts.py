@@ -43,8 +43,7 @@ class Float8EP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not isinstance(self._experts, Float8Experts):
-            plain_results: Tensor = self._plain(hidden_states, top_k_index, top_k_weights)
-            return plain_results
+            return self._plain(hidden_states, top_k_index, top_k_weights)
         shards = map(self._shard, (hidden_states, top_k_index, top_k_weights))
         results = RoutedExperts.forward(self._experts, *shards)  # the class's forward: the instance's calls this method
         if self.tp_mesh.size() == 1:

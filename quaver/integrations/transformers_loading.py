@@ -72,8 +72,7 @@ class QuaverQuantize(ConversionOps):
             raise ValueError(f"the weight {name} holds NaN or inf, so it cannot be frozen in float8")
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
         freeze_weight(ModuleWeight(module, leaf), self._config)
-        parameter: Tensor = getattr(module, leaf)
-        return parameter
+        return getattr(module, leaf)
 
 
 class Float8WeightConverter(WeightConverter):

@@ -453,8 +453,7 @@ def _to_column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
 
     A compiler may copy a graph's input in the forward and save the copy for backward. Reading a gradient prevents it.
     """
-    copy: Tensor = to_column_major(codes)
-    return copy
+    return to_column_major(codes)
 
 
 to_column_major_after = register_operation(_to_column_major_after, results=1, in_graphs=True)

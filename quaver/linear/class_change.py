@@ -57,8 +57,7 @@ def get_class_parts(module: nn.Module) -> ClassParts:
     cls = cls.__bases__[1] if _is_fsdp_class(cls) else cls
     if "original_class" in vars(cls):  # a float8 class itself
         return ClassParts(vars(cls)["original_class"], cls)
-    parts: ClassParts = vars(cls).get("_class_parts", ClassParts(cls))
-    return parts
+    return vars(cls).get("_class_parts", ClassParts(cls))
 
 
 def change_class(module: nn.Module, **parts: Any) -> None:

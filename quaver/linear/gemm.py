@@ -169,5 +169,4 @@ def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = Fa
         return codes
     if not needs_contracted_dim_contiguous(codes.device, emulate=emulate):
         return codes
-    laid_out: Tensor = to_column_major_after(codes, gradient)
-    return laid_out
+    return to_column_major_after(codes, gradient)

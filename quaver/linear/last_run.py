@@ -123,10 +123,7 @@ def describe_last_backends(module: Any, traces: Mapping[str, Trace]) -> str:
     trace = _select_newer(run, traces)
     if trace is None:
         return run.backend
-    backend: str = module._describe_backends(
-        module.float8_config, trace.device, has_row_codes_only=trace.has_row_codes_only
-    )
-    return backend
+    return module._describe_backends(module.float8_config, trace.device, has_row_codes_only=trace.has_row_codes_only)
 
 
 def has_run(module: Any) -> bool:

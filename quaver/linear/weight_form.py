@@ -217,8 +217,7 @@ class WeightForm(TensorForm):
             copied = rebuild(type(self), copy.deepcopy(self.get_state(), memo), self.requires_grad, is_parameter(self))
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
-        result: Tensor = memo[id(self)]
-        return result
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (type(self), self.get_state(), self.requires_grad, is_parameter(self))
@@ -251,8 +250,7 @@ class WrapperWeight(WeightForm):
 
     def get_plain(self) -> Tensor:
         """Return the plain tensor inside, differentiably."""
-        plain: Tensor = _ToWrapped.apply(self)
-        return plain
+        return _ToWrapped.apply(self)
 
     def get_memory(self) -> Tensor:
         return self.wrapped

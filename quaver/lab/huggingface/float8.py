@@ -131,5 +131,4 @@ def _choose_forward_dtype(saved: CheckpointModel, config: Float8) -> torch.dtype
     tensor_parallel = make_section(Parallelism, saved.record, checkpoint).tensor_parallel_degree
     if saved.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, make_section(Training, saved.record, checkpoint).mixed_precision_param)
-    return dtype
+    return getattr(torch, make_section(Training, saved.record, checkpoint).mixed_precision_param)

@@ -58,8 +58,7 @@ def compute_next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     rows, row_targets = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
         return F.cross_entropy(rows.float(), row_targets)
-    loss: Tensor = _SlicedCrossEntropy.apply(rows, row_targets)
-    return loss
+    return _SlicedCrossEntropy.apply(rows, row_targets)
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -104,8 +103,7 @@ def _compute_split_loss(logits: DTensor, targets: Tensor) -> Tensor:
     mesh, vocab_size = logits.device_mesh, logits.shape[-1]
     vocab_start = mesh.get_local_rank() * -(-vocab_size // mesh.size())  # Shard splits as torch.chunk does
     local_logits = logits.to_local().flatten(0, 1)
-    loss: Tensor = _SplitCrossEntropy.apply(local_logits, targets.flatten(), vocab_start, vocab_size, mesh.get_group())
-    return loss
+    return _SplitCrossEntropy.apply(local_logits, targets.flatten(), vocab_start, vocab_size, mesh.get_group())
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -217,8 +217,7 @@ def count_checkpointed_blocks(config: TrainConfig) -> int:
 
 def get_itemsize(dtype: str) -> int:
     """Return the bytes of an element of a dtype by its name, such as "bfloat16"."""
-    size: int = getattr(torch, dtype).itemsize
-    return size
+    return getattr(torch, dtype).itemsize
 
 
 def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:

@@ -122,5 +122,4 @@ class _SingleLinear(nn.Module):
         self.up_proj = nn.Linear(model.dim, model.hidden_dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.up_proj(hidden)
-        return output
+        return self.up_proj(hidden)

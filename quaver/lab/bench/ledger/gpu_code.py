@@ -199,8 +199,7 @@ def _move_tensor(tensor: Tensor, mode: Any) -> Tensor:
 
 def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Run `Tensor.copy_` without its Python binding, which queries the device's streams before it dispatches."""
-    copied: Tensor = torch.ops.aten.copy_.default(tensor, source, non_blocking)
-    return copied
+    return torch.ops.aten.copy_.default(tensor, source, non_blocking)
 
 
 def _make_attention(kernel: str) -> Callable[..., Tensor]:
@@ -226,8 +225,7 @@ def _make_attention(kernel: str) -> Callable[..., Tensor]:
     ) -> Tensor:
         if attn_mask is not None:
             raise NotImplementedError("expected attention without a mask, whose work is not counted")
-        output: Tensor = attend(query, key, value, *options, dropout_p, is_causal, scale=scale)[0]
-        return output
+        return attend(query, key, value, *options, dropout_p, is_causal, scale=scale)[0]
 
     return attention
 

@@ -59,8 +59,7 @@ def _rms_norm(
         return torch.rms_norm(input, list(normalized_shape), weight, eps)
     if torch.is_autocast_enabled("cpu") and has_gpu_rule("rms_norm"):
         input, weight = cast_to_float32((input, weight))
-    output: Tensor = _FusedRMSNorm.apply(input, weight, len(normalized_shape))
-    return output
+    return _FusedRMSNorm.apply(input, weight, len(normalized_shape))
 
 
 class _FusedRMSNorm(torch.autograd.Function):
