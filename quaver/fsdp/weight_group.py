@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from quaver.runtime.errors import check_is_module
 from quaver.runtime.log_once import log_once
 from quaver.runtime.module_names import format_module_name
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +142,7 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
         state,
         _make_fingerprint(weight),
         lambda: _describe_weights(list_named()),
-        lambda: _list_groups(typing.cast("DTensor", weight.parameter)),
+        lambda: _list_sharding_groups(weight),
         subject=_GATHERED_WEIGHTS,
         find_others=lambda: {
             get_all_gather_state(member.module): _make_fingerprint(member) for _, member in list_named()
@@ -153,10 +150,10 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
     )
 
 
-def _list_groups(parameter: DTensor) -> list[ProcessGroup]:
-    """Return the groups of all mesh axes: of FSDP2, of its replicas, and of tensor or expert parallelism."""
-    mesh = parameter.device_mesh
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+def _list_sharding_groups(weight: ModuleWeight) -> list[ProcessGroup]:
+    """Return the groups that share the weight's all-gather. A replica may run forwards that others do not run."""
+    shard = get_current_shard(weight)
+    return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
 
 
 def _make_fingerprint(weight: ModuleWeight) -> list[Any]:
@@ -192,7 +189,7 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
-        groups = _list_groups(typing.cast("DTensor", weight.parameter))
+        groups = _list_sharding_groups(weight)
         check_ranks_agree_after_change(names, *groups, subject=_WRITTEN_WEIGHTS, event=_WRITE)
     usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
@@ -277,6 +274,9 @@ def _check_ranks_agree_on_weights(module: nn.Module, named: NamedWeights) -> Non
 
 
 def _find_groups(module: nn.Module) -> list[ProcessGroup]:
-    """Return the groups of a sharded parameter, a matrix on the most mesh axes if there is one; else none."""
+    """Return the groups of all mesh axes of a sharded parameter, a matrix on the most axes if possible; else none."""
     sharded = [parameter for parameter in module.parameters() if is_dtensor(parameter) and list_shard_axes(parameter)]
-    return _list_groups(max(sharded, key=lambda p: (p.dim() == 2, p.device_mesh.ndim))) if sharded else []
+    if not sharded:
+        return []
+    mesh = max(sharded, key=lambda parameter: (parameter.dim() == 2, parameter.device_mesh.ndim)).device_mesh
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]

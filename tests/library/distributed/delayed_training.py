@@ -87,10 +87,9 @@ def check_exchanges(exchanged, recipe, what, *, gathers=True, precompute=False, 
     persistent = HAS_PERSISTENT_WEIGHTS[recipe]
     tensors = tensors or LINEARS * (3 if persistent else 2)
     for step, (forward, sync, backward, _) in enumerate(exchanged):
-        checks = 1 if step == 0 else 0  # of 16 bytes; the all-gather has one along each axis of the mesh
+        checks = 1 if step == 0 else 0  # of 16 bytes
         assert sync == (1 + checks, 8 * tensors + 16 * checks), (what, step)
         exchanges = gathers and (step == 0 or (not persistent and not precompute))
-        checks *= 2 if what == "hsdp" else 1
         assert forward == ((1 + checks, 4 * LINEARS + 16 * checks) if exchanges else (0, 0)), (what, step)
         assert backward == (0, 0) or what in REDUCE_GRADIENTS, (what, step)
 

@@ -258,13 +258,23 @@ def test_all_ranks_raise_when_they_disagree():
             )
 
 
-@pytest.mark.parametrize("precompute", [False, True])
 @on_ranks(4)
-def test_replicas_that_disagree_get_an_error(precompute):
+def test_precompute_compares_replicas():
     config = make_gathering_config("rowwise" if dist.get_rank() > 1 else "tensorwise")
     model = models.shard_model(config, mesh=get_cached_mesh((2, 2), ("replicate", "shard")))
-    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
-    assert DISAGREEMENT in refusal(call, model)
+    assert DISAGREEMENT in refusal(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+@on_ranks(4)
+def test_a_replica_runs_the_first_forward_alone():
+    model = models.shard_model(
+        make_gathering_config("tensorwise"), mesh=get_cached_mesh((2, 2), ("replicate", "shard"))
+    )
+    if dist.get_rank() < 2:
+        with torch.no_grad():
+            model(models.batches(1, 1)[0])
+    dist.barrier()
+    model(models.batches(1, 1)[0]).sum().backward()
 
 
 @pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
