@@ -58,7 +58,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
     def make_verb_part(name: str, seconds: int, *words: str) -> GpuPart:
         output = folder / f"{name}.json"
         return GpuPart(
-            name, ["-m", "quaver.lab.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output
+            name, ["-m", "quaver", *words, "--device", "cuda", "--output", str(output)], seconds, output
         )
 
     tokens = ("--tokens", "16384")
@@ -66,7 +66,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_make_xdist_options(), "tests/gpu"]
     groups = {
         "quiet": [
-            GpuPart("doctor", ["-m", "quaver.lab.cli", "doctor", "--json"], 30),
+            GpuPart("doctor", ["-m", "quaver", "doctor", "--json"], 30),
             make_part("rates", 25),
             make_part("gradients", 130),
             make_part("kernels", 60),
@@ -82,7 +82,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
             make_part("stored", 120),
             make_part("graphs", 150),
             make_part("fsdp", 90),
-            GpuPart("train_1b", ["-m", "quaver.lab.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
+            GpuPart("train_1b", ["-m", "quaver", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
             make_verb_part("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
             make_verb_part("host", 25, "bench", "host", *recipes, "--rounds", "10"),
             make_verb_part("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),

@@ -48,7 +48,7 @@ def _run_on_rank(
 
 def run_quaver(arguments: list[str]) -> int:
     """Run `quaver` with these arguments in the repository root, and return its exit code."""
-    command = [sys.executable, "-m", "quaver.lab.cli", *arguments]
+    command = [sys.executable, "-m", "quaver", *arguments]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

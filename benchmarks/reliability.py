@@ -333,7 +333,7 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
     for number in range(tries):
-        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.make_words("ranks", "--training.steps=1000000")]
+        command = [*launcher, "-m", "quaver", "train", *runs.make_words("ranks", "--training.steps=1000000")]
         written_bytes = runs.count_metrics_bytes("ranks")
         with (runs.folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
@@ -350,7 +350,7 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
     for name in ("ranks", "whole"):
-        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.make_words(name, f"--training.steps={newest + 3}")]
+        command = [*launcher, "-m", "quaver", "train", *runs.make_words(name, f"--training.steps={newest + 3}")]
         require(subprocess.run(command, capture_output=True).returncode == 0, f"the last run of {name} failed")
     require(
         runs.read_numbers("ranks") == runs.read_numbers("whole"),
