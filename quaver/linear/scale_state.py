@@ -64,7 +64,7 @@ OPERANDS = ("input", "weight", "grad_output")
 
 MAX_FORWARDS_WITHOUT_SYNC = 1000
 """A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
-_ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent", "forwards")
+_ATTRIBUTES_RESET_IN_COPIES = ("linear_slots", "_persistent")
 """Attributes of a `ConversionScaleSlots` that copies do not get."""
 
 
@@ -89,6 +89,9 @@ class TrainingForwards:
         if weight is not None and not weight.is_inference():
             version = get_version(weight)
             self.is_sync_forgotten |= version != self._weight_versions.setdefault(linear, version)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_weight_versions": {}}  # their keys are ids of this process
 
 
 class ConversionScaleSlots:
@@ -127,6 +130,7 @@ class ConversionScaleSlots:
         self.is_known_to_compiler = [False] * count
         self.syncs_with_unknown_scales = 0
         self._reset_views()
+        self.forwards = TrainingForwards()
         self.loads, self.loaded_scales = 0, [0.0] * count
         self.calibrating = False
         self.ranks_read_is_known = False
@@ -142,7 +146,6 @@ class ConversionScaleSlots:
 
     def _reset_views(self) -> None:
         self.linear_slots: list[LinearScaleSlots] = []
-        self.forwards = TrainingForwards()
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -325,7 +325,8 @@ def test_a_forgotten_sync_of_delayed_scales_is_refused(syncs):
     if syncs != "never":
         assert_float8_training(model, optimizer)
         return
-    assert_refused(model, r"without a sync, .* call sync_float8_amax_and_scale_history\(model\)", optimizer)
+    for same in (model, copy.deepcopy(model)):
+        assert_refused(same, r"without a sync, .* call sync_float8_amax_and_scale_history\(model\)")
     sync_float8_amax_and_scale_history(model)
     assert_float8_training(model, optimizer)
 
