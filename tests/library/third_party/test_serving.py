@@ -119,3 +119,7 @@ def test_matches_serving_reports_codes_that_differ():
         matches_serving(adapted, TOKENS)
     compiled = matches_serving(torch.compile(model, backend="eager"), TOKENS, serving="vllm-per-token")
     assert compiled.engine_max_difference == match.engine_max_difference > 0
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = torch.compile(attention.q_proj, backend="eager")
+    compiled = matches_serving(model, TOKENS, serving="vllm-per-token")
+    assert compiled.engine_max_difference == match.engine_max_difference
