@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,7 +33,6 @@ class Float8Module(nn.Module):
         "_float8_config",
         "all_gather_state",
         "cast_once_weights",
-        "config_observers",
         "probes",
         "_last_run",
     )
@@ -45,8 +44,8 @@ class Float8Module(nn.Module):
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/all_gather_weight.py)."""
     cast_once_weights: dict[str, CastOnceOperands]
     """Quantized weights by name, while a `cast_weights_once` is open."""
-    config_observers: list[Callable[[], None]]
-    """Called when the module has a new config (parallel/input_all_gather.py)."""
+    config_observers: Sequence[Callable[[], None]] = ()
+    """Called when the module has a new config (parallel/input_all_gather.py). They outlive a conversion back."""
     probes: Mapping[str, MatmulProbe] | None = None
     """Probes by the name of the weight, while a monitor is attached (numerics/monitoring.py)."""
     _last_run: LastRun
@@ -56,8 +55,9 @@ class Float8Module(nn.Module):
         self._float8_config = config
         self.all_gather_state = None
         self.cast_once_weights = {}
-        self.config_observers = []
         self._last_run = self._make_last_run()
+        for observe in self.config_observers:
+            observe()
 
     @property
     def float8_config(self) -> Float8LinearConfig:

@@ -104,7 +104,7 @@ class InputAllGather:
         self._use_new_config()
         if self.gathers_codes and placement.dim == -1:
             raise ValueError(f"expected a replicated input or one sharded along its tokens, got {placement} (features)")
-        linear.config_observers.append(self._use_new_config)
+        linear.config_observers = (*linear.config_observers, self._use_new_config)
 
     def _use_new_config(self) -> None:
         config, sequence_dim = self._linear.float8_config, self._placement.dim

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.torch_version import TorchVersion
 
-from quaver import cast_weights_once, convert_to_float8_training
+from quaver import cast_weights_once, convert_to_float8_training, convert_to_high_precision
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
@@ -342,6 +342,20 @@ def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
         copied.a.float8_config = copied.b.float8_config = make_recipe_config("rowwise_with_gw_hp")
         for output, whole in zip(call(part(input, 1)), reference(input), strict=True):
             torch.testing.assert_close(to_plain(output), part(whole, 2), **FLOAT32_SUMS)
+
+
+@on_ranks(2)
+def test_a_gathered_input_follows_a_second_conversion():
+    module = convert_to_high_precision(TwoLinears(32, 32, torch.float32, make_recipe_config("tensorwise")))
+    convert_to_float8_training(module, config="tensorwise")
+    reference = copy.deepcopy(module)
+    styles = {name: ColwiseParallel(use_local_output=False) for name in "ab"}
+    parallelize_module(module, world_mesh(), styles | {"": parallel_models.prepare(False)})
+    for model in (module, reference):
+        convert_to_float8_training(convert_to_high_precision(model), config="rowwise")
+    input = torch.randn(2, 8, 32)
+    for output, whole in zip(module(part(input, 1)), reference(input), strict=True):
+        torch.testing.assert_close(to_plain(output), whole, **FLOAT32_SUMS)
 
 
 @RECIPE
