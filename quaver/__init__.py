@@ -20,7 +20,7 @@ from quaver.conversion.persistent_scales import (
 )
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp, reduce_gradients_in_float8
-from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.function import float8_grouped_mm
 from quaver.linear.function import float8_linear
 from quaver.linear.module import Float8Linear
 from quaver.numerics import monitor

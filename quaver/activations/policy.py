@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-import quaver.experts.grouped_gemm
+import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_mm  # noqa: F401 - these define the ops below
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, wrap_forward

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quaver.experts.grouped_mm import explain_config_obstacle, float8_grouped_mm
+from quaver.experts.function import explain_config_obstacle, float8_grouped_mm
 from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.linear.class_change import get_class_parts
 from quaver.linear.float8_module import change_to_float8

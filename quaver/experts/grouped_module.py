@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quaver.experts.grouped_gemm import describe_grouped_backends
-from quaver.experts.grouped_mm import explain_config_obstacle
+from quaver.experts.function import explain_config_obstacle
+from quaver.experts.gemm import describe_grouped_backends
 from quaver.linear.float8_module import Float8Module
 from quaver.recipes.config import Float8LinearConfig
 

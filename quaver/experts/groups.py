@@ -30,7 +30,7 @@ from quaver.recipes.scale_layout import ALL, ScaleLayout
 
 
 class ExpertMatmul(enum.Enum):
-    """Which of an expert's three matmuls; grouped_gemm.py has the table."""
+    """Which of an expert's three matmuls; gemm.py has the table."""
 
     OUTPUT = "output"
     GRAD_INPUT = "grad_input"

@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.grouped_mm import (
+from quaver.experts.function import (
     explain_config_obstacle,
     get_frozen_operands,
     get_quantized_operands,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from quaver.experts.grouped_mm import quantize_weight
+from quaver.experts.function import quantize_weight
 from quaver.experts.module import Float8Experts, get_expert_weights, is_transposed
 from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.experts.cast import compute_scale_row_amax
-from quaver.experts.grouped_mm import get_parameter_layouts
+from quaver.experts.function import get_parameter_layouts
 from quaver.experts.groups import count_scale_rows, get_scale_shape
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight

@@ -38,7 +38,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from quaver.experts.cast import cast_groups, compute_scale_row_amax
-from quaver.experts.grouped_mm import quantize_groups
+from quaver.experts.function import quantize_groups
 from quaver.experts.groups import find_groups
 from quaver.experts.module import RoutedExperts, get_expert_weights
 from quaver.kernels.cast import cast_with_scale

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.experts.grouped_mm import quantize_weight
+from quaver.experts.function import quantize_weight
 from quaver.kernels.operands import Operand, Operands, require
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor

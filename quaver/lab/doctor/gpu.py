@@ -10,9 +10,9 @@ from torch import nn
 
 from quaver.conversion.high_precision import iter_float8_modules
 from quaver.conversion.report import conversion_report
+from quaver.experts.function import explain_config_obstacle
+from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_MM_CAPABILITIES
-from quaver.experts.grouped_gemm import fits_grouped_matmul
-from quaver.experts.grouped_mm import explain_config_obstacle
 from quaver.kernels.native_mm import ALIGNMENT, ScaleKind
 from quaver.linear.backends import predict_scale_kind
 from quaver.recipes.cast_config import CastConfig

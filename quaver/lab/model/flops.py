@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.experts.grouped_gemm import predict_grouped_backend
+from quaver.experts.gemm import predict_grouped_backend
 from quaver.experts.module import Float8Experts, get_expert_weights
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.model.llama import Llama, count_attention_flops_per_token, count_training_flops_per_token

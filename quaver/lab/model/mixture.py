@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.function import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.experts.token_exchange import TokenExchange, send_back, send_to_experts
 from quaver.lab.model.functional import swiglu

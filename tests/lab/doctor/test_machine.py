@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quaver import error_on_slow_path
-from quaver.experts.grouped_gemm import predict_grouped_backend
+from quaver.experts.gemm import predict_grouped_backend
 from quaver.kernels import cpu
 from quaver.lab.cli import main
 from quaver.lab.doctor import machine as doctor

@@ -23,7 +23,7 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.conversion.freeze import make_blockwise_config, store_float8_weight
-from quaver.experts.grouped_mm import get_frozen_operands, multiply_by_weight
+from quaver.experts.function import get_frozen_operands, multiply_by_weight
 from quaver.linear import gemm
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.gemm import float8_mm

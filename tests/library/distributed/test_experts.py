@@ -20,7 +20,7 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.experts.grouped_mm import get_quantized_operands
+from quaver.experts.function import get_quantized_operands
 from quaver.experts.groups import select_group
 from quaver.experts.module_weight import iter_module_weights
 from quaver.fsdp import all_gather_weight

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-import quaver.experts.grouped_mm
+import quaver.experts.function
 from quaver import convert_to_float8_training
 from quaver.experts.groups import ExpertMatmul, find_group_bounds, select_group
 from tests.mixture import Experts
@@ -51,7 +51,7 @@ def mixture(recipe: object = "rowwise", size: int = 64, inner: int = 48, filtere
 def multiplied_experts(forward, monkeypatch):
     """Return the codes [N, K] and the scale of each expert that `forward()` multiplies, in the order of its stacks."""
     stacks = []
-    multiply = quaver.experts.grouped_mm.grouped_mm
+    multiply = quaver.experts.function.grouped_mm
 
     def record_and_multiply(a, b, ends, form, *args):
         assert form is ExpertMatmul.OUTPUT
@@ -60,6 +60,6 @@ def multiplied_experts(forward, monkeypatch):
         return multiply(a, b, ends, form, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.experts.grouped_mm, "grouped_mm", record_and_multiply)
+        patch.setattr(quaver.experts.function, "grouped_mm", record_and_multiply)
         forward()
     return stacks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver import float8_linear
-from quaver.experts.grouped_mm import quantize_weight
+from quaver.experts.function import quantize_weight
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor

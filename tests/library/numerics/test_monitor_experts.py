@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
-from quaver.experts.grouped_mm import multiply_by_weight
+from quaver.experts.function import multiply_by_weight
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.alarms import Alarms

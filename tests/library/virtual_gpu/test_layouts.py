@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver import Float8LinearConfig
-from quaver.experts.grouped_gemm import describe_grouped_backends
+from quaver.experts.gemm import describe_grouped_backends
 from quaver.kernels import native_mm
 from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand

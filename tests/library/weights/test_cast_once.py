@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
 from quaver.activations.policy import make_selective_contexts
-from quaver.experts import grouped_mm
+from quaver.experts import function
 from quaver.experts.module_weight import iter_model_weights
 from quaver.linear import quantize
 from tests.mixture import DIM, make_mixture
@@ -102,14 +102,14 @@ def test_a_backward_outside_multiplies_by_the_codes_of_its_forward(make, recipe,
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
 def test_cast_weights_once_casts_the_weights_of_experts_once(recipe, casts_of_each, monkeypatch):
     """One read makes both casts of the rowwise recipe."""
-    mixture, casts, cast_groups = build_mixture(recipe), [], grouped_mm.cast_groups
+    mixture, casts, cast_groups = build_mixture(recipe), [], function.cast_groups
 
     def count(hp, cast, ends, groups, **options):
         if ends is None:
             casts.append(hp.shape)
         return cast_groups(hp, cast, ends, groups, **options)
 
-    monkeypatch.setattr(grouped_mm, "cast_groups", count)
+    monkeypatch.setattr(function, "cast_groups", count)
     with cast_weights_once(mixture):
         compute_gradients(mixture, draw_microbatches(3))
     for weight in (mixture.experts.gate_up_proj, mixture.experts.down_proj):

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, float8_grouped_mm, float8_linear, serving_config
-from quaver.experts import gpu_gemm, grouped_gemm, grouped_mm
+from quaver.experts import function, gemm, gpu_gemm
 from quaver.experts.cast import cast_groups
-from quaver.experts.grouped_gemm import ExpertMatmul
+from quaver.experts.gemm import ExpertMatmul
 from quaver.experts.groups import count_scale_rows, find_first_scale_row, find_group_bounds
 from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import Operand
@@ -134,7 +134,7 @@ def test_a_backward_in_two_halves_makes_two_matmuls():
     grad_output = torch.randn(310, 160, dtype=torch.bfloat16)
     expected = step(a, b_t, ends, grad_output, "rowwise")[1:]
     output = float8_grouped_mm(a, b_t, ends, config="rowwise")
-    with mock.patch.object(grouped_mm, "grouped_mm", wraps=grouped_mm.grouped_mm) as matmul:
+    with mock.patch.object(function, "grouped_mm", wraps=function.grouped_mm) as matmul:
         halves = [torch.autograd.grad(output, input, grad_output, retain_graph=True)[0] for input in (a, b_t)]
     assert matmul.call_count == 2
     assert_same(halves, expected)
@@ -282,7 +282,7 @@ def assert_near(output, expected):
 def test_widened_groups_multiply_on_torchs_grouped_matmul(recipe, matmul, transposed):
     left, right, ends = cast_operands(matmul, recipe, transposed)
     dtype = torch.bfloat16 if left.dequant_scale is None else torch.float32
-    expected = grouped_gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(False, True), dtype, transposed).float()
+    expected = gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(False, True), dtype, transposed).float()
     output = gpu_gemm.multiply_widened(left, right, ends, matmul, transposed)
     assert output.dtype is torch.bfloat16
     assert_near(output, expected)
@@ -298,7 +298,7 @@ def test_scaled_groups_multiply_as_the_hardware_reads_them(recipe, matmul, trans
     if recipe == "tensorwise" and matmul is not ExpertMatmul.OUTPUT:
         assert output is None  # e5m2
         return
-    assert_near(output, grouped_gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(), torch.float32, transposed))
+    assert_near(output, gemm.grouped_mm(left, right, ends, matmul, MatmulOptions(), torch.float32, transposed))
 
 
 @pytest.mark.parametrize(
@@ -321,9 +321,9 @@ def test_a_trial_finds_whether_the_hardware_is_native(result, failure, monkeypat
     with virtual_gpu("h100"):
         if failure is None:
             with pytest.raises(RuntimeError, match="out of memory"):
-                grouped_gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
+                gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
         else:
-            assert grouped_gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
+            assert gemm.try_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS).endswith(failure)
 
 
 def test_the_hardware_reads_no_scales_that_vary_along_the_contracted_dim():

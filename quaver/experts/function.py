@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quaver.experts.cast import cast_groups
-from quaver.experts.grouped_gemm import grouped_mm
+from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import ExpertMatmul, arrange_scale_rows
 from quaver.experts.token_exchange import TokenExchange
 from quaver.kernels.operands import Operand, Operands, require
