@@ -28,14 +28,14 @@ typedef struct {
     char *hp;               /* [rows, columns] of hp_kind; widen writes it */
     uint8_t *codes;         /* [rows, columns] of float8; widen reads it */
     float *quant, *dequant; /* one per amax, by `dim`; widen multiplies by `quant` */
-    uint8_t *column_codes;  /* for cast_axes, with scales [1, columns]; the fields above are then by rows */
+    uint8_t *column_codes;  /* for dynamic_cast_both_dims: scales [1, columns]; the fields above are then by rows */
     float *column_quant, *column_dequant;
-    const float *persistent_quant;   /* for cast_and_observe: () */
-    float *amax_buffer;              /* for cast_and_observe: [amax, saturated elements] */
+    const float *persistent_quant;   /* for cast_and_record_amax: () */
+    float *amax_buffer;              /* for cast_and_record_amax: [amax, saturated elements] */
     int64_t rows, columns, code_row; /* code_row: stride of the rows of codes; `columns` for written codes */
     int64_t block_rows, block_columns; /* for BLOCKS: scales are [ceil(rows / ..), ceil(columns / ..)] */
     int hp_kind, float8, dim, power_of_2, threads;
-    int is_of_amax;     /* whether this job computes `quant`: see cast_run */
+    int is_own_scale;   /* whether this job computes `quant`: see cast_run */
     int divides;        /* whether to divide by `quant`: see divide_run */
     char *amax;         /* [threads, 1 or columns] of hp_kind, while it is computed */
     int64_t *saturated; /* the count of all chunks of rows */
@@ -96,7 +96,7 @@ INLINE RunScale scale_of_run(const Job *job, int64_t row, int64_t start, int64_t
 
 static void cast_elements(const Job *job, int64_t at, RunScale scale, int64_t n) {
     if (job->divides) divide_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, n, job->codes + at);
-    else cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, job->is_of_amax, n,
+    else cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, job->is_own_scale, n,
                   job->codes + at);
 }
 
@@ -191,7 +191,7 @@ static int dynamic_cast_matrix(const Job *job) {
 }
 
 /* Casts by rows and by columns; the matrix is read twice from memory. */
-static int cast_axes_matrix(const Job *job) {
+static int dynamic_cast_both_dims_matrix(const Job *job) {
     Job by_rows = *job, by_columns = *job;
     by_rows.dim = 1;
     by_columns.dim = 0;
@@ -202,7 +202,7 @@ static int cast_axes_matrix(const Job *job) {
 }
 
 /* Reads memory once: a few elements at a time, which are then cast from the cache. */
-static void cast_and_observe_rows(const Job *job, int chunk, int64_t first, int64_t last) {
+static void cast_and_record_amax_rows(const Job *job, int chunk, int64_t first, int64_t last) {
     (void)chunk;
     uint32_t bits, largest = 0;
     int64_t saturated = 0;
@@ -211,28 +211,28 @@ static void cast_and_observe_rows(const Job *job, int chunk, int64_t first, int6
         const int32_t n = (int32_t)least(CACHED, end - start);
         amax_run(hp, job->hp_kind, n, &bits);
         largest = larger32(bits_of(load(&bits, job->hp_kind, 0)), largest);
-        saturated += observed_cast_run(hp, job->hp_kind, job->float8, *job->quant, n, job->codes + start);
+        saturated += counting_cast_run(hp, job->hp_kind, job->float8, *job->quant, n, job->codes + start);
     }
 #pragma omp critical
     {
         float *amax = job->amax_buffer;
-        /* Comparisons with NaN are false, so NaN stays; -1 means that no tensor was observed. */
+        /* Comparisons with NaN are false, so NaN stays; -1 means that no amax was recorded. */
         if (!(float_of(largest) <= *amax) && *amax == *amax) *amax = float_of(largest);
         *job->saturated += saturated;
     }
 }
 
-/* Raises amax_buffer to the maximum of itself and the observation of this cast. */
-static int cast_and_observe_matrix(const Job *job) {
+/* Raises amax_buffer to the maximum of itself and the amax and saturated elements of this cast. */
+static int cast_and_record_amax_matrix(const Job *job) {
     int64_t saturated = 0;
-    Job observing = *job;
-    observing.dim = NONE;
-    observing.saturated = &saturated;
+    Job recording = *job;
+    recording.dim = NONE;
+    recording.saturated = &saturated;
     *job->quant = *job->persistent_quant;
     *job->dequant = 1.0f / *job->quant;
-    if (!(*job->quant > 0) && fill_scales(&observing, amax_of_rows, job->quant, job->dequant)) return -1;
+    if (!(*job->quant > 0) && fill_scales(&recording, amax_of_rows, job->quant, job->dequant)) return -1;
     elements_read += job->rows * job->columns;
-    for_each_chunk(cast_and_observe_rows, &observing, job->rows);
+    for_each_chunk(cast_and_record_amax_rows, &recording, job->rows);
     if ((float)saturated > job->amax_buffer[1]) job->amax_buffer[1] = (float)saturated;
     return 0;
 }
@@ -345,7 +345,7 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
         .persistent_quant = AT(4), .amax_buffer = AT(5),
         .rows = rows, .columns = columns, .code_row = sizes[2], .hp_kind = (int)sizes[3], .float8 = (int)sizes[4],
         .dim = (int)dim, .power_of_2 = sizes[6] != 0, .threads = threads_of(sizes[7]),
-        .block_rows = sizes[8], .block_columns = sizes[9], .is_of_amax = matrix != cast_with_scale_matrix,
+        .block_rows = sizes[8], .block_columns = sizes[9], .is_own_scale = matrix != cast_with_scale_matrix,
     };
     RUN(matrix(&job), rows * columns);
 }
@@ -355,13 +355,13 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
         (void)self; \
         return call(NAME##_matrix, NEEDS, args, count); \
     }
-ENTRY(dynamic_cast, "eess")       /* hp -> codes, quant, dequant */
-ENTRY(cast_with_scale, "ees")     /* hp, quant -> codes */
-ENTRY(cast_by_divisor, "ees")     /* hp, dequant -> codes */
-ENTRY(block_amax, "e0s")          /* hp -> amaxes, in its dtype, at `quant` */
-ENTRY(cast_axes, "eerrecc")       /* hp -> codes, quant, dequant by rows; the same by columns */
-ENTRY(cast_and_observe, "ee1111") /* hp, persistent_quant, amax_buffer -> codes, quant, dequant, amax_buffer */
-ENTRY(widen, "ee")                /* codes, quant or 0 -> hp */
+ENTRY(dynamic_cast, "eess")              /* hp -> codes, quant, dequant */
+ENTRY(cast_with_scale, "ees")            /* hp, quant -> codes */
+ENTRY(cast_by_divisor, "ees")            /* hp, dequant -> codes */
+ENTRY(block_amax, "e0s")                 /* hp -> amaxes, in its dtype, at `quant` */
+ENTRY(dynamic_cast_both_dims, "eerrecc") /* hp -> codes, quant, dequant by rows; the same by columns */
+ENTRY(cast_and_record_amax, "ee1111")    /* hp, persistent_quant, amax_buffer -> codes, quant, dequant, amax_buffer */
+ENTRY(widen, "ee")                       /* codes, quant or 0 -> hp */
 
 static PyObject *get_elements_read(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self, (void)args, (void)count;
@@ -468,8 +468,8 @@ static PyMethodDef methods[] = {
     METHOD("cast_with_scale", cast_with_scale, "hp, quant_scale -> codes"),
     METHOD("cast_by_divisor", cast_by_divisor, "hp, dequant_scale -> codes"),
     METHOD("block_amax", block_amax, "hp -> amaxes of blocks"),
-    METHOD("cast_and_observe", cast_and_observe, "hp, persistent quant_scale -> codes, scales, observed"),
-    METHOD("cast_axes", cast_axes, "hp -> codes and scales by rows, and by columns"),
+    METHOD("cast_and_record_amax", cast_and_record_amax, "hp, persistent quant_scale -> codes, scales, amax_buffer"),
+    METHOD("dynamic_cast_both_dims", dynamic_cast_both_dims, "hp -> codes and scales by rows, and by columns"),
     METHOD("widen", widen, "codes, scale -> hp"),
     METHOD("mm", mm, "float8 matrices, their scales and a bias -> their product"),
     METHOD("observe", observe, "hp, codes, scales -> sums of blocks, counts"),

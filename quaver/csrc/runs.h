@@ -18,24 +18,24 @@
 /* Replaces inf by NaN, because a clamp would hide it: hp - hp is NaN for inf, else 0. */
 INLINE float nan_for_inf(float hp) { return hp - (hp - hp); }
 
-INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int is_of_amax,
+INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int is_own_scale,
                       int64_t n, uint8_t *restrict codes) {
     const float one_scale = *scale;
     for (int64_t i = 0; i < n; i++) {
         const float value = load(hp, hp_kind, i);
-        codes[i] = encode((is_of_amax ? value : nan_for_inf(value)) * (per_element ? scale[i] : one_scale), f);
+        codes[i] = encode((is_own_scale ? value : nan_for_inf(value)) * (per_element ? scale[i] : one_scale), f);
     }
 }
 
-/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), NaN for an infinite hp[i]. If `is_of_amax`, the scale was
+/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), NaN for an infinite hp[i]. If `is_own_scale`, the scale was
  * computed from the amax of its elements. An inf then has a scale of 0 and a product of NaN, so no check is needed. */
 CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element,
-                            int is_of_amax, int64_t n, uint8_t *codes) {
+                            int is_own_scale, int64_t n, uint8_t *codes) {
     const Format f = FLOAT8[float8];
     if (n <= 0) return;
-    if (per_element && is_of_amax) BY_KIND(cast_body, hp_kind, hp, f, scale, 1, 1, n, codes)
+    if (per_element && is_own_scale) BY_KIND(cast_body, hp_kind, hp, f, scale, 1, 1, n, codes)
     else if (per_element) BY_KIND(cast_body, hp_kind, hp, f, scale, 1, 0, n, codes)
-    else if (is_of_amax) BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 1, n, codes)
+    else if (is_own_scale) BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 1, n, codes)
     else BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 0, n, codes)
 }
 
@@ -65,7 +65,7 @@ INLINE void observed_body(int hp_kind, const void *hp, Format f, float scale, in
 }
 
 /* cast_run with one scale; returns the number of saturated elements, which clamping changes more than rounding. */
-CLONES static int32_t observed_cast_run(const void *hp, int hp_kind, int float8, float scale, int32_t n,
+CLONES static int32_t counting_cast_run(const void *hp, int hp_kind, int float8, float scale, int32_t n,
                                         uint8_t *codes) {
     int32_t saturated = 0;
     BY_KIND(observed_body, hp_kind, hp, FLOAT8[float8], scale, n, codes, &saturated)

@@ -76,9 +76,9 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so the backward can recompute it (kernels/cast.py).
             arguments = hp.t(), row_scales.t(), float8_dtype, layout_in_row.t()
-            codes = scaling.cast_blocks(*arguments, own_amax=True, rule=rule).t().contiguous()
+            codes = scaling.cast_blocks(*arguments, is_own_scale=True, rule=rule).t().contiguous()
         else:
-            codes = scaling.cast_blocks(hp, row_scales, float8_dtype, layout_in_row, own_amax=True, rule=rule)
+            codes = scaling.cast_blocks(hp, row_scales, float8_dtype, layout_in_row, is_own_scale=True, rule=rule)
         return Operand(codes, dequant[:num_scale_rows].view(shape), layout, quant[:num_scale_rows].view(shape))
 
     return cast_by_layout(quantize, row, column, row_layout)

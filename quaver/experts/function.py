@@ -160,8 +160,8 @@ def quantize_groups(
         cast = casts.row if row else casts.column
         return cast_groups(hp, cast, ends, groups, row=row, column=column, power_of_2=power_of_2)
     row_operand = cast_groups(hp, casts.row, ends, groups, row=True, column=False, power_of_2=power_of_2).row
-    by_columns = cast_groups(hp, casts.column, ends, groups, row=False, column=True, power_of_2=power_of_2)
-    return Operands(row_operand, by_columns.column)
+    column_operand = cast_groups(hp, casts.column, ends, groups, row=False, column=True, power_of_2=power_of_2).column
+    return Operands(row_operand, column_operand)
 
 
 def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *, row: bool, column: bool) -> Operands:

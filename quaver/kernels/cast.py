@@ -21,7 +21,7 @@ the same scales; on a CPU both are one object. `CASTS` lists the dynamic casts b
 reference and an entry (docs/extending.md).
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
-strides (1, R). Block scales have the strides that the matmul reads (`has_scales_by_columns`). A CPU multiplies any
+strides (1, R). Block scales have the strides that the matmul reads (`has_column_major_scales`). A CPU multiplies any
 layout: there, codes and scales are contiguous.
 
 operation.py says when a cast is an operation.
@@ -43,7 +43,7 @@ from quaver.kernels.operands import (
     Operands,
     cast_by_layout,
     empty_block_scales,
-    has_scales_by_columns,
+    has_column_major_scales,
     pair_codes,
     select_directions,
     unflatten_operands,
@@ -76,25 +76,25 @@ def _cast_tensorwise(
     quant, dequant, _ = scales
     factor = scaling.choose_factor(scales, rule)
     if not (torch.compiler.is_dynamo_compiling() and column) or is_cpu(hp):
-        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=True, rule=rule)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, is_own_scale=True, rule=rule)
         return _make_operands(codes, quant, dequant, row, column)
     # Compiled code converts once for each layout; see `wait_for_codes`.
-    row_codes = cast_row_codes(hp, factor, float8_dtype, own_amax=True, rule=rule) if row else None
+    row_codes = cast_row_codes(hp, factor, float8_dtype, is_own_scale=True, rule=rule) if row else None
     column_factor = factor if row_codes is None else wait_for_codes(factor, row_codes)
-    column_codes = cast_column_codes(hp, column_factor, float8_dtype, own_amax=True, rule=rule)
+    column_codes = cast_column_codes(hp, column_factor, float8_dtype, is_own_scale=True, rule=rule)
     return pair_codes(row_codes, column_codes, quant, dequant)
 
 
 def cast_row_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, is_own_scale: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of row codes."""
-    codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, rule=rule)
+    codes = scaling.cast_to_float8(hp, factor, float8_dtype, is_own_scale=is_own_scale, rule=rule)
     return codes if is_cpu(hp) else codes.contiguous()
 
 
 def cast_column_codes(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, is_own_scale: bool = False, rule: str = ""
 ) -> Tensor:
     """Run `scaling.cast_to_float8` on a matrix, in the layout of column codes.
 
@@ -102,9 +102,9 @@ def cast_column_codes(
     collective between an amax and the cast, the partitioner would save what both read, hp in float32, for backward.
     """
     if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
-        codes = scaling.cast_to_float8(hp, factor, float8_dtype, own_amax=own_amax, rule=rule)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, is_own_scale=is_own_scale, rule=rule)
         return codes if is_cpu(hp) else to_column_major(codes)
-    codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, own_amax=own_amax, rule=rule)
+    codes = scaling.cast_to_float8(hp.t(), factor.t(), float8_dtype, is_own_scale=is_own_scale, rule=rule)
     return codes.contiguous().t()
 
 
@@ -128,7 +128,7 @@ def _cast_rowwise(
         scales = scaling.compute_scales(_amax(hp, dim), float8_dtype, power_of_2, rule)
         scales = scales if dim else realize_scales(scales)  # a kernel over rows computes each scale once anyway
         factor = scaling.choose_factor(scales, rule)
-        codes = cast_codes(hp, factor, float8_dtype, own_amax=True, rule=rule)
+        codes = cast_codes(hp, factor, float8_dtype, is_own_scale=True, rule=rule)
         return Operand(codes, scales.dequant, layout, scales.quant)
 
     return cast_by_layout(cast, row, column, ROWWISE)
@@ -151,20 +151,20 @@ def _view_by_strides(scale: Tensor) -> Tensor:
 
 
 def _cast_blockwise(hp: Tensor, cast: BlockCast) -> Operands:
-    """Quantize blocks, each with a scale computed from its amax. Strides of scales: see `has_scales_by_columns`."""
+    """Quantize blocks, each with a scale computed from its amax. Strides of scales: see `has_column_major_scales`."""
     float8_dtype, row, column, power_of_2, _, _, rule = cast
     cpu.check_memory(hp)
     report_missing_kernel(rule)
 
     def quantize(layout: ScaleLayout) -> Operand:
         amax = scaling.compute_block_amax(hp, layout)
-        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
+        is_column_major = not is_cpu(hp) and has_column_major_scales(layout, row)
         quant, dequant, outer = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=True)
-        dequant = dequant.t().contiguous() if by_columns else dequant
+        dequant = dequant.t().contiguous() if is_column_major else dequant
         quant, dequant, _ = realize_scales(scaling.CastScales(quant, dequant))
-        dequant = dequant.t() if by_columns else dequant
+        dequant = dequant.t() if is_column_major else dequant
         factor = scaling.choose_factor(scaling.CastScales(quant, dequant), rule)
-        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, own_amax=True, rule=rule)
+        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, is_own_scale=True, rule=rule)
         return Operand(codes, dequant, layout, quant, outer)
 
     operands = cast_by_layout(quantize, row, column, cast.row_layout)
@@ -183,8 +183,8 @@ def _cast_blockwise_fake(hp: Tensor, cast: BlockCast) -> Operands:
     scaling.check_hp(hp)
 
     def make_operand(layout: ScaleLayout) -> Operand:
-        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, cast.row)
-        quant, dequant = empty_block_scales(hp, layout, by_columns=by_columns)
+        is_column_major = not is_cpu(hp) and has_column_major_scales(layout, cast.row)
+        quant, dequant = empty_block_scales(hp, layout, is_column_major=is_column_major)
         codes, outer = hp.new_empty(layout.get_codes_shape(hp.shape), dtype=cast.float8_dtype), None
         if layout.is_packed:
             dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)

@@ -244,11 +244,11 @@ def dynamic_cast_both_dims(
     if row_codes is None:
         return None
     column_codes = empty_like(row_codes)
-    by_rows = row_codes, *_empty_scales(hp.shape[0], 1)
-    by_columns = column_codes, *_empty_scales(1, hp.shape[1])
-    addresses = [tensor.data_ptr() for tensor in (hp, *by_rows, *by_columns)]
-    _call_extension(extension.cast_axes, hp.dtype, row_codes, *addresses, power_of_2=power_of_2)
-    return *by_rows, *by_columns
+    row_results = row_codes, *_empty_scales(hp.shape[0], 1)
+    column_results = column_codes, *_empty_scales(1, hp.shape[1])
+    addresses = [tensor.data_ptr() for tensor in (hp, *row_results, *column_results)]
+    _call_extension(extension.dynamic_cast_both_dims, hp.dtype, row_codes, *addresses, power_of_2=power_of_2)
+    return *row_results, *column_results
 
 
 def cast_with_scale(
@@ -279,13 +279,13 @@ def compute_block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
     return amax
 
 
-def cast_and_observe(
+def cast_and_record_amax(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, recorded_amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Run `scaling.cast_with_persistent_scale` on `hp` [rows, columns], in one pass if the scale is initialized.
+    """Run `scaling.cast_with_persistent_scale` on `hp` [rows, columns], in one pass if the scale is known.
 
     Args:
-        quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.
+        quant_scale: float32 (). A scale <= 0 or NaN means unknown: hp is then scaled by its own amax.
         recorded_amax: float32 [2], contiguous; updated to the maximum of itself and hp's amax and saturated count.
     Returns:
         float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
@@ -300,7 +300,7 @@ def cast_and_observe(
             raise _make_error(tensor, f"expected {elements} elements")
     scales = _empty_scales()
     addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, recorded_amax)]
-    _call_extension(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
+    _call_extension(extension.cast_and_record_amax, hp.dtype, codes, *addresses, power_of_2=power_of_2)
     return codes, *scales
 
 

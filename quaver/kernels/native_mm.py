@@ -179,9 +179,9 @@ def _native_block_mm(
 
 
 def _pad_to_column_major(scale: Tensor, rows: int) -> Tensor:
-    """Append `rows` rows of 1, column-major. Without rows it copies nothing if `has_scales_by_columns` held."""
-    by_columns = scale.t()
-    return (F.pad(by_columns, (0, rows), value=1.0) if rows else by_columns.contiguous()).t()
+    """Append `rows` rows of 1, column-major. Without rows it copies nothing if `has_column_major_scales` held."""
+    transposed = scale.t()
+    return (F.pad(transposed, (0, rows), value=1.0) if rows else transposed.contiguous()).t()
 
 
 def _tile_scales(scale: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class BlockCast(NamedTuple):
         return make_block_layout(self.float8_dtype, self.dot_products, self.length)
 
 
-def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
+def has_column_major_scales(layout: ScaleLayout, row: bool) -> bool:
     """Return whether a GPU cast of blocks writes the dequant_scale column-major, as the hardware's matmul reads it.
 
     True for row codes in blocks of 1 x n, and for square blocks without row codes.
@@ -142,11 +142,11 @@ def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
     return layout.rows == 1 or (layout.rows == layout.columns and not row)
 
 
-def empty_block_scales(hp: Tensor, layout: ScaleLayout, *, by_columns: bool) -> list[Tensor]:
+def empty_block_scales(hp: Tensor, layout: ScaleLayout, *, is_column_major: bool) -> list[Tensor]:
     """Allocate the float32 quant_scale and dequant_scale of the blocks of `hp` [R, C]."""
     down, across = layout.get_scale_shape(hp.shape[0], hp.shape[1])
     quant = hp.new_empty(down, across, dtype=torch.float32)
-    if by_columns:
+    if is_column_major:
         return [quant, hp.new_empty(across, down, dtype=torch.float32).t()]
     return [quant, torch.empty_like(quant)]
 

@@ -49,7 +49,7 @@ def _cast_with_persistent_scale_cpu(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     recorded_amax = hp.new_zeros(2, dtype=torch.float32)
-    result = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, recorded_amax)
+    result = cpu.cast_and_record_amax(hp, quant_scale, float8_dtype, power_of_2, recorded_amax)
     return None if result is None else (*result, None, recorded_amax)
 
 
@@ -98,7 +98,7 @@ def cast_with_persistent_scale(
     if torch.compiler.is_dynamo_compiling() and not is_cpu(hp):
         return _trace_persistent_cast(hp, scale, float8_dtype, row, column, power_of_2, is_materialized)
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
-        result = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
+        result = cpu.cast_and_record_amax(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if result is not None:  # C updated the buffer
             codes, quant, dequant = result
             return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)

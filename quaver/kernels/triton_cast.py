@@ -13,7 +13,7 @@
 
 (*) In triton_cast_blocks.py; 1 x n in odd sizes moves 6 bytes for both, in 2 reads.
 
-An uninitialized persistent scale costs one more read, and so do rows of more than WIDEST_ROW columns. The first of two
+An unknown persistent scale costs one more read, and so do rows of more than WIDEST_ROW columns. The first of two
 reads is an amax pass (triton_amax.py). Three kernels cast. `_cast_tensorwise` has one scale, dynamic or persistent.
 `_cast_rowwise` has a scale per row and per column, or given scales. `_cast_whole_rows` holds whole rows in registers
 and so computes a scale per row in one read. Casts start at the last tile, which the amax pass left in the cache.

@@ -21,7 +21,7 @@ from quaver.kernels.operands import (
     FlatOperands,
     Operands,
     empty_block_scales,
-    has_scales_by_columns,
+    has_column_major_scales,
     pair_codes,
     unflatten_operands,
 )
@@ -106,8 +106,8 @@ def _cast_both_layouts(hp: Tensor, block_cast: BlockCast) -> Operands:
     float8_dtype, row, column, power_of_2, _, length, rule = block_cast
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     layout = ScaleLayout(1, length)
-    row_scales = empty_block_scales(hp, layout, by_columns=True)
-    column_scales = empty_block_scales(hp, layout.t(), by_columns=False)
+    row_scales = empty_block_scales(hp, layout, is_column_major=True)
+    column_scales = empty_block_scales(hp, layout.t(), is_column_major=False)
     columns = max(length, 128)
     tile = _make_tile(length, columns, length * columns // 2048, hp.element_size() * 4)
     cast = make_cast_target(float8_dtype, power_of_2, rule)
@@ -122,7 +122,7 @@ def _cast_one_layout(hp: Tensor, block_cast: BlockCast, layout: ScaleLayout) -> 
     """Quantize blocks of one shape, in one read of the matrix. `layout`: of the codes that are requested."""
     float8_dtype, row, column, power_of_2, _, _, rule = block_cast
     codes = empty_codes(hp, float8_dtype, row, column)
-    quant, dequant = empty_block_scales(hp, layout, by_columns=has_scales_by_columns(layout, row))
+    quant, dequant = empty_block_scales(hp, layout, is_column_major=has_column_major_scales(layout, row))
     rows, columns = (max(size, 32) for size in layout.block_size)
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = (

@@ -182,7 +182,7 @@ class ScaleHistory:
 
     def __init__(self, cast: CastConfig, device: torch.device) -> None:
         self.cast = cast
-        scale = cast.static_quant_scale or 0.0  # 0: uninitialized
+        scale = cast.static_quant_scale or 0.0  # 0: unknown
         self.quant_scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.amax = self.quant_scale.new_tensor(-1.0)  # the largest since the last sync; -1: no cast yet
         self.history: list[Tensor] = []  # one amax per earlier step, newest last

@@ -258,7 +258,7 @@ def choose_factor(scales: CastScales, rule: str) -> Tensor:
 
 
 def cast_to_float8(
-    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, rule: str = ""
+    hp: Tensor, factor: Tensor, float8_dtype: torch.dtype, *, is_own_scale: bool = False, rule: str = ""
 ) -> Tensor:
     """Scale and cast. Overflows saturate to the largest finite number; inf and NaN become NaN.
 
@@ -267,7 +267,7 @@ def cast_to_float8(
         factor: the scale that `choose_factor` returns for `rule`. float32, broadcastable to hp: shape () or hp's shape
             with 1s.
         float8_dtype: the dtype of the result.
-        own_amax: `factor` was computed from the amax of the elements that it scales. The search for infs is then
+        is_own_scale: `factor` was computed from the amax of the elements that it scales. The search for infs is then
             skipped, because an inf makes its quant_scale 0 and its product NaN. Results are the same.
         rule: as for `compute_scales`. Some rules divide by `factor`, the others multiply by it.
     Returns:
@@ -275,7 +275,7 @@ def cast_to_float8(
     """
     if divides(rule):
         return _saturate_(_replace_inf_(apply_dequant_scale(hp, factor, rule), hp), float8_dtype)
-    return _saturate_(apply_quant_scale(hp, factor, own_amax=own_amax), float8_dtype)
+    return _saturate_(apply_quant_scale(hp, factor, is_own_scale=is_own_scale), float8_dtype)
 
 
 def apply_dequant_scale(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
@@ -288,10 +288,10 @@ def apply_dequant_scale(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
     return torch.where(quotient == 0, 0.0, quotient)
 
 
-def apply_quant_scale(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
+def apply_quant_scale(hp: Tensor, quant_scale: Tensor, *, is_own_scale: bool = False) -> Tensor:
     """Return the float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
-    return scaled if own_amax else _replace_inf_(scaled, hp)
+    return scaled if is_own_scale else _replace_inf_(scaled, hp)
 
 
 def _replace_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
@@ -341,7 +341,7 @@ def dynamic_cast(
     """
     scales = compute_scales(compute_amax(hp, dim), float8_dtype, power_of_2, rule)
     factor = choose_factor(scales, rule)
-    codes = cast_to_float8(hp, factor, float8_dtype, own_amax=True, rule=rule)
+    codes = cast_to_float8(hp, factor, float8_dtype, is_own_scale=True, rule=rule)
     return codes, scales.quant, scales.dequant
 
 
@@ -383,7 +383,7 @@ def dynamic_cast_blocks(
     layout = ScaleLayout(*block_size)
     scales = compute_scales(compute_block_amax(hp, layout), float8_dtype, power_of_2, rule, is_blockwise=True)
     factor = choose_factor(scales, rule)
-    return cast_blocks(hp, factor, float8_dtype, layout, own_amax=True, rule=rule), scales.quant, scales.dequant
+    return cast_blocks(hp, factor, float8_dtype, layout, is_own_scale=True, rule=rule), scales.quant, scales.dequant
 
 
 def cast_blocks(
@@ -391,7 +391,7 @@ def cast_blocks(
     factor: Tensor,
     float8_dtype: torch.dtype,
     layout: ScaleLayout,
-    own_amax: bool = False,
+    is_own_scale: bool = False,
     rule: str = "",
 ) -> Tensor:
     """Run `cast_to_float8` on a matrix [R, C] with one factor per block. The result is contiguous."""
@@ -402,7 +402,7 @@ def cast_blocks(
     _multiply_blocks_(scaled, factor, layout)
     if float8_dtype is E2M1.dtype:
         return e2m1.pack(scaled)
-    return _saturate_(scaled if own_amax else _replace_inf_(scaled, hp), float8_dtype)
+    return _saturate_(scaled if is_own_scale else _replace_inf_(scaled, hp), float8_dtype)
 
 
 @assume_constant_result

@@ -23,7 +23,7 @@ def iter_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
     yield lambda: cpu.dynamic_cast_both_dims(hp, E4M3)
     yield lambda: cpu.compute_block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
-    yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, recorded_amax)
+    yield lambda: cpu.cast_and_record_amax(hp, scale, E4M3, False, recorded_amax)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
     yield lambda: widen(codes, torch.bfloat16)
     yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)

@@ -46,7 +46,7 @@ def sum_by_slabs(a: Tensor, b: Tensor) -> Tensor:
     return sums
 
 
-def by_columns(matrix: Tensor) -> Tensor:
+def to_column_major(matrix: Tensor) -> Tensor:
     return matrix.t().contiguous().t()
 
 
@@ -77,7 +77,7 @@ def test_every_element_is_the_sum_by_slabs_scaled_once_and_rounded_once(shape, f
     sums = sum_by_slabs(a, b)
     row_scale, column_scale = torch.rand(m, 1) + 0.1, (torch.rand(1, n) + 0.1) * 2**-20
     a_tensor_scale, b_tensor_scale, bias = torch.tensor(0.37), torch.tensor(2.0**-18), torch.randn(n)
-    for layout_a, layout_b in itertools.product((Tensor.contiguous, by_columns), repeat=2):
+    for layout_a, layout_b in itertools.product((Tensor.contiguous, to_column_major), repeat=2):
         for a_scale, b_scale in itertools.product((a_tensor_scale, row_scale), (b_tensor_scale, column_scale)):
             for out_dtype in OUT_DTYPES:
                 scaled = sums * (a_scale * b_scale)
@@ -147,7 +147,7 @@ def test_results_round_as_torch_rounds(out_dtype):
     assert out[:, 39].tolist() == [1.0, 1.015625, -1.0]
 
 
-@pytest.mark.parametrize("layout", [Tensor.contiguous, by_columns])
+@pytest.mark.parametrize("layout", [Tensor.contiguous, to_column_major])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_nan_and_inf_codes_reach_the_result(layout, out_dtype):
     ones = torch.ones(50, 50)

@@ -118,8 +118,8 @@ def refuse_shapes_strides_and_scales_that_do_not_fit() -> None:
     scales = [torch.ones(shape) for shape in ((ROWS - 1, 1), (COLUMNS, 1), (1, ROWS), (0, 1))]
     for bad in (*scales, torch.ones(ROWS, 1).double(), torch.ones(ROWS, 2)[:, :1], scale.expand(ROWS, 1)):
         check_is_refused(cpu.cast_with_scale, ones, bad, E4M3)
-        check_is_refused(cpu.cast_and_observe, ones, bad, E4M3, False, recorded_amax)
-        check_is_refused(cpu.cast_and_observe, ones, scale, E4M3, False, bad)
+        check_is_refused(cpu.cast_and_record_amax, ones, bad, E4M3, False, recorded_amax)
+        check_is_refused(cpu.cast_and_record_amax, ones, scale, E4M3, False, bad)
         check_is_refused(cpu.widen, codes, torch.bfloat16, bad)
         if cpu.HAS_MM and bad.is_contiguous():
             check_is_refused(cpu.mm, codes, codes.t(), bad, scale, None, torch.float32)
@@ -136,12 +136,20 @@ def refuse_shapes_strides_and_scales_that_do_not_fit() -> None:
 
 
 def refuse_impossible_arguments_of_entries() -> None:
-    from quaver._cpu import block_amax, cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, mm, widen  # type: ignore[import-not-found]
+    from quaver._cpu import (  # type: ignore[import-not-found]
+        block_amax,
+        cast_and_record_amax,
+        cast_with_scale,
+        dynamic_cast,
+        dynamic_cast_both_dims,
+        mm,
+        widen,
+    )
 
     hp, float8 = ones.data_ptr(), codes.data_ptr()
     sizes = [ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0]
     room = [hp] * 6
-    for entry in (cast_and_observe, cast_axes, cast_with_scale, dynamic_cast, widen):
+    for entry in (cast_and_record_amax, dynamic_cast_both_dims, cast_with_scale, dynamic_cast, widen):
         check_is_refused(entry, 0, *room, *sizes)
         check_is_refused(entry, hp, 0, *room[1:], *sizes)
         bad = {-1: (0, 1, 3, 4, 8, 9), 1 << 61: (0, 1, 2), 0: (2,), 3: (3, 5), 2: (4,), -2: (5,)}
@@ -155,9 +163,9 @@ def refuse_impossible_arguments_of_entries() -> None:
             check_is_refused(entry, hp, *room, *sizes[:5], *bad, error=TypeError if len(bad) == 4 else ValueError)
     check_is_refused(block_amax, hp, hp, 0, *room[2:], *sizes[:5], 2, 0, 1, 1, 128)
     for missing in range(2, 7):
-        check_is_refused(cast_axes, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+        check_is_refused(dynamic_cast_both_dims, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
     for missing in range(2, 6):
-        check_is_refused(cast_and_observe, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+        check_is_refused(cast_and_record_amax, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
     good = [hp, float8, 0, COLUMNS, 1, hp, 0, float8, 0, COLUMNS, 1, hp, 0, 4, 4, 4, 0, 0, 1]
     bad = {0: (0, 1, 5, 7, 10, 11), 2: (2, 4, 6, 8, 10, 16), -1: (2, 3, 4, 9, *range(12, 17)), 1 << 61: (13, 14, 15)}
     error = ValueError if cpu.HAS_MM else RuntimeError

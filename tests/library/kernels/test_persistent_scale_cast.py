@@ -42,7 +42,7 @@ def by_pytorch(hp, quant_scale, float8_dtype, power_of_2):
 
 def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
     recorded_amax = torch.zeros(2)
-    return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, recorded_amax), recorded_amax)
+    return (*cpu.cast_and_record_amax(hp, quant_scale, float8_dtype, power_of_2, recorded_amax), recorded_amax)
 
 
 @functools.cache
@@ -131,7 +131,7 @@ def test_what_casts_observe_is_a_maximum_in_which_nan_stays(path):
         recorded_amax = torch.tensor([-1.0, 0.0])
         for hp in tensors:
             if path is by_the_extension:
-                cpu.cast_and_observe(hp, torch.tensor(448.0), E4M3, False, recorded_amax)
+                cpu.cast_and_record_amax(hp, torch.tensor(448.0), E4M3, False, recorded_amax)
             else:
                 recorded_amax = torch.maximum(recorded_amax, path(hp, torch.tensor(448.0), E4M3, False)[3])
         return recorded_amax
