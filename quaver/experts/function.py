@@ -82,7 +82,7 @@ class _GroupedMMFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: GroupedMMArgs) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
-        a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=needs_grad_weight)
+        a_operands = _quantize_rows(a, ends, args, "input", row=True, column=needs_grad_weight)
         quantized_weight = _get_or_quantize_weight(
             weight, args, row=True, column=needs_grad_a and args.saves_weight_codes
         )
@@ -117,17 +117,17 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     needs_grad_a, needs_grad_weight = find_wanted_gradients(ctx, 2)
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
     grad_output = grad_output.contiguous()
-    grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
+    grad_operands = _quantize_rows(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
     local_grad = (
         None if args.output_exchange else grad_output
     )  # with `output_exchange` the experts multiply rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
-        column, tokens = require(grad_operands.column, "the column operand"), require(saved_a, "the saved input")
+        column, a = require(grad_operands.column, "the column operand"), require(saved_a, "the saved operand of a")
         grad_weight = grouped_mm(
-            column, tokens, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
+            column, a, ends, ExpertMatmul.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
-        args.probe.observe_grad_weight(grad_weight, local_grad, tokens, args.make_groups(ends))
+        args.probe.observe_grad_weight(grad_weight, local_grad, a, args.make_groups(ends))
     if needs_grad_a:
         row, weight = require(grad_operands.row, "the row operand"), require(saved_weight, "the saved weight")
         weight_hp = None
@@ -147,24 +147,24 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def quantize_groups(
-    hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, *, row: bool, column: bool
+    hp: Tensor, casts: OperandCasts, ends: Tensor | None, num_groups: int, *, row: bool, column: bool
 ) -> Operands:
     """Quantize groups of rows [rows, columns] for one or both of their matmuls."""
     if not (row or column):
         return Operands(None, None)
     power_of_2 = casts.power_of_2
     if casts.is_dequantized:
-        operand = cast_groups(hp, casts.row, ends, groups, row=True, column=False, power_of_2=power_of_2).row
+        operand = cast_groups(hp, casts.row, ends, num_groups, row=True, column=False, power_of_2=power_of_2).row
         return Operands(operand, operand)
     if casts.has_equal_casts or not (row and column):
         cast = casts.row if row else casts.column
-        return cast_groups(hp, cast, ends, groups, row=row, column=column, power_of_2=power_of_2)
-    row_operand = cast_groups(hp, casts.row, ends, groups, row=True, column=False, power_of_2=power_of_2).row
-    column_operand = cast_groups(hp, casts.column, ends, groups, row=False, column=True, power_of_2=power_of_2).column
-    return Operands(row_operand, column_operand)
+        return cast_groups(hp, cast, ends, num_groups, row=row, column=column, power_of_2=power_of_2)
+    row_operand = cast_groups(hp, casts.row, ends, num_groups, row=True, column=False, power_of_2=power_of_2).row
+    column_cast = cast_groups(hp, casts.column, ends, num_groups, row=False, column=True, power_of_2=power_of_2)
+    return Operands(row_operand, column_cast.column)
 
 
-def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *, row: bool, column: bool) -> Operands:
+def _quantize_rows(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *, row: bool, column: bool) -> Operands:
     """Quantize "input" or "grad_output" (`name`), and send the rows to their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
     exchange = args.input_exchange if name == "input" else args.output_exchange
@@ -172,7 +172,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: GroupedMMArgs, name: str, *
         operands = exchange.quantize(hp, casts, row=row, column=column)
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row=row, column=column)
-    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), dispatched=exchange is not None)
+    args.probe.observe_operands(name, hp, operands, Groups(ends.shape[0], ends), exchanged=exchange is not None)
     return operands
 
 
@@ -296,7 +296,7 @@ def multiply_by_weight(
     check_transforms(a, weight)
     if needs_autograd():
         return _GroupedMMFunction.apply(a, weight, ends, args)
-    a_operands = _quantize_tokens(a, ends, args, "input", row=True, column=False)
+    a_operands = _quantize_rows(a, ends, args, "input", row=True, column=False)
     weight_operands = _get_or_quantize_weight(weight, args, row=True, column=False)
     return _compute_output(a_operands, weight_operands, ends, args, a, weight)
 

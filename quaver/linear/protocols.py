@@ -24,12 +24,12 @@ class MatmulProbe(Protocol):
     """Observes what a linear, or one weight of experts, computes with; numerics/probe.py implements it.
 
     It gets the operands and results of the matmuls themselves. Without a monitor the probe is `NO_PROBE`. Matrices of
-    experts have `groups`, and their weights three dims. If the multiplied rows came from other ranks, `dispatched` is
+    experts have `groups`, and their weights three dims. If the multiplied rows came from other ranks, `exchanged` is
     set; `input` and `grad_output` are None. A high-precision matrix is a `Float8Tensor` if it was quantized before.
     """
 
     def observe_operands(
-        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, dispatched: bool = ...
+        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, exchanged: bool = ...
     ) -> None:
         """Observe a cast of `hp`: the "input", "weight" or "grad_output"."""
 

@@ -1,7 +1,7 @@
 """Measures the numerics of a model's float8 matmuls while it trains.
 
-measure    monitoring.py attaches a probe to each weight (probe.py), which adds to slots (observe.py, statistics.py)
-write      rank_statistics.py merges the slots of all ranks, and sample_writer.py writes lines of a record (record.py)
+measure    monitoring.py attaches a probe to each weight (probe.py), which adds to tallies (observe.py, statistics.py)
+write      rank_statistics.py merges the tallies of all ranks, and sample_writer.py writes lines of a record (record.py)
 judge      alarm_sink.py gives each sample (history.py) to alarms.py, which applies alarm_rules.py
 """
 

@@ -81,7 +81,7 @@ class AttachedProbes:
             vars(weight.module).pop("probes", None)
 
     def clear(self) -> None:
-        """Empty the slots of all probes."""
+        """Empty the tallies of all probes."""
         for probe in self._probes.values():
             probe.clear()
 
@@ -118,16 +118,16 @@ class AttachedProbes:
             entry["use_fast_accum"] = getattr(config.matmuls, tensor.site.operand).use_fast_accum
         return entry
 
-    def stack_slots(self) -> Tensor:
-        """Return the slots of `tensors`, [rows, SLOT_WIDTH]."""
-        return torch.stack([tensor.probe.get_slot(tensor.site) for tensor in self.tensors])
+    def stack_tallies(self) -> Tensor:
+        """Return the tallies of `tensors`, [rows, TALLY_WIDTH]."""
+        return torch.stack([tensor.probe.get_tally(tensor.site) for tensor in self.tensors])
 
-    def stack_extras(self, slots: Tensor) -> Tensor | None:
-        """Return the extras of `tensors` beside their `slots`, [rows, EXTRAS_WIDTH]; None in a sample without any."""
+    def stack_extras(self, tallies: Tensor) -> Tensor | None:
+        """Return the extras of `tensors` beside their `tallies`, [rows, EXTRAS_WIDTH]; None in a sample without any."""
         if not self._sampling.with_extras:
             return None
-        zeros = slots.new_zeros(EXTRAS_WIDTH)
-        keys = ((tensor.probe.key, tensor.site.name) for tensor in self.tensors)
+        zeros = tallies.new_zeros(EXTRAS_WIDTH)
+        keys = ((tensor.probe.weight_number, tensor.site.name) for tensor in self.tensors)
         return torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
 
     def list_whole_weight_positions(self) -> list[int]:
@@ -136,7 +136,7 @@ class AttachedProbes:
             position
             for position, tensor in enumerate(self.tensors)
             if tensor.weight_numel is not None
-            and self._sampling.weight_sizes.get(tensor.probe.key) == tensor.weight_numel
+            and self._sampling.weight_sizes.get(tensor.probe.weight_number) == tensor.weight_numel
             and not _is_split(self._weights[tensor.name])
         ]
 

@@ -24,7 +24,7 @@ from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.error_bounds import compute_bulk_db
 from quaver.numerics.matmul_sums import SUMS_WIDTH, MatmulSqnrs, SampledRows, observe_sums
 from quaver.numerics.record import Float64Array, encode_counts
-from quaver.numerics.statistics import SlotIndex, compute_ratio_db, observe_matrix, spread_indices
+from quaver.numerics.statistics import TallyIndex, compute_ratio_db, observe_matrix, spread_indices
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -106,17 +106,19 @@ def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[st
         elif key not in noise_by_cast:
             alone = OperandCasts(cast, cast, casts.power_of_2, has_equal_casts=True)
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
-            slot = observe_matrix(hp, require(operands.row or operands.column, "the operand"))
-            noise_by_cast[key], signal = _get_noise(slot), slot[SlotIndex.SIGNAL].item()
+            tally = observe_matrix(hp, require(operands.row or operands.column, "the operand"))
+            noise_by_cast[key], signal = _get_noise(tally), tally[TallyIndex.SIGNAL].item()
         noises.append(noise_by_cast[key])
     return signal, noises
 
 
-def _get_noise(slot: Tensor) -> float:
+def _get_noise(tally: Tensor) -> float:
     """Return the larger of a cast's noise and the noise that its underflow implies; see `compute_what_if`."""
-    nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
-    underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
-    return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-compute_bulk_db(underflow) / 10))
+    nonzero = tally[TallyIndex.NUMEL] - tally[TallyIndex.NONFINITE] - tally[TallyIndex.ZEROS]
+    underflow = (tally[TallyIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
+    return max(
+        tally[TallyIndex.NOISE].item(), tally[TallyIndex.SIGNAL].item() * 10 ** (-compute_bulk_db(underflow) / 10)
+    )
 
 
 def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> Tensor:

@@ -7,7 +7,7 @@
 
 Each `Float8Linear` and each weight of `Float8Experts` gets a probe while the monitor is open (attached_probes.py). A
 step ends with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective
-gathers the slots of all weights on the first rank, which writes them as one line of a record (sample_writer.py,
+gathers the tallies of all weights on the first rank, which writes them as one line of a record (sample_writer.py,
 record.py). Every rank takes part, even if nothing ran on it.
 
 A step that is not sampled costs one call per cast and result.
@@ -38,11 +38,11 @@ from quaver.numerics.attached_probes import AttachedProbes
 from quaver.numerics.extra_statistics import summarize_extras, summarize_sums
 from quaver.numerics.logprob_mismatch import Mismatch
 from quaver.numerics.probe import Probe
-from quaver.numerics.rank_statistics import GatheredStatistics, find_disagreements, gather_slots
+from quaver.numerics.rank_statistics import GatheredStatistics, find_disagreements, gather_tallies
 from quaver.numerics.record import SCHEMA_VERSION, AnySink, make_sink
 from quaver.numerics.sample_writer import Outcome, SampleWriter
 from quaver.numerics.sampling import Sampling
-from quaver.numerics.statistics import STATISTICS, make_slots, summarize_slots
+from quaver.numerics.statistics import STATISTICS, make_tallies, summarize_tallies
 from quaver.numerics.step_ends import StepEndDetector
 from quaver.runtime.agreement import check_ranks_agree, find_collective_device
 from quaver.runtime.errors import check_is_module
@@ -259,11 +259,12 @@ class Monitor:
         with_extras = {name for i, name in enumerate(names) if step == 1 or (i + index) % self.extras_every == 0}
         if self._rank_count == 1:  # other ranks do not know the suspects
             with_extras |= self._writer.suspects & names.keys()
-        keys = {tensor.name: tensor.probe.key for tensor in self._probes.tensors if tensor.name in with_extras}
+        tensors = [tensor for tensor in self._probes.tensors if tensor.name in with_extras]
+        numbers = {tensor.name: tensor.probe.weight_number for tensor in tensors}
         with_sums: frozenset[int] = frozenset()
         if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
-            with_sums = frozenset(key for name, key in keys.items() if not self._probes.configs[name].emulate)
-        self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(keys.values()), with_sums=with_sums)
+            with_sums = frozenset(number for name, number in numbers.items() if not self._probes.configs[name].emulate)
+        self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
         if not self._is_open or runs_in_backward():
@@ -280,9 +281,9 @@ class Monitor:
         self._sampled_step = self.completed_steps
         if self._probes.update_tensors():  # after set_high_precision_matmuls
             self.header = self._make_header(self.completed_steps)
-        slots = self._probes.stack_slots()
-        extras = self._probes.stack_extras(slots)
-        gathered = gather_slots(slots, extras, self._group)
+        tallies = self._probes.stack_tallies()
+        extras = self._probes.stack_extras(tallies)
+        gathered = gather_tallies(tallies, extras, self._group)
         self._probes.clear()
         failure = None
         if gathered is not None:
@@ -298,7 +299,7 @@ class Monitor:
     def _make_sample(self, gathered: GatheredStatistics) -> dict[str, Any] | None:
         """Make the line of this step and append it to `samples`. Returns None if nothing ran."""
         tensors = self._probes.tensors
-        if gathered.slots.equal(make_slots(len(tensors), torch.device("cpu"))):
+        if gathered.tallies.equal(make_tallies(len(tensors), torch.device("cpu"))):
             if not self._has_warned and not self._probes.is_any_training():
                 self._has_warned = True
                 logger.warning(
@@ -308,7 +309,7 @@ class Monitor:
                 )
             return None
         weights = [tensor.weight_numel for tensor in tensors]
-        sample = {"kind": "sample", "step": self.completed_steps, **summarize_slots(gathered.slots, weights)}
+        sample = {"kind": "sample", "step": self.completed_steps, **summarize_tallies(gathered.tallies, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
         outliers = find_disagreements(gathered.by_rank, self._probes.list_whole_weight_positions())

@@ -1,10 +1,10 @@
 """The operations that observe casts and matmuls in sampled steps.
 
-    observe_operand(slots, index, number, site, hp, codes, ...)    the cast of one operand
-    observe_output(slots, index, number, output, ...)              the result of a matmul, compared with high precision
-    observe_grad_input, observe_grad_weight                      the same for the matmuls of backward
+    observe_operand(tallies, index, number, site, hp, codes, ...)  the cast of one operand
+    observe_output(tallies, index, number, output, ...)            the result of a matmul, compared with high precision
+    observe_grad_input, observe_grad_weight                        the same for the matmuls of backward
 
-Each adds to one slot of a linear (statistics.py) and returns nothing. In compiled code they are registered operations,
+Each adds to one tally of a linear (statistics.py) and returns nothing. In compiled code they are registered operations,
 which stay in the graph while a monitor is attached. The host decides when they run whether the step is sampled, so
 nothing is recompiled when sampling begins or ends. `number` identifies the linear as an int64 tensor on the CPU: with a
 Python number, torch.compile would compile each of many equal layers. Eager code calls the same functions outside
@@ -13,8 +13,8 @@ dispatch modes, because a selective checkpoint must not count their operations.
 A forward that runs inside a backward repeats a forward that was observed. Its operands count once. Only the columns of
 the input are kept again, because grad_weight multiplies the recomputed codes.
 
-Experts are observed like linears. With `groups`, each group of rows (experts/groups.py) is observed as a separate
-matrix, and all groups merge into one slot. `ends` is read on the host. Only some experts have results compared and
+Experts are observed like linears. With `num_groups`, each group of rows (experts/groups.py) is observed as a separate
+matrix, and all groups merge into one tally. `ends` is read on the host. Only some experts have results compared and
 extras.
 
 [Note: high precision in backward] grad_weight reads the input, but backward only has its codes. The forward therefore
@@ -45,10 +45,10 @@ from quaver.numerics.matmul_sums import sample_rows
 from quaver.numerics.sampling import SampledInput, Sampling, record_use
 from quaver.numerics.statistics import (
     ComparedPair,
-    SlotIndex,
+    TallyIndex,
     add_scales,
-    make_slots,
-    merge_slots,
+    make_tallies,
+    merge_tallies,
     observe_matrix,
     observe_result,
     spread_indices,
@@ -69,7 +69,7 @@ _CHUNK_ELEMENTS = 1 << 22
 def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap `run` so that it runs in sampled steps only, without autograd, autocast and dispatch modes."""
 
-    def observe(slots: Tensor, index: int, number: Tensor, *args: Any) -> None:
+    def observe(tallies: Tensor, index: int, number: Tensor, *args: Any) -> None:
         sampling = record_use(int(number))
         if sampling is None:
             return
@@ -79,26 +79,26 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
                 "without mode='reduce-overhead', or close the monitor"
             )
         check_memory(*(arg for arg in args if isinstance(arg, Tensor)))
-        with torch.no_grad(), without_dispatch_modes(), torch.autocast(slots.device.type, enabled=False):
-            run(sampling, slots[index], int(number), *args)
+        with torch.no_grad(), without_dispatch_modes(), torch.autocast(tallies.device.type, enabled=False):
+            run(sampling, tallies[index], int(number), *args)
 
     return observe
 
 
-def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
-    """Return the number, first row and end of each group that has rows; a matrix without `groups` is one group."""
-    bounds = find_group_bounds(ends, groups, rows) if groups else [(0, rows)]
-    return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
+def _find_groups(ends: Tensor | None, num_groups: int, rows: int) -> list[tuple[int, int, int]]:
+    """Return the number, first row and end of each group that has rows; a matrix without `num_groups` is one group."""
+    bounds = find_group_bounds(ends, num_groups, rows) if num_groups else [(0, rows)]
+    return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not num_groups]
 
 
-def _is_compared(group: int, groups: int) -> bool:
+def _is_compared(group: int, num_groups: int) -> bool:
     """Return whether a group's results are compared with high precision. At most `COMPARED_ROWS` groups are."""
-    return group % max(-(-groups // COMPARED_ROWS), 1) == 0
+    return group % max(-(-num_groups // COMPARED_ROWS), 1) == 0
 
 
 def _observe_operand(
     sampling: Sampling,
-    slot: Tensor,
+    tally: Tensor,
     number: int,
     site: str,
     hp: Tensor | None,
@@ -107,41 +107,41 @@ def _observe_operand(
     layout: Sequence[int],
     quant_scale: Tensor | None,
     ends: Tensor | None,
-    groups: int,
-    dispatched: bool,
+    num_groups: int,
+    exchanged: bool,
     transposed: bool,
     is_forward: bool,
 ) -> None:
-    """Observe a cast of a matrix, or of each group. If `dispatched`, the codes are of other ranks' rows."""
+    """Observe a cast of a matrix, or of each group. If `exchanged`, the codes are of other ranks' rows."""
     matrix, codes = None if hp is None else flatten_to_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     cast = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
     if site.startswith("weight"):
         sampling.weight_sizes[number] = codes.numel()
-    matching_hp = matrix if matrix is not None and not dispatched and matrix.shape == codes.shape else None
+    matching_hp = matrix if matrix is not None and not exchanged and matrix.shape == codes.shape else None
     scale_shape = cast.layout.get_scale_shape(codes.shape[0], codes.shape[1])
-    is_comparable = matching_hp is not None and (groups > 0 or dequant_scale.shape == scale_shape)
+    is_comparable = matching_hp is not None and (num_groups > 0 or dequant_scale.shape == scale_shape)
     is_repeated = is_forward and runs_in_backward()
     if matrix is not None and not is_comparable and not is_repeated:
-        merge_slots(slot, observe_matrix(matrix, None))
-    for group, start, stop in _find_groups(ends, groups, codes.shape[0]):
+        merge_tallies(tally, observe_matrix(matrix, None))
+    for group, start, stop in _find_groups(ends, num_groups, codes.shape[0]):
         group_hp = None if matching_hp is None else matching_hp[start:stop]
-        group_cast = select_group(cast, group, start, stop) if groups else cast
-        if group_hp is not None and _is_compared(group, groups):
+        group_cast = select_group(cast, group, start, stop) if num_groups else cast
+        if group_hp is not None and _is_compared(group, num_groups):
             _keep_for_matmuls(
                 sampling, (number, group), site, group_hp, group_cast, is_comparable, transposed, is_repeated
             )
         if is_repeated:
             continue
         if group_hp is None or not is_comparable:
-            observed = make_slots(1, slot.device)[0]
+            observed = make_tallies(1, tally.device)[0]
             add_scales(observed, require(group_cast.dequant_scale, "the dequant_scale"))
         else:
             observed = observe_matrix(group_hp, group_cast)
-        if groups:
+        if num_groups:
             scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
-            observed[SlotIndex.WORST_INDEX] += find_first_scale_row(cast.layout.rows, group, start) * scales_per_row
-        merge_slots(slot, observed)
+            observed[TallyIndex.WORST_INDEX] += find_first_scale_row(cast.layout.rows, group, start) * scales_per_row
+        merge_tallies(tally, observed)
 
 
 def _keep_for_matmuls(
@@ -176,14 +176,14 @@ def _keep_for_matmuls(
 
 def _observe_output(
     sampling: Sampling,
-    slot: Tensor,
+    tally: Tensor,
     number: int,
     output: Tensor,
     input: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     ends: Tensor | None,
-    groups: int,
+    num_groups: int,
 ) -> None:
     """Observe output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], and compare some rows.
 
@@ -199,23 +199,23 @@ def _observe_output(
         if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
             return None
         rows = start + spread_indices(stop - start, COMPARED_ROWS, output.device)
-        left, chunks = _widen(matrix[rows]), _split_rows(weight[group] if groups else weight)
+        left, chunks = _widen(matrix[rows]), _split_rows(weight[group] if num_groups else weight)
         reference = torch.cat([left @ _widen(chunk).t() for chunk in chunks], 1)
         return output[rows], reference if bias is None else reference + _widen(bias)
 
-    bounds = _find_groups(ends, groups, output.shape[0])
-    _observe_result(sampling, slot, (number, "output"), output, bounds, groups, compare)
+    bounds = _find_groups(ends, num_groups, output.shape[0])
+    _observe_result(sampling, tally, (number, "output"), output, bounds, num_groups, compare)
 
 
 def _observe_grad_input(
     sampling: Sampling,
-    slot: Tensor,
+    tally: Tensor,
     number: int,
     grad_input: Tensor,
     grad_output: Tensor | None,
     weight: Tensor | None,
     ends: Tensor | None,
-    groups: int,
+    num_groups: int,
 ) -> None:
     """Observe grad_input [M, K] = grad_output [M, N] @ weight [N, K], and compare some rows.
 
@@ -228,25 +228,25 @@ def _observe_grad_input(
         if weight_hp is None or not has_memory(weight_hp) or matrix is None or matrix.shape[0] != result.shape[0]:
             return None
         rows = start + spread_indices(stop - start, COMPARED_ROWS, result.device)
-        chunks = _split_rows(weight_hp[group] if groups else weight_hp)
+        chunks = _split_rows(weight_hp[group] if num_groups else weight_hp)
         grad_chunks = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
         products = (grad @ _widen(chunk) for grad, chunk in zip(grad_chunks, chunks, strict=True))
         return result[rows], sum(products, start=grad_chunks[0].new_zeros(()))
 
-    bounds = _find_groups(ends, groups, result.shape[0])
-    _observe_result(sampling, slot, (number, "grad_input"), result, bounds, groups, compare)
+    bounds = _find_groups(ends, num_groups, result.shape[0])
+    _observe_result(sampling, tally, (number, "grad_input"), result, bounds, num_groups, compare)
 
 
 def _observe_grad_weight(
     sampling: Sampling,
-    slot: Tensor,
+    tally: Tensor,
     number: int,
     grad_weight: Tensor,
     grad_output: Tensor | None,
     input_hp: Tensor | None,
     input_codes: Tensor | None,
     ends: Tensor | None,
-    groups: int,
+    num_groups: int,
 ) -> None:
     """Observe grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], and compare some columns.
 
@@ -262,36 +262,38 @@ def _observe_grad_weight(
             sampled_columns = None if sampled is None else sampled.columns
             sampled_rows = None if sampled is None else sampled.rows  # for the sums
             sampling.rows[(number, group), "input", "column"] = sampled_rows
-        grads = None if matrix is None else matrix[start:stop] if groups else matrix
+        grads = None if matrix is None else matrix[start:stop] if num_groups else matrix
         if sampled_columns is None or grads is None or sampled_columns.shape[0] != grads.shape[0]:
             return None
-        actual, chunks = (grad_weight[group] if groups else grad_weight)[:, columns], _split_rows(grads)
+        actual, chunks = (grad_weight[group] if num_groups else grad_weight)[:, columns], _split_rows(grads)
         inputs = sampled_columns.split([len(chunk) for chunk in chunks])
         products = (_widen(chunk).t() @ _widen(input) for chunk, input in zip(chunks, inputs, strict=True))
         return actual, sum(products, start=_widen(actual.new_zeros(())))
 
     input = input_hp if input_codes is None else input_codes
-    bounds = _find_groups(ends, groups, 0 if input is None else input.shape[0])
-    _observe_result(sampling, slot, (number, "grad_weight"), flatten_to_matrix(grad_weight), bounds, groups, compare)
+    bounds = _find_groups(ends, num_groups, 0 if input is None else input.shape[0])
+    _observe_result(
+        sampling, tally, (number, "grad_weight"), flatten_to_matrix(grad_weight), bounds, num_groups, compare
+    )
 
 
 def _observe_result(
     sampling: Sampling,
-    slot: Tensor,
+    tally: Tensor,
     key: tuple[int, str],
     result: Tensor,
     bounds: Sequence[tuple[int, int, int]],
-    groups: int,
+    num_groups: int,
     compare: Callable[[int, int, int], ComparedPair | None],
 ) -> None:
-    """Merge a result into the slot, compare some groups with high precision, and add the errors of a GPU's sums.
+    """Merge a result into the tally, compare some groups with high precision, and add the errors of a GPU's sums.
 
     `compare` takes a group's number, first row and end, and returns None if an operand has no high-precision matrix.
     """
     number, name = key
     if name != "grad_weight":
         result = result[: bounds[-1][2] if bounds else 0]  # later rows belong to no group
-    pairs = [compare(*bound) for bound in bounds if _is_compared(bound[0], groups)]
+    pairs = [compare(*bound) for bound in bounds if _is_compared(bound[0], num_groups)]
     if sampling.hardware is not None:
         for group, _, _ in bounds:
             left, right = (sampling.rows.get(((number, group), *operand)) for operand in MATMULS[name])
@@ -299,7 +301,7 @@ def _observe_result(
                 site = number, f"{name}.result"
                 extras = compute_result_extras(left, right, sampling.hardware)
                 sampling.extras[site] = extras + sampling.extras.get(site, 0)
-    merge_slots(slot, observe_result(result, [pair for pair in pairs if pair is not None]))
+    merge_tallies(tally, observe_result(result, [pair for pair in pairs if pair is not None]))
 
 
 def _widen(matrix: Tensor) -> Tensor:
@@ -315,20 +317,20 @@ def _split_rows(matrix: Tensor) -> tuple[Tensor, ...]:
 def _register_observer(run: Callable[..., None]) -> Callable[..., None]:
     """Register the operation, and return a function that calls it in compiled code, else `run` directly.
 
-    The operation is named like `run` without its underscore. Both take `slots`, `index` and `number`, and then the
-    arguments of `run` after its first three: the `Sampling`, the slot and the number.
+    The operation is named like `run` without its underscore. Both take `tallies`, `index` and `number`, and then the
+    arguments of `run` after its first three: the `Sampling`, the tally and the number.
     """
     name, observe = run.__name__.removeprefix("_"), _run_if_sampled(run)
-    library.define(f"{name}(Tensor(a!) slots, int index, Tensor number, {format_parameters(run, 3)}) -> ()")
+    library.define(f"{name}(Tensor(a!) tallies, int index, Tensor number, {format_parameters(run, 3)}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
     registered = getattr(torch.ops.quaver, name)
 
-    def call(slots: Tensor, *args: Any) -> None:
+    def call(tallies: Tensor, *args: Any) -> None:
         if torch.compiler.is_compiling():
-            registered(slots, *args)
+            registered(tallies, *args)
         elif not any(isinstance(arg, FakeTensor) for arg in args):
-            observe(slots, *args)
+            observe(tallies, *args)
 
     return call
 

@@ -1,7 +1,7 @@
 """`Probe` observes a linear, or one weight of experts, while a monitor is attached.
 
 The linear calls it as a `MatmulProbe` (linear/protocols.py). It observes sites: the three operands, each with one cast
-for both of its matmuls or with one cast for each, and the three results. Each site has a slot in the forward, the
+for both of its matmuls or with one cast for each, and the three results. Each site has a tally in the forward, the
 backward or both: a compiled graph may write to a tensor in its forward or in its backward, but not in both.
 """
 
@@ -18,7 +18,7 @@ from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
 from quaver.numerics.sampling import record_use
-from quaver.numerics.statistics import clear_slots, make_slots, merge_slots
+from quaver.numerics.statistics import clear_tallies, make_tallies, merge_tallies
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
 
@@ -81,40 +81,40 @@ _ONE_MATRIX = Groups(0)
 
 
 class Probe:
-    """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill its slots."""
+    """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill tallies."""
 
     forward: Tensor
-    """The slots of the forward, in the order of `FORWARD_SITES`."""
+    """The tallies of the forward, in the order of `FORWARD_SITES`."""
     backward: Tensor
-    """The slots of the backward, in the order of `BACKWARD_SITES`."""
-    key: int
+    """The tallies of the backward, in the order of `BACKWARD_SITES`."""
+    weight_number: int
     """The number that identifies the weight (`Sampling.assign_number`)."""
-    number: Tensor
+    number_tensor: Tensor
     """The same number as int64 () on the CPU, for compiled code."""
     weight: ModuleWeight
     """The weight, whose module's config may change between steps (`set_high_precision_matmuls`)."""
     monitor: Any
     """The `Monitor` that attached the probe."""
 
-    def __init__(self, key: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
-        self.forward, self.backward = (make_slots(len(sites), device) for sites in (FORWARD_SITES, BACKWARD_SITES))
-        self.key, self.weight, self.monitor = key, weight, monitor
-        self.number = torch.tensor(key, device="cpu")
+    def __init__(self, weight_number: int, weight: ModuleWeight, device: torch.device, monitor: Any = None) -> None:
+        self.forward, self.backward = (make_tallies(len(sites), device) for sites in (FORWARD_SITES, BACKWARD_SITES))
+        self.weight_number, self.weight, self.monitor = weight_number, weight, monitor
+        self.number_tensor = torch.tensor(weight_number, device="cpu")
 
-    def get_slot(self, site: ProbeSite) -> Tensor:
-        """Return the slot of a site, [SLOT_WIDTH]. Forward and backward are merged."""
+    def get_tally(self, site: ProbeSite) -> Tensor:
+        """Return the tally of a site, [TALLY_WIDTH]. Forward and backward are merged."""
         if site not in BACKWARD_SITES:
             return self.forward[FORWARD_SITES.index(site)]
-        slot = self.backward[BACKWARD_SITES.index(site)]
+        tally = self.backward[BACKWARD_SITES.index(site)]
         if site in FORWARD_SITES:
-            slot, backward = self.forward[FORWARD_SITES.index(site)].clone(), slot
-            merge_slots(slot, backward)
-        return slot
+            tally, backward = self.forward[FORWARD_SITES.index(site)].clone(), tally
+            merge_tallies(tally, backward)
+        return tally
 
     def clear(self) -> None:
-        """Empty all slots."""
-        clear_slots(self.forward)
-        clear_slots(self.backward)
+        """Empty all tallies."""
+        clear_tallies(self.forward)
+        clear_tallies(self.backward)
 
     def observe_operands(
         self,
@@ -123,7 +123,7 @@ class Probe:
         operands: Operands,
         groups: Groups = _ONE_MATRIX,
         *,
-        dispatched: bool = False,
+        exchanged: bool = False,
     ) -> None:
         if not self._record_use():
             return
@@ -136,14 +136,14 @@ class Probe:
             # grad_weight finds the sampled input by the address of the saved column codes; on a CPU both share it.
             both = operands.column or operands.row if name == "input" else operands.row or operands.column
             casts = {"both": both}
-        sites, slots = (FORWARD_SITES, self.forward) if is_forward else (BACKWARD_SITES, self.backward)
+        sites, tallies = (FORWARD_SITES, self.forward) if is_forward else (BACKWARD_SITES, self.backward)
         for cast, operand in casts.items():
             if operand is not None and operand.dequant_scale is not None:
                 site = ProbeSite(name, cast)
                 observe.observe_operand(
-                    slots,
+                    tallies,
                     sites.index(site),
-                    self.number,
+                    self.number_tensor,
                     site.name,
                     hp,
                     operand.data,
@@ -152,7 +152,7 @@ class Probe:
                     operand.quant_scale,
                     groups.ends,
                     groups.num_experts,
-                    dispatched,
+                    exchanged,
                     groups.transposed,
                     is_forward,
                 )
@@ -168,7 +168,7 @@ class Probe:
         if self._record_use():
             weight_hp = _to_matmul_shape(_drop_float8(weight), groups)
             tensors = output, _drop_float8(input), weight_hp, bias, groups.ends, groups.num_experts
-            observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), self.number, *tensors)
+            observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), self.number_tensor, *tensors)
 
     def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
@@ -176,7 +176,7 @@ class Probe:
         if self._record_use():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
             tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.num_experts
-            observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number, *tensors)
+            observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number_tensor, *tensors)
 
     def observe_grad_input(
         self,
@@ -190,12 +190,12 @@ class Probe:
             if operand.dequant_scale is None and not groups.num_experts:
                 weight = operand.data
             tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.num_experts
-            observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number, *tensors)
+            observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number_tensor, *tensors)
 
     def _record_use(self) -> bool:
         """Record that a matmul of the weight runs. Returns whether to call the operation."""
-        # Compiled code always calls the operations, and must not be guarded by the key.
-        return torch.compiler.is_compiling() or record_use(self.key) is not None
+        # Compiled code always calls the operations, and must not be guarded by the number.
+        return torch.compiler.is_compiling() or record_use(self.weight_number) is not None
 
 
 def _drop_float8(tensor: Tensor | None) -> Tensor | None:

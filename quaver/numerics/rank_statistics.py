@@ -1,8 +1,8 @@
-"""Merges the slots of all ranks on the first rank, in one collective, and finds ranks whose weights differ.
+"""Merges the tallies of all ranks on the first rank, in one collective, and finds ranks whose weights differ.
 
 Ranks that multiply by a whole weight must have the same weight: replicas of DDP and HSDP, and what FSDP gathers. Their
-slots for its casts show whether they do: by counts and sums per scale, and by the extremes of elements and of scales.
-Slots do not see a permutation of elements, nor a change of less than `SUM_TOLERANCE` of the sum of squares.
+tallies for its casts show whether they do: by counts and sums per scale, and by the extremes of elements and of scales.
+Tallies do not see a permutation of elements, nor a change of less than `SUM_TOLERANCE` of the sum of squares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quaver.numerics.record import Float64Array
-from quaver.numerics.statistics import merge_slots, normalize_slot
+from quaver.numerics.statistics import merge_tallies, normalize_tally
 from quaver.runtime.agreement import find_collective_device
 from quaver.runtime.process_group import has_process_group
 
@@ -28,20 +28,22 @@ SUM_TOLERANCE = 1e-9
 class GatheredStatistics(NamedTuple):
     """The statistics of all ranks, on the first rank's CPU."""
 
-    slots: Tensor
-    """[rows, SLOT_WIDTH], merged."""
+    tallies: Tensor
+    """[rows, TALLY_WIDTH], merged."""
     extras: Tensor | None
     """[rows, EXTRAS_WIDTH], summed over the ranks."""
     by_rank: list[Tensor]
-    """The slots of each rank, [rows, SLOT_WIDTH], before the merge."""
+    """The tallies of each rank, [rows, TALLY_WIDTH], before the merge."""
 
 
-def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> GatheredStatistics | None:
-    """Gather slots [rows, SLOT_WIDTH] and extras [rows, EXTRAS_WIDTH] of all ranks. Returns None except on the first.
+def gather_tallies(
+    tallies: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None
+) -> GatheredStatistics | None:
+    """Gather tallies [rows, TALLY_WIDTH] and extras [rows, EXTRAS_WIDTH] of all ranks. None except on the first.
 
-    The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.4 KB with extras.
+    The first rank briefly holds the tallies of every rank: 2.2 KB per row and rank, 6.4 KB with extras.
     """
-    local = slots if extras is None else torch.cat([slots, extras], 1)
+    local = tallies if extras is None else torch.cat([tallies, extras], 1)
     by_rank = [local]
     if has_process_group() and dist.get_world_size(group) > 1:
         local = local.to(find_collective_device(group))
@@ -50,33 +52,33 @@ def gather_slots(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup 
         dist.gather(local, by_rank or None, group=group, group_dst=0)
     if not by_rank:
         return None
-    by_rank, width = [local.cpu() for local in by_rank], slots.shape[1]
+    by_rank, width = [local.cpu() for local in by_rank], tallies.shape[1]
     merged = by_rank[0].clone()
     for local in by_rank[1:]:
-        merge_slots(merged[:, :width], local[:, :width])
+        merge_tallies(merged[:, :width], local[:, :width])
         merged[:, width:] += local[:, width:]
     merged_extras = None if extras is None else merged[:, width:]
     return GatheredStatistics(merged[:, :width], merged_extras, [local[:, :width] for local in by_rank])
 
 
 def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[int, int]:
-    """Return the rows whose slots differ between ranks, each with the first rank that differs from the majority.
+    """Return the rows whose tallies differ between ranks, each with the first rank that differs from the majority.
 
     On a tie, the side with the lowest rank wins. A rank without observations agrees.
     """
     outliers = {}
     for row in rows if len(by_rank) > 1 else ():
-        normalized = ((rank, normalize_slot(slots[row])) for rank, slots in enumerate(by_rank))
+        normalized = ((rank, normalize_tally(tallies[row])) for rank, tallies in enumerate(by_rank))
         outlier = _find_outlier({rank: values for rank, values in normalized if values is not None})
         if outlier is not None:
             outliers[row] = outlier
     return outliers
 
 
-def _find_outlier(slots: dict[int, Float64Array]) -> int | None:
-    if len(slots) < 2:
+def _find_outlier(tallies: dict[int, Float64Array]) -> int | None:
+    if len(tallies) < 2:
         return None
-    ranks, values = list(slots), np.stack(list(slots.values()))
+    ranks, values = list(tallies), np.stack(list(tallies.values()))
     if _are_close(values, values[0]).all():
         return None
     majority = values[np.argmax([_are_close(values, row).sum() for row in values])]

@@ -1,7 +1,7 @@
 """Statistics of a matrix and its cast, as float64 sums and extremes that merge in any order.
 
-A slot is a float64 vector of `SLOT_WIDTH` numbers. Each observation yields a slot. The slots of microbatches, groups
-and ranks merge into one slot, which `summarize_slots` turns into the statistics of a sample. It holds:
+A tally is a float64 vector of `TALLY_WIDTH` numbers. Each observation yields a tally. The tallies of microbatches,
+groups and ranks merge into one, which `summarize_tallies` turns into the statistics of a sample. It holds:
 
     sums       counts, sums of squares and sums of fourth powers; their ratios do not change if replicas count an
                element twice
@@ -41,8 +41,8 @@ from quaver.recipes.scale_layout import TENSORWISE
 from quaver.runtime.devices import is_cpu
 
 
-class SlotIndex(enum.IntEnum):
-    """The index of each sum and extreme in a slot."""
+class TallyIndex(enum.IntEnum):
+    """The index of each sum and extreme in a tally."""
 
     NUMEL = 0
     SIGNAL = 1
@@ -69,15 +69,15 @@ class SlotIndex(enum.IntEnum):
 _COUNTS_AND_EXTREMES = slice(6, 12)
 """The entries that `kernels.cpu.observe` returns before the sum of fourth powers, in its order."""
 _SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
-_NAMED_WIDTH = len(SlotIndex)
-"""The entries of a slot before its counts of exponents."""
+_NAMED_WIDTH = len(TallyIndex)
+"""The entries of a tally before its counts of exponents."""
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
 EXPONENTS = slice(_NAMED_WIDTH, _NAMED_WIDTH + _EXPONENTS)
-SLOT_WIDTH = _NAMED_WIDTH + _EXPONENTS
+TALLY_WIDTH = _NAMED_WIDTH + _EXPONENTS
 
 STATISTICS: tuple[str, ...] = ("numel", "amax", "rms", "smallest", "underflow", "saturated", "sqnr_db", "scale_min")
 STATISTICS += ("scale_median", "scale_max", "scale_worst", "scale_worst_sqnr_db", "nonfinite", "zeros", "kurtosis")
-"""The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
+"""The statistics of a tally, in the order of a record; docs/monitor.md defines them."""
 
 SIGNIFICANT_DIGITS = {"rms": 7} | dict.fromkeys(
     ("underflow", "saturated", "sqnr_db", "scale_worst_sqnr_db", "zeros", "kurtosis"), 6
@@ -93,44 +93,44 @@ _CHUNK_ELEMENTS = 1 << 16
 """Elements that the oracle widens to float64 at a time."""
 
 
-def make_slots(count: int, device: torch.device) -> Tensor:
-    """Return `count` empty slots, float64 [count, SLOT_WIDTH]."""
-    slots = torch.zeros(count, SLOT_WIDTH, dtype=torch.float64, device=device)
-    clear_slots(slots)
-    return slots
+def make_tallies(count: int, device: torch.device) -> Tensor:
+    """Return `count` empty tallies, float64 [count, TALLY_WIDTH]."""
+    tallies = torch.zeros(count, TALLY_WIDTH, dtype=torch.float64, device=device)
+    clear_tallies(tallies)
+    return tallies
 
 
-def clear_slots(slots: Tensor) -> None:
-    """Empty slots [..., SLOT_WIDTH] in place."""
-    slots.zero_()
-    slots[..., _MINIMA] = math.inf
-    slots[..., SlotIndex.WORST_RATIO] = -1
+def clear_tallies(tallies: Tensor) -> None:
+    """Empty tallies [..., TALLY_WIDTH] in place."""
+    tallies.zero_()
+    tallies[..., _MINIMA] = math.inf
+    tallies[..., TallyIndex.WORST_RATIO] = -1
 
 
-def merge_slots(slots: Tensor, observed: Tensor) -> None:
-    """Add observations to slots, both [..., SLOT_WIDTH], in place."""
-    is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST_RATIO, None]
+def merge_tallies(tallies: Tensor, observed: Tensor) -> None:
+    """Add observations to tallies, both [..., TALLY_WIDTH], in place."""
+    is_worse = observed[..., _WORST] > tallies[..., TallyIndex.WORST_RATIO, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
-    worst = torch.where(is_worse, observed[..., _WORST], slots[..., _WORST])
-    slots[..., _SUMS] += observed[..., _SUMS]
-    slots[..., SlotIndex.FOURTH_POWERS] += observed[..., SlotIndex.FOURTH_POWERS]
-    slots[..., EXPONENTS] += observed[..., EXPONENTS]
-    slots[..., _MAXIMA] = torch.maximum(slots[..., _MAXIMA], observed[..., _MAXIMA])
-    slots[..., _MINIMA] = torch.minimum(slots[..., _MINIMA], observed[..., _MINIMA])
-    slots[..., _WORST] = worst
+    worst = torch.where(is_worse, observed[..., _WORST], tallies[..., _WORST])
+    tallies[..., _SUMS] += observed[..., _SUMS]
+    tallies[..., TallyIndex.FOURTH_POWERS] += observed[..., TallyIndex.FOURTH_POWERS]
+    tallies[..., EXPONENTS] += observed[..., EXPONENTS]
+    tallies[..., _MAXIMA] = torch.maximum(tallies[..., _MAXIMA], observed[..., _MAXIMA])
+    tallies[..., _MINIMA] = torch.minimum(tallies[..., _MINIMA], observed[..., _MINIMA])
+    tallies[..., _WORST] = worst
 
 
 def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
-    """Return the slot of one matrix [R, C] and of its cast.
+    """Return the tally of one matrix [R, C] and of its cast.
 
     Args:
         hp: float32, bfloat16 or float16, any strides.
         cast: codes [R, C] and scales. If it has no quant_scale, that is the reciprocal of dequant_scale.
     """
-    slot = make_slots(1, hp.device)[0]
+    tally = make_tallies(1, hp.device)[0]
     if hp.numel() == 0:
-        return slot
-    slot[SlotIndex.NUMEL] = hp.numel()
+        return tally
+    tally[TallyIndex.NUMEL] = hp.numel()
     codes, layout, quant, dequant = None, TENSORWISE, _UNIT_SCALE, _UNIT_SCALE
     if cast is not None:
         codes, layout = cast.data, cast.layout
@@ -140,14 +140,14 @@ def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
     if sums is None:
         sums = observe_in_pytorch(hp, codes, quant, dequant, layout.get_block_shape(hp.shape))
     signal, noise, counts = sums
-    slot[_COUNTS_AND_EXTREMES], slot[SlotIndex.FOURTH_POWERS] = counts[:-1], counts[-1]
-    slot[SlotIndex.SIGNAL] = signal.sum()
+    tally[_COUNTS_AND_EXTREMES], tally[TallyIndex.FOURTH_POWERS] = counts[:-1], counts[-1]
+    tally[TallyIndex.SIGNAL] = signal.sum()
     if cast is not None:
-        slot[SlotIndex.WITH_CODES], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
-        slot[SlotIndex.NOISE] = noise.sum()
-        add_scales(slot, require(cast.dequant_scale, "the dequant_scale"))
-        add_worst_scale(slot, signal.flatten(), noise.flatten())
-    return slot
+        tally[TallyIndex.WITH_CODES], tally[TallyIndex.REFERENCE] = hp.numel(), tally[TallyIndex.SIGNAL]
+        tally[TallyIndex.NOISE] = noise.sum()
+        add_scales(tally, require(cast.dequant_scale, "the dequant_scale"))
+        add_worst_scale(tally, signal.flatten(), noise.flatten())
+    return tally
 
 
 def observe_in_pytorch(
@@ -213,27 +213,27 @@ def _add_block_sums(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int
     sums[first : first + len(block_sums)] += block_sums
 
 
-def add_scales(slot: Tensor, dequant_scale: Tensor) -> None:
-    """Add scales, float32 of any shape, to a slot. A scale that is not finite counts but has no exponent."""
+def add_scales(tally: Tensor, dequant_scale: Tensor) -> None:
+    """Add scales, float32 of any shape, to a tally. A scale that is not finite counts but has no exponent."""
     scales = dequant_scale.double().flatten()
     if not scales.numel():
         return
-    slot[SlotIndex.SCALES] += scales.numel()
-    slot[SlotIndex.SCALE_MIN] = torch.minimum(slot[SlotIndex.SCALE_MIN], scales.min())
-    slot[SlotIndex.SCALE_MAX] = torch.maximum(slot[SlotIndex.SCALE_MAX], scales.max())
+    tally[TallyIndex.SCALES] += scales.numel()
+    tally[TallyIndex.SCALE_MIN] = torch.minimum(tally[TallyIndex.SCALE_MIN], scales.min())
+    tally[TallyIndex.SCALE_MAX] = torch.maximum(tally[TallyIndex.SCALE_MAX], scales.max())
     exponents = torch.frexp(scales)[1].clamp(_LOWEST_EXPONENT + 1, _LOWEST_EXPONENT + _EXPONENTS) - 1
     has_exponent = (scales.isfinite() & (scales > 0)).double()
-    slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, has_exponent)
+    tally[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, has_exponent)
 
 
-def add_worst_scale(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
+def add_worst_scale(tally: Tensor, signal: Tensor, noise: Tensor) -> None:
     """Keep the index of the scale with the largest noise-to-signal ratio; both are float64 [scales]."""
     ratio = noise / signal  # a block of zeros is 0 / 0
     ratio = torch.where(signal > 0, ratio, torch.where(noise > 0, math.inf, 0.0))
     worst, index = ratio.max(0)
-    is_worse = worst > slot[SlotIndex.WORST_RATIO]
+    is_worse = worst > tally[TallyIndex.WORST_RATIO]
     pair = torch.stack([worst, index.double()])
-    slot[_WORST] = torch.where(is_worse, pair, slot[_WORST])
+    tally[_WORST] = torch.where(is_worse, pair, tally[_WORST])
 
 
 ComparedPair = tuple[Tensor, Tensor]
@@ -241,13 +241,13 @@ ComparedPair = tuple[Tensor, Tensor]
 
 
 def observe_result(result: Tensor, compared: Sequence[ComparedPair]) -> Tensor:
-    """Return the slot of a result [M, N]."""
-    slot = observe_matrix(result, None)
+    """Return the tally of a result [M, N]."""
+    tally = observe_matrix(result, None)
     for actual, reference in compared:
         signal, noise = sum_signal_and_noise(reference, actual)
-        slot[SlotIndex.REFERENCE] += signal
-        slot[SlotIndex.NOISE] += noise
-    return slot
+        tally[TallyIndex.REFERENCE] += signal
+        tally[TallyIndex.NOISE] += noise
+    return tally
 
 
 def sum_signal_and_noise(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,53 +264,53 @@ def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * length // max(count, 1)
 
 
-def normalize_slot(slot: Tensor) -> Float64Array | None:
-    """Return a slot's sums per scale and its extremes, which do not depend on how often equal casts were made.
+def normalize_tally(tally: Tensor) -> Float64Array | None:
+    """Return a tally's sums per scale and its extremes, which do not depend on how often equal casts were made.
 
-    Returns None for a slot without scales.
+    Returns None for a tally without scales.
     """
-    values = slot[:_NAMED_WIDTH].cpu().numpy()
-    scales = values[SlotIndex.SCALES]
+    values = tally[:_NAMED_WIDTH].cpu().numpy()
+    scales = values[TallyIndex.SCALES]
     return (
-        np.concatenate([values[_SUMS] / scales, values[SlotIndex.AMAX : SlotIndex.FOURTH_POWERS]]) if scales else None
+        np.concatenate([values[_SUMS] / scales, values[TallyIndex.AMAX : TallyIndex.FOURTH_POWERS]]) if scales else None
     )
 
 
-def summarize_slots(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
-    """Compute the statistics of slots [tensors, SLOT_WIDTH] on a CPU: a value per tensor, or None if it does not apply.
+def summarize_tallies(tallies: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
+    """Compute the statistics of tallies [tensors, TALLY_WIDTH] on a CPU: a value per tensor, None if it does not apply.
 
     `weight_numel` has the size of the whole weight for each cast of a weight, else None. Every rank and
     microbatch casts the weight again, but its elements count once.
     """
-    table = slots.numpy().copy()
-    slot = SimpleNamespace(**{index.name.lower(): table[:, index] for index in SlotIndex})
+    table = tallies.numpy().copy()
+    tally = SimpleNamespace(**{index.name.lower(): table[:, index] for index in TallyIndex})
     for position, numel in enumerate(weight_numel):
-        if numel and slot.numel[position]:
-            share = numel / slot.numel[position]
+        if numel and tally.numel[position]:
+            share = numel / tally.numel[position]
             table[position, _SUMS] *= share
-            slot.fourth_powers[position] *= share
+            tally.fourth_powers[position] *= share
     with np.errstate(all="ignore"):
-        has_elements, has_codes, has_scales = slot.numel > 0, slot.with_codes > 0, slot.scales > 0
-        finite = slot.numel - slot.nonfinite
-        nonzero, has_worst = finite - slot.zeros, has_scales & (slot.worst_ratio >= 0)
-        has_sqnr = (slot.reference > 0) | (slot.noise > 0)
-        medians = _find_medians(table[:, EXPONENTS], slot.scale_min, slot.scale_max)
+        has_elements, has_codes, has_scales = tally.numel > 0, tally.with_codes > 0, tally.scales > 0
+        finite = tally.numel - tally.nonfinite
+        nonzero, has_worst = finite - tally.zeros, has_scales & (tally.worst_ratio >= 0)
+        has_sqnr = (tally.reference > 0) | (tally.noise > 0)
+        medians = _find_medians(table[:, EXPONENTS], tally.scale_min, tally.scale_max)
         values = {
-            "numel": (slot.numel, has_elements),
-            "amax": (slot.amax, finite > 0),
-            "rms": (np.sqrt(slot.signal / finite), finite > 0),
-            "smallest": (slot.smallest, nonzero > 0),
-            "underflow": (np.where(nonzero > 0, slot.underflow / nonzero, 0), has_codes),
-            "saturated": (slot.saturated / slot.with_codes, has_codes),
-            "sqnr_db": (compute_ratio_db(slot.reference, slot.noise), has_sqnr),
-            "scale_min": (slot.scale_min, has_scales),
+            "numel": (tally.numel, has_elements),
+            "amax": (tally.amax, finite > 0),
+            "rms": (np.sqrt(tally.signal / finite), finite > 0),
+            "smallest": (tally.smallest, nonzero > 0),
+            "underflow": (np.where(nonzero > 0, tally.underflow / nonzero, 0), has_codes),
+            "saturated": (tally.saturated / tally.with_codes, has_codes),
+            "sqnr_db": (compute_ratio_db(tally.reference, tally.noise), has_sqnr),
+            "scale_min": (tally.scale_min, has_scales),
             "scale_median": (medians, has_scales),
-            "scale_max": (slot.scale_max, has_scales),
-            "scale_worst": (slot.worst_index, has_worst),
-            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), slot.worst_ratio), has_worst),
-            "nonfinite": (slot.nonfinite, has_elements),
-            "zeros": (slot.zeros / slot.numel, has_elements),
-            "kurtosis": (slot.fourth_powers * finite / slot.signal**2, nonzero > 0),
+            "scale_max": (tally.scale_max, has_scales),
+            "scale_worst": (tally.worst_index, has_worst),
+            "scale_worst_sqnr_db": (compute_ratio_db(np.ones(len(table)), tally.worst_ratio), has_worst),
+            "nonfinite": (tally.nonfinite, has_elements),
+            "zeros": (tally.zeros / tally.numel, has_elements),
+            "kurtosis": (tally.fourth_powers * finite / tally.signal**2, nonzero > 0),
         }
     return {name: _round_column(name, *values[name]) for name in STATISTICS}
 

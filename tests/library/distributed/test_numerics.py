@@ -17,7 +17,7 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.numerics.alarm_sink import AlarmSink
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
-from quaver.numerics.rank_statistics import gather_slots
+from quaver.numerics.rank_statistics import gather_tallies
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.expert_models import concatenate, convert, make_tokens, parallelize, step
 from tests.library.distributed.models import get_rank_part, world_mesh
@@ -281,5 +281,5 @@ def test_collectives_run_on_a_device_of_the_group():
     ):
         for collective in (monitor, sync_float8_amax_and_scale_history):
             refusal(collective, nn.Identity())  # which has no parameters; no value of a meta tensor is known
-        refusal(gather_slots, torch.zeros(1, 4), None, None)
+        refusal(gather_tallies, torch.zeros(1, 4), None, None)
     assert devices == ["meta"] * 3

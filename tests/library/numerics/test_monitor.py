@@ -22,7 +22,7 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.sampling import Sampling
-from quaver.numerics.statistics import observe_matrix, summarize_slots
+from quaver.numerics.statistics import observe_matrix, summarize_tallies
 from quaver.numerics.step_ends import StepEndDetector
 from quaver.optim import CombinedOptimizer
 from tests import steps
@@ -93,7 +93,7 @@ def test_a_sample_is_what_the_linear_computed_with(recipe):
         assert tensor["dtype"] == str(cast.float8_dtype).removeprefix("torch.")
         hp = hps[tensor["operand"]]
         operands = Quantizer(operand_casts, hp.dtype)(hp, row=not is_column, column=is_column)
-        expected = summarize_slots(observe_matrix(hp, operands.row or operands.column)[None], [None])
+        expected = summarize_tallies(observe_matrix(hp, operands.row or operands.column)[None], [None])
         for name in header["statistics"]:
             assert sample[name][index] == expected[name][0], (tensor, name)
 

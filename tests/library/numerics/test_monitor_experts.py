@@ -15,7 +15,7 @@ from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitoring import monitor
 from quaver.numerics.probe import Probe, list_sites
 from quaver.numerics.sampling import Sampling
-from quaver.numerics.statistics import STATISTICS, make_slots, merge_slots, observe_matrix, summarize_slots
+from quaver.numerics.statistics import STATISTICS, make_tallies, merge_tallies, observe_matrix, summarize_tallies
 from tests.library.experts.operands import ENDS, make_operands
 from tests.mixture import make_mixture
 from tests.recipes import DYNAMIC_RECIPES
@@ -34,11 +34,11 @@ def sampling():
 
 def summarize_casts(site, casts, matrices):
     """Return the merged statistics of the casts that linears would make of the matrices."""
-    slots = make_slots(1, CPU)
+    tallies = make_tallies(1, CPU)
     for hp in matrices:
         operands = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
-        merge_slots(slots, observe_matrix(hp, operands.row or operands.column)[None])
-    return summarize_slots(slots, [None])
+        merge_tallies(tallies, observe_matrix(hp, operands.row or operands.column)[None])
+    return summarize_tallies(tallies, [None])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -57,7 +57,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
     for site in list_sites(config, True):
-        actual = summarize_slots(probe.get_slot(site)[None], [None])
+        actual = summarize_tallies(probe.get_tally(site)[None], [None])
         if site.cast == "result":
             continue
         expected = summarize_casts(site, getattr(config.casts, site.operand), hps[site.operand])
@@ -88,12 +88,13 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
                 linear.weight.copy_(matrix.t())
             linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
     for site in list_sites(config, True):
-        actual, expected = (summarize_slots(probe.get_slot(site)[None], [None])["sqnr_db"][0] for probe in probes)
+        actual, expected = (summarize_tallies(probe.get_tally(site)[None], [None])["sqnr_db"][0] for probe in probes)
         assert actual is not None
         if site.operand != "weight":
             assert actual == pytest.approx(expected, abs=1e-3), site
             extras = [
-                sampling.extras.get((probe.key, site.name)) for sampling, probe in zip(samplings, probes, strict=True)
+                sampling.extras.get((probe.weight_number, site.name))
+                for sampling, probe in zip(samplings, probes, strict=True)
             ]
             assert (extras[0] is None) == (extras[1] is None), site
             assert extras[0] is None or torch.allclose(*extras, rtol=1e-5), site
@@ -111,7 +112,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     probe = Probe(sampling.assign_number(), SimpleNamespace(config=config), CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, transposed=False, probe=probe)
     site = list_sites(config, True)[0]
-    worst = summarize_slots(probe.get_slot(site)[None], [None])["scale_worst"][0]
+    worst = summarize_tallies(probe.get_tally(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
 
 
@@ -124,7 +125,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
     for site in list_sites(config, True)[-3:]:
-        summary, matrix = summarize_slots(probe.get_slot(site)[None], [None]), results[site.operand]
+        summary, matrix = summarize_tallies(probe.get_tally(site)[None], [None]), results[site.operand]
         assert summary["numel"] == [matrix.numel()]
         assert summary["amax"] == [matrix.abs().max().item()]
         assert summary["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]

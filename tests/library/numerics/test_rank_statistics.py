@@ -7,22 +7,22 @@ import torch
 
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.rank_statistics import find_disagreements
-from quaver.numerics.statistics import make_slots, merge_slots, observe_matrix
+from quaver.numerics.statistics import make_tallies, merge_tallies, observe_matrix
 from quaver.recipes.config import Float8LinearConfig
 
 SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 
 
-def begin_weight_cast(weight, casts=1):
-    """Return the slots [1, SLOT_WIDTH] of a rank that casts a weight so often."""
-    slots = make_slots(1, torch.device("cpu"))
+def make_weight_tallies(weight, casts=1):
+    """Return the tallies [1, TALLY_WIDTH] of a rank that casts a weight so often."""
+    tallies = make_tallies(1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     hp = torch.randn(64, 48, generator=generator)
     hp[5, 7] = {SAME: 0.5, OTHER: 0.501, NOT_FINITE: math.nan, NOTHING: 0}[weight]
     operand = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
     for _ in range(casts if weight else 0):
-        merge_slots(slots, observe_matrix(hp, operand)[None])
-    return slots
+        merge_tallies(tallies, observe_matrix(hp, operand)[None])
+    return tallies
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def begin_weight_cast(weight, casts=1):
     ],
 )
 def test_the_rank_that_differs_from_the_majority_is_found(weights, expected):
-    assert find_disagreements([begin_weight_cast(weight) for weight in weights], [0]) == expected
+    assert find_disagreements([make_weight_tallies(weight) for weight in weights], [0]) == expected
 
 
 def test_ranks_may_run_different_numbers_of_microbatches():
-    assert find_disagreements([begin_weight_cast(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
-    assert find_disagreements([begin_weight_cast(SAME, casts=3), begin_weight_cast(OTHER, casts=7)], [0]) == {0: 1}
+    assert find_disagreements([make_weight_tallies(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
+    assert find_disagreements([make_weight_tallies(SAME, casts=3), make_weight_tallies(OTHER, casts=7)], [0]) == {0: 1}

@@ -21,12 +21,12 @@ from quaver.numerics.extra_statistics import (
 )
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import (
-    SlotIndex,
+    TallyIndex,
     compute_ratio_db,
-    make_slots,
-    merge_slots,
+    make_tallies,
+    merge_tallies,
     observe_matrix,
-    summarize_slots,
+    summarize_tallies,
 )
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import replace_inf, to_decibels
@@ -54,7 +54,7 @@ def cast(hp: torch.Tensor, recipe: str, operand: str, column: bool) -> Operand:
 
 
 def summarize(hp: torch.Tensor, operand: Operand) -> dict[str, list[float]]:
-    return summarize_slots(observe_matrix(hp, operand)[None], [None])
+    return summarize_tallies(observe_matrix(hp, operand)[None], [None])
 
 
 def compute_reference(hp: torch.Tensor, operand: Operand) -> dict[str, float]:
@@ -137,15 +137,15 @@ def test_the_worst_scale_is_the_one_with_the_lowest_sqnr():
     assert summary["scale_worst_sqnr_db"][0] == pytest.approx(min(sqnrs), abs=1e-3)
 
 
-def test_slots_of_parts_merge_to_the_slot_of_the_whole():
+def test_tallies_of_parts_merge_to_the_tally_of_the_whole():
     hp = make_hostile(96, 64, torch.bfloat16)
     operand = cast(hp, "rowwise", "input", False)
-    merged = make_slots(1, torch.device("cpu"))
+    merged = make_tallies(1, torch.device("cpu"))
     for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
         part = Operand(operand.data[rows], operand.dequant_scale[rows], operand.layout, operand.quant_scale[rows])
-        merge_slots(merged, observe_matrix(hp[rows], part)[None])
+        merge_tallies(merged, observe_matrix(hp[rows], part)[None])
     whole = observe_matrix(hp, operand)
-    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.FOURTH_POWERS, SlotIndex.WORST_INDEX]
+    apart = [TallyIndex[name] for name in ("SIGNAL", "NOISE", "REFERENCE", "FOURTH_POWERS", "WORST_INDEX")]
     torch.testing.assert_close(merged[0, apart[:4]], whole[apart[:4]], rtol=1e-12, atol=0)
     merged[0, apart] = whole[apart] = 0
     torch.testing.assert_close(merged[0], whole, rtol=0, atol=0, equal_nan=True)
@@ -154,11 +154,11 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
 def test_elements_of_a_weight_count_once():
     hp = torch.randn(32, 16)
     operand = cast(hp, "tensorwise", "weight", False)
-    slots = make_slots(1, torch.device("cpu"))
+    tallies = make_tallies(1, torch.device("cpu"))
     for _ in range(3):  # microbatches
-        merge_slots(slots, observe_matrix(hp, operand)[None])
-    assert summarize_slots(slots, [hp.numel()]) == summarize(hp, operand)
-    assert summarize_slots(slots, [None])["numel"] == [3 * hp.numel()]
+        merge_tallies(tallies, observe_matrix(hp, operand)[None])
+    assert summarize_tallies(tallies, [hp.numel()]) == summarize(hp, operand)
+    assert summarize_tallies(tallies, [None])["numel"] == [3 * hp.numel()]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
         if codes.dequant_scale is None:
             assert sqnr_db == math.inf
         else:
-            slot = observe_matrix(hp, codes).numpy()
-            assert sqnr_db == pytest.approx(float(compute_ratio_db(slot[SlotIndex.SIGNAL], slot[SlotIndex.NOISE])))
+            tally = observe_matrix(hp, codes).numpy()
+            assert sqnr_db == pytest.approx(float(compute_ratio_db(tally[TallyIndex.SIGNAL], tally[TallyIndex.NOISE])))
 
 
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
