@@ -35,8 +35,8 @@ class GroupCast(NamedTuple):
 
     float8_dtype: torch.dtype
     ends: Tensor | None
-    groups: int
-    """`ends` and `groups`: see groups.py."""
+    num_groups: int
+    """`ends` and `num_groups`: see groups.py."""
     row: bool
     column: bool
     power_of_2: bool
@@ -55,7 +55,7 @@ class GroupCast(NamedTuple):
 
 def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
     """Quantize groups of rows for one or both of their matmuls. groups.py has the shapes of the scales."""
-    float8_dtype, ends, groups, row, column, power_of_2, granularity, _, _, rule = cast
+    float8_dtype, ends, num_groups, row, column, power_of_2, granularity, _, _, rule = cast
     cpu.check_memory(hp, ends)
     report_missing_kernel(rule)
     is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
@@ -63,15 +63,15 @@ def _cast_groups(hp: Tensor, cast: GroupCast) -> Operands:
 
     def quantize(layout: ScaleLayout) -> Operand:
         rows, columns = layout.rows, layout.columns
-        num_scale_rows = count_scale_rows(rows, groups, hp.shape[0])
-        scale_row = find_scale_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = _compute_amaxes(hp, ends, groups, layout, scale_row)
+        num_scale_rows = count_scale_rows(rows, num_groups, hp.shape[0])
+        scale_row = find_scale_rows(ends, num_groups, hp.shape[0], rows, hp.device)
+        amax = _compute_amaxes(hp, ends, num_groups, layout, scale_row)
         amax = amax.to(hp.dtype) if rule else amax  # exact; see `compute_scales`
         scales = scaling.compute_scales(amax, float8_dtype, power_of_2, rule, is_blockwise=is_blockwise)
         scales = realize_scales(scales)
         quant, dequant, _ = scales
         factor = scaling.choose_factor(scales, rule)
-        shape = get_scale_shape(layout, groups, *hp.shape)
+        shape = get_scale_shape(layout, num_groups, *hp.shape)
         row_scales, layout_in_row = expand_quant_scales(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so the backward can recompute it (kernels/cast.py).
@@ -89,14 +89,14 @@ def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
     return ScaleLayout(*ScaleLayout(1, columns).get_block_shape(hp.shape))
 
 
-def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
+def _compute_amaxes(hp: Tensor, ends: Tensor | None, num_groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
     """Run `compute_scale_row_amax`, without a scatter if all scales have equal numbers of rows."""
     rows, columns = layout.rows, layout.columns
     has_equal_groups = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not has_equal_groups:
-        return compute_scale_row_amax(hp, scale_row, count_scale_rows(rows, groups, hp.shape[0]), columns)
+        return compute_scale_row_amax(hp, scale_row, count_scale_rows(rows, num_groups, hp.shape[0]), columns)
     amax = scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)).float()
-    amax = amax.view(groups, -1, amax.shape[1]).amax(1) if has_equal_groups else amax
+    amax = amax.view(num_groups, -1, amax.shape[1]).amax(1) if has_equal_groups else amax
     return F.pad(amax, (0, 0, 0, 1))
 
 
@@ -110,14 +110,14 @@ def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: i
     return _reduce_by_group(scale_row, count + 1, scaling.compute_block_amax(hp, _make_row_blocks(hp, columns)))
 
 
-def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Return the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
-    return _reduce_by_group(group, groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
+def _group_amax(hp: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return the amax of each column of `hp` [R, C] in each group, float32 [num_groups, C]; `group` is int64 [R]."""
+    return _reduce_by_group(group, num_groups, scaling.compute_block_amax(hp, ScaleLayout(1, 1)))
 
 
-def _group_amax_fake(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+def _group_amax_fake(hp: Tensor, group: Tensor, num_groups: int) -> Tensor:
     scaling.check_hp(hp)
-    return hp.new_empty(groups, hp.shape[1], dtype=torch.float32)
+    return hp.new_empty(num_groups, hp.shape[1], dtype=torch.float32)
 
 
 # An operation, because Inductor would scatter: it writes the magnitudes as int32, with an atomic for each element.
@@ -126,9 +126,9 @@ group_amax = register_operation(
 )
 
 
-def _reduce_by_group(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
+def _reduce_by_group(group: Tensor, num_groups: int, magnitudes: Tensor) -> Tensor:
     bits = magnitudes.float().view(torch.int32)  # bits order as magnitudes do, with NaN the largest
-    largest = bits.new_zeros(groups, bits.shape[1])
+    largest = bits.new_zeros(num_groups, bits.shape[1])
     return largest.scatter_reduce(0, group[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
 
 
@@ -144,23 +144,23 @@ def _cast_groups_fake(hp: Tensor, cast: GroupCast) -> Operands:
     scaling.check_hp(hp)
 
     def make_operand(layout: ScaleLayout) -> Operand:
-        dequant, quant = _make_zero_scales(hp, layout, cast.groups)
+        dequant, quant = _make_zero_scales(hp, layout, cast.num_groups)
         return Operand(hp.new_empty(hp.shape, dtype=cast.float8_dtype), dequant, layout, quant)
 
     return cast_by_layout(make_operand, cast.row, cast.column, cast.row_layout)
 
 
-def _make_zero_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
-    dequant = hp.new_zeros(get_scale_shape(layout, groups, *hp.shape), dtype=torch.float32)
+def _make_zero_scales(hp: Tensor, layout: ScaleLayout, num_groups: int) -> tuple[Tensor, Tensor]:
+    dequant = hp.new_zeros(get_scale_shape(layout, num_groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
 
 
 def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
     """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
-    float8_dtype, ends, groups, row, column, power_of_2, granularity, dot_products, length, rule = cast
+    float8_dtype, ends, num_groups, row, column, power_of_2, granularity, dot_products, length, rule = cast
     if not (cpu.supports(hp, float8_dtype) and has_cast_kernel(rule)):
         return None
-    name, bounds = ScalingGranularity(granularity), find_group_bounds(ends, groups, hp.shape[0])
+    name, bounds = ScalingGranularity(granularity), find_group_bounds(ends, num_groups, hp.shape[0])
     is_blockwise = name is ScalingGranularity.BLOCKWISE
     options = (dot_products, length, rule) if is_blockwise else (rule,)
     row_layout = cast.row_layout
@@ -174,14 +174,14 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
 
         if layout.rows == 1:
             return cast_matrix(hp)
-        if ends is None and layout.rows != ALL and (hp.shape[0] // groups) % layout.rows == 0:
+        if ends is None and layout.rows != ALL and (hp.shape[0] // num_groups) % layout.rows == 0:
             operand = cast_matrix(hp)
             dequant, quant = (
-                _add_unused_rows(require(scale, "the scale"), groups)
+                _add_unused_rows(require(scale, "the scale"), num_groups)
                 for scale in (operand.dequant_scale, operand.quant_scale)
             )
             return Operand(operand.data, dequant, layout, quant)
-        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, groups)
+        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _make_zero_scales(hp, layout, num_groups)
         for group, (start, stop) in enumerate(bounds):
             rows = slice(start, stop)
             if is_blockwise or rule:
@@ -201,9 +201,9 @@ def _cast_groups_cpu(hp: Tensor, cast: GroupCast) -> Operands | None:
     return cast_by_layout(quantize, row, column, row_layout)
 
 
-def _add_unused_rows(scales: Tensor, groups: int) -> Tensor:
+def _add_unused_rows(scales: Tensor, num_groups: int) -> Tensor:
     """Append the unused row of [Note: scale rows] to each group's scales, for groups of whole blocks."""
-    return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
+    return F.pad(scales.view(num_groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
 _operation = register_operation(
@@ -217,17 +217,17 @@ _operation = register_operation(
 
 
 def cast_groups(
-    hp: Tensor, cast: CastConfig, ends: Tensor | None, groups: int, *, row: bool, column: bool, power_of_2: bool
+    hp: Tensor, cast: CastConfig, ends: Tensor | None, num_groups: int, *, row: bool, column: bool, power_of_2: bool
 ) -> Operands:
     """Quantize groups of rows with one cast. A disabled cast returns `hp` itself.
 
     Args:
         hp: [rows, columns], contiguous.
-        ends, groups: see groups.py.
+        ends, num_groups: see groups.py.
     """
     if cast.is_disabled:
         return select_directions(Operand(hp), row, column)
     granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.rule)
     cast.require_layout("grouped matmuls")
-    group_cast = GroupCast(cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
+    group_cast = GroupCast(cast.float8_dtype, ends, num_groups, row, column, power_of_2, granularity, *options)
     return _operation(hp, *group_cast)

@@ -144,10 +144,10 @@ def _multiply_groups(
     options: MatmulOptions,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    groups = ends.shape[0]
-    bounds = find_group_bounds(ends, groups, a.data.shape[0])
-    b_bounds = bounds if matmul is ExpertMatmul.GRAD_WEIGHT else find_group_bounds(None, groups, b.data.shape[0])
-    out = a.data.new_empty(_get_result_shape(a.data, b.data, groups, matmul, transposed), dtype=out_dtype)
+    num_groups = ends.shape[0]
+    bounds = find_group_bounds(ends, num_groups, a.data.shape[0])
+    b_bounds = bounds if matmul is ExpertMatmul.GRAD_WEIGHT else find_group_bounds(None, num_groups, b.data.shape[0])
+    out = a.data.new_empty(_get_result_shape(a.data, b.data, num_groups, matmul, transposed), dtype=out_dtype)
     for group, (start, stop) in enumerate(bounds):
         left, right = (select_group(side, group, *rows) for side, rows in ((a, (start, stop)), (b, b_bounds[group])))
         if matmul is not ExpertMatmul.GRAD_WEIGHT:
@@ -171,16 +171,16 @@ def _multiply_one(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -
         out.copy_(multiply_operands(a, b, options, out.dtype))
 
 
-def _get_result_shape(a: Tensor, b: Tensor, groups: int, matmul: ExpertMatmul, transposed: bool) -> tuple[int, ...]:
+def _get_result_shape(a: Tensor, b: Tensor, num_groups: int, matmul: ExpertMatmul, transposed: bool) -> tuple[int, ...]:
     if matmul is ExpertMatmul.GRAD_WEIGHT:
         sizes = (b.shape[1], a.shape[1]) if transposed else (a.shape[1], b.shape[1])
-        return groups, *sizes
-    return a.shape[0], b.shape[0] // groups if matmul.reads_rows(transposed) else b.shape[1]
+        return num_groups, *sizes
+    return a.shape[0], b.shape[0] // num_groups if matmul.reads_rows(transposed) else b.shape[1]
 
 
 def _grouped_mm_fake(a: Tensor, grouped: GroupedMatmul) -> Tensor:
-    groups, matmul = grouped.ends.shape[0], ExpertMatmul(grouped.matmul)
-    return a.new_empty(_get_result_shape(a, grouped.b, groups, matmul, grouped.transposed), dtype=grouped.out_dtype)
+    num_groups, matmul = grouped.ends.shape[0], ExpertMatmul(grouped.matmul)
+    return a.new_empty(_get_result_shape(a, grouped.b, num_groups, matmul, grouped.transposed), dtype=grouped.out_dtype)
 
 
 _operation = register_operation(_grouped_mm, arguments=GroupedMatmul, results=1, fake=_grouped_mm_fake, in_graphs=True)

@@ -70,20 +70,20 @@ def _select_b_ends(ends: Tensor, matmul: ExpertMatmul) -> Tensor | None:
     return ends if matmul is ExpertMatmul.GRAD_WEIGHT else None
 
 
-def _split_scales(operand: Operand, ends: Tensor | None, groups: int) -> _GroupScales:
+def _split_scales(operand: Operand, ends: Tensor | None, num_groups: int) -> _GroupScales:
     (rows, columns), scale = operand.data.shape, require(operand.dequant_scale, "the dequant_scale")
     if scale.dim() == 1:
-        group = find_groups(ends, groups, rows, scale.device)[0]
-        return _GroupScales(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
+        group = find_groups(ends, num_groups, rows, scale.device)[0]
+        return _GroupScales(F.pad(scale, (0, 1))[group], scale[:, None].expand(num_groups, columns))
     if operand.layout.rows == 1 and scale.shape[1] == 1:
         return _GroupScales(scale.view(-1), None)
-    return _GroupScales(None, scale if operand.layout.rows == ALL and scale.shape == (groups, columns) else None)
+    return _GroupScales(None, scale if operand.layout.rows == ALL and scale.shape == (num_groups, columns) else None)
 
 
-def _widen(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
+def _widen(operand: Operand, ends: Tensor | None, num_groups: int) -> Tensor:
     if operand.dequant_scale is None:
         return operand.data.to(torch.bfloat16)
-    return widen(operand.data, torch.bfloat16, *expand_row_scales(operand, ends, groups))  # 0 or NaN outside groups
+    return widen(operand.data, torch.bfloat16, *expand_row_scales(operand, ends, num_groups))  # 0 or NaN outside groups
 
 
 def _multiply_natively(
@@ -96,7 +96,7 @@ def _multiply_natively(
     *,
     use_fast_accum: bool,
 ) -> Tensor:
-    groups = ends.shape[0]
+    num_groups = ends.shape[0]
     a_scale, b_scale = (None, None) if scales is None else scales
     if matmul is ExpertMatmul.GRAD_WEIGHT:
         if transposed:  # [E, K, N] = b.t() @ a
@@ -108,13 +108,13 @@ def _multiply_natively(
             a_scale, b_scale = (_pad(scale, 1.0).reshape(-1) for scale in (a_scale, b_scale))
         out = _run_kernel(left, right.t(), a_scale, b_scale, padded_ends, use_fast_accum)[:, : sizes[0], : sizes[1]]
         return out.masked_fill((torch.diff(ends, prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-    weights = b.view(groups, -1, b.shape[1])
+    weights = b.view(num_groups, -1, b.shape[1])
     if not matmul.reads_rows(transposed):
         weights = weights.transpose(1, 2)
     columns = weights.shape[1]  # weights is [E, columns of the result, contracted]
     right = _lay_out_contracted(_pad(_pad(weights).transpose(1, 2)).transpose(1, 2))
     if b_scale is not None:
-        b_scale = _pad(b_scale.reshape(groups, columns), 1.0)
+        b_scale = _pad(b_scale.reshape(num_groups, columns), 1.0)
     out = _run_kernel(_pad(a).contiguous(), right.transpose(1, 2), a_scale, b_scale, ends, use_fast_accum)[:, :columns]
     is_outside = torch.arange(a.shape[0], device=a.device) >= ends[-1]
     return out.masked_fill(is_outside[:, None], 0)
@@ -156,14 +156,14 @@ def _find_padded_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
     Returns each row's padded row, int64 [rows], the ends of the padded groups, and an upper bound of their rows, which
     is also the padded row of rows outside every group.
     """
-    groups = ends.shape[0]
+    num_groups = ends.shape[0]
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))
     padded_ends = torch.cumsum((lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, 0, dtype=torch.int32)
-    group, starts = find_groups(ends, groups, rows, ends.device)
-    total = -(-(rows + groups * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+    group, starts = find_groups(ends, num_groups, rows, ends.device)
+    total = -(-(rows + num_groups * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
     shift = F.pad(padded_ends[:-1], (1, 0)) - starts
     target_rows = torch.arange(rows, device=ends.device) + F.pad(shift, (0, 1))[group]
-    return target_rows.where(group < groups, total), padded_ends, total
+    return target_rows.where(group < num_groups, total), padded_ends, total
 
 
 def _scatter_rows(data: Tensor, target_rows: Tensor, rows: int) -> Tensor:

@@ -41,16 +41,16 @@ class ExpertMatmul(enum.Enum):
         return (self is ExpertMatmul.OUTPUT) is not transposed
 
 
-def find_group_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int]]:
+def find_group_bounds(ends: Tensor | None, num_groups: int, rows: int) -> list[tuple[int, int]]:
     """Return where each group begins and ends. Reads `ends` on the host.
 
     Raises:
         ValueError: the ends descend, or exceed the rows of the matrix.
     """
     if ends is None:
-        return [(g * (rows // groups), (g + 1) * (rows // groups)) for g in range(groups)]
-    if ends.shape != (groups,):
-        raise ValueError(f"offs: expected {groups} ends, got a tensor of {list(ends.shape)}")
+        return [(g * (rows // num_groups), (g + 1) * (rows // num_groups)) for g in range(num_groups)]
+    if ends.shape != (num_groups,):
+        raise ValueError(f"offs: expected {num_groups} ends, got a tensor of {list(ends.shape)}")
     stops = ends.tolist()
     starts = [0, *stops[:-1]]
     if any(start > stop for start, stop in zip(starts, stops, strict=True)) or stops[-1] > rows:
@@ -58,36 +58,36 @@ def find_group_bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple
     return list(zip(starts, stops, strict=True))
 
 
-def find_groups(ends: Tensor | None, groups: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the group of each row, int64 [rows], and the first row of each group, int64 [groups].
+def find_groups(ends: Tensor | None, num_groups: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the group of each row, int64 [rows], and the first row of each group, int64 [num_groups].
 
-    Rows past the last end have the group `groups`.
+    Rows past the last end have the group `num_groups`.
     """
     row_indices = torch.arange(rows, device=device)
     if ends is None:
-        rows_per_group = rows // groups
-        return row_indices // max(rows_per_group, 1), torch.arange(groups, device=device) * rows_per_group
+        rows_per_group = rows // num_groups
+        return row_indices // max(rows_per_group, 1), torch.arange(num_groups, device=device) * rows_per_group
     stops = ends.long()
     return torch.searchsorted(stops, row_indices, right=True), F.pad(stops[:-1], (1, 0))
 
 
-def count_scale_rows(block_rows: int, groups: int, rows: int) -> int:
+def count_scale_rows(block_rows: int, num_groups: int, rows: int) -> int:
     """Return the number of rows of the scales; see [Note: scale rows]."""
-    return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
+    return num_groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + num_groups
 
 
-def get_scale_shape(layout: ScaleLayout, groups: int, rows: int, columns: int) -> tuple[int, ...]:
+def get_scale_shape(layout: ScaleLayout, num_groups: int, rows: int, columns: int) -> tuple[int, ...]:
     """Return the shape of the scales of groups; see the table at the top of the file."""
-    count = count_scale_rows(layout.rows, groups, rows)
+    count = count_scale_rows(layout.rows, num_groups, rows)
     return (count,) if layout.is_tensorwise else (count, layout.get_scale_shape(1, columns)[1])
 
 
 def arrange_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
     """Arrange the scales [E, blocks, columns] of E matrices of `rows` rows as in [Note: scale rows]."""
-    groups, blocks, columns = scale.shape
-    group_indices = torch.arange(groups, device=scale.device)
+    num_groups, blocks, columns = scale.shape
+    group_indices = torch.arange(num_groups, device=scale.device)
     first = group_indices * rows // block_rows + group_indices
-    scales = scale.new_zeros(count_scale_rows(block_rows, groups, groups * rows), columns)
+    scales = scale.new_zeros(count_scale_rows(block_rows, num_groups, num_groups * rows), columns)
     return scales.index_copy(
         0, (first[:, None] + torch.arange(blocks, device=scale.device)).view(-1), scale.flatten(0, 1)
     )
@@ -117,18 +117,18 @@ def get_cast_layout(granularity: str, dot_products: int, length: int) -> ScaleLa
     return layout
 
 
-def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tuple[Tensor, ScaleLayout]:
+def expand_row_scales(operand: Operand, ends: Tensor | None, num_groups: int) -> tuple[Tensor, ScaleLayout]:
     """Return the dequant_scale of each row, [rows, blocks of columns], and its layout.
 
     The scales of rows outside every group are 0, except with a scale per row.
     """
     scale, layout, rows = require(operand.dequant_scale, "the dequant_scale"), operand.layout, operand.data.shape[0]
-    scale_row = find_scale_rows(ends, groups, rows, layout.rows, operand.data.device)
+    scale_row = find_scale_rows(ends, num_groups, rows, layout.rows, operand.data.device)
     padded = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # the last row is for rows outside every group
     return padded[scale_row], ScaleLayout(1, layout.columns)
 
 
-def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
+def find_scale_rows(ends: Tensor | None, num_groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
     """Return, for each row, the index of its row of scales, int64 [rows].
 
     Rows outside every group get `count_scale_rows`, unless every row has its own scale (`block_rows` is 1).
@@ -136,9 +136,9 @@ def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int
     row_indices = torch.arange(rows, device=device)
     if block_rows == 1:
         return row_indices
-    group, starts = find_groups(ends, groups, rows, device)
+    group, starts = find_groups(ends, num_groups, rows, device)
     if block_rows == ALL:
         return group
     start = F.pad(starts, (0, 1))[group]
     scale_row = start // block_rows + group + (row_indices - start) // block_rows
-    return scale_row.where(group < groups, count_scale_rows(block_rows, groups, rows))
+    return scale_row.where(group < num_groups, count_scale_rows(block_rows, num_groups, rows))

@@ -34,7 +34,7 @@ from quaver.experts.function import (
     multiply_by_weight,
 )
 from quaver.experts.grouped_module import Float8GroupedModule
-from quaver.experts.token_exchange import Dispatcher, TokenExchange, send_back
+from quaver.experts.token_exchange import TokenDispatcher, TokenExchange, send_back
 from quaver.foreign.transformers import is_llama4_experts
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import record_run
@@ -55,9 +55,9 @@ class RoutedExperts(nn.Module):
     act_fn: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
-    dispatcher: Dispatcher | None = None
+    dispatcher: TokenDispatcher | None = None
     """Sends tokens to the ranks of their experts under expert parallelism, else None."""
-    external_dispatcher: Dispatcher | None = None
+    external_dispatcher: TokenDispatcher | None = None
     """The dispatcher of experts that another library split, kept before and after a conversion."""
 
     def forward(
@@ -106,15 +106,15 @@ class RoutedExperts(nn.Module):
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
     @disable_compile
-    def _run_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
+    def _run_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: TokenDispatcher) -> Tensor:
         """Run `_run_sorted` with the experts of all ranks, where `ends` counts them all. A collective."""
         trained = {
             name: tensor.requires_grad for name, tensor in {"tokens": tokens, **get_expert_weights(self)}.items()
         }
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
-        call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
-        exchange = dispatcher(tokens, ends, call)
+        description = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
+        exchange = dispatcher(tokens, ends, description)
         return self._run_sorted(tokens, exchange.ends, exchange.row_experts, exchange)
 
     def _run_sorted(

@@ -32,21 +32,20 @@ class TokenExchange(Protocol):
         """Return operands that are bit-identical to a cast of `dispatch(hp)`. Sends codes if possible."""
 
 
-class Dispatcher(Protocol):
+class TokenDispatcher(Protocol):
     """Makes the exchange of each routing, for experts that are split over ranks."""
 
-    ranks: int
-    """The number of ranks."""
+    num_ranks: int
     num_experts: int
     """The number of experts on all ranks."""
 
-    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenExchange:
+    def __call__(self, tokens: Tensor, ends: Tensor, description: str) -> TokenExchange:
         """Make the exchange of pairs of a token and an expert. A collective.
 
         Args:
             tokens: [pairs, D], the tokens of this rank's pairs, including pairs without an expert.
             ends: int32 [E of all ranks]: where the pairs of each expert end, sorted by expert.
-            call: a description on which the ranks must agree.
+            description: a description of the call, on which the ranks must agree.
         """
 
     def describe_precision(self, experts: nn.Module) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation, EPImplementationInterface
 
 from quaver.experts.module import Float8Experts, RoutedExperts
-from quaver.parallel.expert_parallel import ExpertDispatcher, check_backend
+from quaver.parallel.expert_parallel import AllToAllDispatcher, check_backend
 
 
 class Float8EP(EPImplementation):
@@ -38,7 +38,7 @@ class Float8EP(EPImplementation):
         self._plain, self._experts = AutoEP(experts, ep_mesh, tp_mesh), experts
         check_backend(ep_mesh, torch.device(ep_mesh.device_type))
         count = experts.num_experts * ep_mesh.size()
-        dispatcher = ExpertDispatcher(ep_mesh, count, grad_weight_from_codes=grad_weight_from_codes)
+        dispatcher = AllToAllDispatcher(ep_mesh, count, grad_weight_from_codes=grad_weight_from_codes)
         vars(experts)["external_dispatcher"] = dispatcher
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def compute_amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tenso
     return row_amax, column_amax
 
 
-def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor | None:
-    """Compute float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
+def group_amax(hp: Tensor, group: Tensor, num_groups: int) -> Tensor | None:
+    """Compute float32 [num_groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
 
     Returns None for a matrix that the kernels do not support.
 
@@ -74,7 +74,7 @@ def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor | None:
     """
     if not supports_matrix(hp):
         return None
-    amaxes = hp.new_zeros(groups, hp.shape[1], dtype=torch.float32)
+    amaxes = hp.new_zeros(num_groups, hp.shape[1], dtype=torch.float32)
     launch(_group_amax, hp, choose_tile(hp), group.contiguous(), amaxes)
     return amaxes
 

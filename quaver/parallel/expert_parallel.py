@@ -54,7 +54,7 @@ from quaver.runtime.float8_collectives import all_gather, all_reduce_max, all_to
 from quaver.runtime.warnings import warn_user
 
 
-class TokenDispatch:
+class AllToAllExchange:
     """The exchange of one routing; implements `TokenExchange` (experts/token_exchange.py)."""
 
     def __init__(
@@ -144,8 +144,8 @@ def sends_codes(casts: OperandCasts, *, row: bool, column: bool, grad_weight_fro
     return row and not cast.is_disabled and cast.depends_on_direction and (grad_weight_from_codes or not column)
 
 
-class ExpertDispatcher:
-    """Sends tokens to the ranks of their experts; implements `Dispatcher` (experts/token_exchange.py).
+class AllToAllDispatcher:
+    """Sends tokens to the ranks of their experts; implements `TokenDispatcher` (experts/token_exchange.py).
 
     Args:
         mesh: one axis; its ranks hold equal numbers of experts, in order.
@@ -154,24 +154,24 @@ class ExpertDispatcher:
     """
 
     def __init__(self, mesh: DeviceMesh, num_experts: int, *, grad_weight_from_codes: bool = False) -> None:
-        self.mesh, self.ranks, self.num_experts = mesh, mesh.size(), num_experts
+        self.mesh, self.num_ranks, self.num_experts = mesh, mesh.size(), num_experts
         self.grad_weight_from_codes = grad_weight_from_codes
         self._has_compared_tokens = False
 
-    def __call__(self, tokens: Tensor, ends: Tensor, call: str) -> TokenDispatch:
-        """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`.
+    def __call__(self, tokens: Tensor, ends: Tensor, description: str) -> AllToAllExchange:
+        """See `TokenDispatcher`. Raises RuntimeError on every rank if ranks disagree about `description`.
 
         The first call that records gradients warns if all ranks have the same tokens.
         """
         group = self.mesh.get_group()
-        counts, numbers = self.exchange_counts(ends, call)
-        sent_counts, received_counts, differs = numbers.tolist()
-        if any(differs):
-            check_ranks_agree([call], group, subject="the tokens that they send to experts")
-        if torch.is_grad_enabled() and not self._has_compared_tokens and self.ranks > 1:
+        counts, counts_and_differences = self.exchange_counts(ends, description)
+        sent_counts, received_counts, differences = counts_and_differences.tolist()
+        if any(differences):
+            check_ranks_agree([description], group, subject="the tokens that they send to experts")
+        if torch.is_grad_enabled() and not self._has_compared_tokens and self.num_ranks > 1:
             self._has_compared_tokens = True
             self._warn_of_equal_tokens(tokens, group)
-        return TokenDispatch(
+        return AllToAllExchange(
             len(tokens), ends, counts, sent_counts, received_counts, group, self.grad_weight_from_codes
         )
 
@@ -182,28 +182,28 @@ class ExpertDispatcher:
         are_equal = norms_and_counts.equal(norms_and_counts[:1].expand_as(norms_and_counts))
         if len(tokens) and are_equal and group.rank() == 0:
             warn_user(
-                f"all {self.ranks} ranks of expert parallelism have the same tokens, so the gradients of the experts' "
-                f"weights are {self.ranks} times those of one rank's loss. The ranks of tensor parallelism have the "
-                "same tokens: give each rank its part of them (sequence parallelism), or leave the experts whole"
+                f"all {self.num_ranks} ranks of expert parallelism have the same tokens, so the gradients of the "
+                f"experts' weights are {self.num_ranks} times those of one rank's loss. The ranks of tensor parallelism "
+                "have the same tokens: give each rank its part (sequence parallelism), or leave the experts whole"
             )
 
-    def exchange_counts(self, ends: Tensor, call: str) -> tuple[Tensor, Tensor]:
+    def exchange_counts(self, ends: Tensor, description: str) -> tuple[Tensor, Tensor]:
         """Tell each rank how many rows it gets for each of its experts.
 
         Returns:
-            `counts` of a `TokenDispatch`; and int64 [3, R]: the rows to send to each rank and to receive from it, and 0
-            for a rank that agrees about `call`.
+            `counts` of an `AllToAllExchange`; and int64 [3, R]: the rows to send to each rank and to receive from it,
+            and 0 for a rank that agrees about `description`.
         """
-        ranks = self.ranks
-        counts_to_send = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
-        digest = zlib.crc32(call.encode())
-        sent_lines = torch.cat([counts_to_send, counts_to_send.new_full((ranks, 1), digest)], 1)
-        received_lines = all_to_all(sent_lines, [1] * ranks, [1] * ranks, self.mesh.get_group())
+        num_ranks = self.num_ranks
+        counts_to_send = ends.diff(prepend=ends.new_zeros(1)).long().view(num_ranks, -1)
+        digest = zlib.crc32(description.encode())
+        sent_lines = torch.cat([counts_to_send, counts_to_send.new_full((num_ranks, 1), digest)], 1)
+        received_lines = all_to_all(sent_lines, [1] * num_ranks, [1] * num_ranks, self.mesh.get_group())
         counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
         return counts, torch.stack([counts_to_send.sum(1), counts.sum(1), differences])
 
     def describe_precision(self, experts: nn.Module) -> str:
-        """See `Dispatcher`."""
+        """See `TokenDispatcher`."""
         config: Float8LinearConfig | None = getattr(experts, "float8_config", None)
         trains_first, trains_last = (weight.requires_grad for weight in get_expert_weights(experts).values())
         are_codes = [False, False]
@@ -216,14 +216,14 @@ class ExpertDispatcher:
             are_codes[1] = are_codes[1] and not is_read
         tokens, gradients = ("float8 codes" if is_codes else "high precision" for is_codes in are_codes)
         return (
-            f"expert parallelism over {self.ranks} ranks: tokens travel to experts in {tokens}, and gradients of their "
-            f"results in {gradients}"
+            f"expert parallelism over {self.num_ranks} ranks: tokens travel to experts in {tokens}, and gradients of "
+            f"their results in {gradients}"
         )
 
     def to_local(self, parameter: Tensor) -> Tensor:
         return to_local(parameter)
 
-    def __deepcopy__(self, memo: object) -> ExpertDispatcher:
+    def __deepcopy__(self, memo: object) -> AllToAllDispatcher:
         return self  # groups cannot be copied
 
 
@@ -264,7 +264,7 @@ class Float8ExpertParallel(ParallelStyle):
         for name, parameter in parameters.items():
             shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
             experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-        experts.dispatcher = ExpertDispatcher(
+        experts.dispatcher = AllToAllDispatcher(
             device_mesh, shapes["down_proj"][0], grad_weight_from_codes=self.grad_weight_from_codes
         )
         return experts

@@ -165,18 +165,18 @@ def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> No
     """
     if dist.get_backend(group) == "fake":  # its store holds nothing
         return
-    store, ranks = group.get_group_store(), dist.get_world_size(group)
+    store, num_ranks = group.get_group_store(), dist.get_world_size(group)
     counter_key = f"quaver: calls: {event}"
     calls = _add_to_counter(store, counter_key, 1)
-    round_number = -(-calls // ranks)
+    round_number = -(-calls // num_ranks)
     round_key = f"quaver: all ranks, time {round_number}: {event}"
-    if calls % ranks == 0:
+    if calls % num_ranks == 0:
         store.set(round_key, "")
     try:
         store.wait([round_key], store.timeout / 2)  # type: ignore[attr-defined]
     except dist.DistStoreError as error:
         # The last rank may have called since. Then no rank is missing, and this one goes on, as the others do.
-        if _add_to_counter(store, counter_key, -1, limit=round_number * ranks) < round_number * ranks:
+        if _add_to_counter(store, counter_key, -1, limit=round_number * num_ranks) < round_number * num_ranks:
             raise RuntimeError(
                 f"{event} on rank {dist.get_rank()}, and not every rank reported it: {advice}"
             ) from error

@@ -151,5 +151,5 @@ def average_expert_gradients(experts: Sequence[Experts]) -> None:
         if module.dispatcher is not None:
             grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             torch._foreach_div_(
-                [plain for grad in grads for plain in list_plain_tensors(grad)], module.dispatcher.ranks
+                [plain for grad in grads for plain in list_plain_tensors(grad)], module.dispatcher.num_ranks
             )
