@@ -183,8 +183,9 @@ class AllToAllDispatcher:
         if len(tokens) and are_equal and group.rank() == 0:
             warn_user(
                 f"all {self.num_ranks} ranks of expert parallelism have the same tokens, so the gradients of the "
-                f"experts' weights are {self.num_ranks} times those of one rank's loss. The ranks of tensor parallelism "
-                "have the same tokens: give each rank its part (sequence parallelism), or leave the experts whole"
+                f"experts' weights are {self.num_ranks} times those of one rank's loss. The ranks of tensor "
+                "parallelism have the same tokens: give each rank its part of them (sequence parallelism), or leave "
+                "the experts whole"
             )
 
     def exchange_counts(self, ends: Tensor, description: str) -> tuple[Tensor, Tensor]:
