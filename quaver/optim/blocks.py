@@ -29,27 +29,28 @@ from quaver.torch_private.dtensor import compute_local_shape_and_offset
 class BlockGrid(NamedTuple):
     """This rank's shard of a parameter as a matrix [rows, columns], and its blocks.
 
-    Row r begins at element `lane` of block number `first + r // inner * outer + r % inner * row_blocks` of the whole
-    parameter.
+    Row r begins at element `offset_in_block` of this block of the whole parameter:
+
+        first_block + r // rows_per_outer * blocks_per_outer + r % rows_per_outer * blocks_per_whole_row
     """
 
     rows: int
     columns: int
-    lane: int
-    first: int
-    inner: int
-    outer: int
-    row_blocks: int
+    offset_in_block: int
+    first_block: int
+    rows_per_outer: int
+    blocks_per_outer: int
+    blocks_per_whole_row: int
 
     @property
-    def blocks(self) -> int:
-        """Blocks in a row of the shard."""
-        return count_blocks(self.lane + self.columns) if self.columns else 0
+    def blocks_per_row(self) -> int:
+        """The number of blocks in a row of the shard."""
+        return count_blocks(self.offset_in_block + self.columns) if self.columns else 0
 
     @property
     def first_row_block(self) -> int:
         """The index of the shard's first block in a row of the whole parameter."""
-        return self.first % self.row_blocks
+        return self.first_block % self.blocks_per_whole_row
 
 
 def count_blocks(columns: int) -> int:
@@ -78,22 +79,22 @@ def make_grid(parameter: Tensor) -> BlockGrid:
     if isinstance(parameter, DTensor):
         local, offset = compute_local_shape_and_offset(parameter)
     leading = count_leading_dims(shape)
-    row_blocks = count_blocks(prod(shape[leading:]))
-    inner_blocks = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims
-    first = offset[0] * row_blocks if leading == 1 else 0
-    inner, outer = max(prod(local[:leading]), 1), 0
+    blocks_per_whole_row = count_blocks(prod(shape[leading:]))
+    inner_blocks = prod(shape[2:leading]) * blocks_per_whole_row  # blocks of one index of the first two dims
+    first_block = offset[0] * blocks_per_whole_row if leading == 1 else 0
+    rows_per_outer, blocks_per_outer = max(prod(local[:leading]), 1), 0
     if leading > 1:
-        first = (offset[0] * shape[1] + offset[1]) * inner_blocks
-        inner, outer = max(prod(local[1:leading]), 1), shape[1] * inner_blocks
+        first_block = (offset[0] * shape[1] + offset[1]) * inner_blocks
+        rows_per_outer, blocks_per_outer = max(prod(local[1:leading]), 1), shape[1] * inner_blocks
     column = offset[leading] * prod(shape[leading + 1 :]) if shape else 0
     return BlockGrid(
         prod(local[:leading]),
         prod(local[leading:]),
         column % MOMENT_BLOCK_ELEMENTS,
-        first + column // MOMENT_BLOCK_ELEMENTS,
-        inner,
-        outer,
-        row_blocks,
+        first_block + column // MOMENT_BLOCK_ELEMENTS,
+        rows_per_outer,
+        blocks_per_outer,
+        blocks_per_whole_row,
     )
 
 
@@ -126,12 +127,12 @@ def find_cut_axes(parameter: Tensor) -> tuple[int, ...]:
 
 
 def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
-    """Convert rows [R, columns] to blocks [R * grid.blocks, 256], padded with zeros."""
+    """Convert rows [R, columns] to blocks [R * grid.blocks_per_row, 256], padded with zeros."""
     if not grid.columns:
         return matrix.new_empty(0, MOMENT_BLOCK_ELEMENTS)
-    trailing = grid.blocks * MOMENT_BLOCK_ELEMENTS - grid.lane - grid.columns
-    if grid.lane or trailing:
-        matrix = F.pad(matrix, (grid.lane, trailing))
+    trailing = grid.blocks_per_row * MOMENT_BLOCK_ELEMENTS - grid.offset_in_block - grid.columns
+    if grid.offset_in_block or trailing:
+        matrix = F.pad(matrix, (grid.offset_in_block, trailing))
     return matrix.reshape(-1, MOMENT_BLOCK_ELEMENTS)
 
 
@@ -139,7 +140,8 @@ def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
     """Undo `to_blocks`: return a view of rows [R, columns]."""
     if not grid.columns:
         return blocks.new_empty(grid.rows, 0)
-    return blocks.view(-1, grid.blocks * MOMENT_BLOCK_ELEMENTS)[:, grid.lane : grid.lane + grid.columns]
+    rows = blocks.view(-1, grid.blocks_per_row * MOMENT_BLOCK_ELEMENTS)
+    return rows.narrow(1, grid.offset_in_block, grid.columns)
 
 
 class RowSpan(NamedTuple):
@@ -151,8 +153,8 @@ class RowSpan(NamedTuple):
     key: int
 
     @property
-    def blocks(self) -> int:
-        return (self.end - self.start) * self.grid.blocks
+    def num_blocks(self) -> int:
+        return (self.end - self.start) * self.grid.blocks_per_row
 
 
 def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -160,16 +162,17 @@ def number_blocks(spans: Sequence[RowSpan], device: torch.device) -> tuple[Tenso
 
     The number of operations does not depend on the number of spans.
     """
-    starts = [0, *accumulate(span.blocks for span in spans)]
+    starts = [0, *accumulate(span.num_blocks for span in spans)]
     rows = [
-        (start, span.start, span.grid.blocks, *span.grid[3:], span.key - (span.key >> 31 << 32))
+        (start, span.start, span.grid.blocks_per_row, *span.grid[3:], span.key - (span.key >> 31 << 32))
         for span, start in zip(spans, starts, strict=False)
     ]
     table = torch.tensor(rows, device=device)
     ids = torch.arange(starts[-1], device=device)
-    first_id, first_row, blocks, first, inner, outer, row_blocks, key = table[
-        torch.searchsorted(table[:, 0].contiguous(), ids, right=True) - 1
-    ].unbind(1)
-    row = first_row + (ids - first_id) // blocks
-    number = first + row // inner * outer + row % inner * row_blocks + (ids - first_id) % blocks
+    first_id, first_row, blocks_per_row, first_block, rows_per_outer, blocks_per_outer, blocks_per_whole_row, key = (
+        table[torch.searchsorted(table[:, 0].contiguous(), ids, right=True) - 1].unbind(1)
+    )
+    row = first_row + (ids - first_id) // blocks_per_row
+    first_of_row = first_block + row // rows_per_outer * blocks_per_outer + row % rows_per_outer * blocks_per_whole_row
+    number = first_of_row + (ids - first_id) % blocks_per_row
     return key.to(torch.int32), number.to(torch.int32)

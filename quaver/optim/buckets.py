@@ -94,13 +94,13 @@ def compile_update() -> Callable[..., Any]:
 
 def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowSpan]:
     """Split the rows of a shard into spans of at most `elements` (`MAX_BUCKET_ELEMENTS`) elements, or of one row."""
-    rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks * MOMENT_BLOCK_ELEMENTS, 1), 1)
+    rows = max((elements or MAX_BUCKET_ELEMENTS) // max(grid.blocks_per_row * MOMENT_BLOCK_ELEMENTS, 1), 1)
     return [RowSpan(grid, start, min(start + rows, grid.rows), key) for start in range(0, grid.rows, rows)]
 
 
 def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUpdate, RowSpan]]]:
     """Yield buckets of spans with the same device and dtypes, of at most `MAX_BUCKET_ELEMENTS` elements or one row."""
-    numel = sum(update.grid.rows * update.grid.blocks * MOMENT_BLOCK_ELEMENTS for update in updates)
+    numel = sum(update.grid.rows * update.grid.blocks_per_row * MOMENT_BLOCK_ELEMENTS for update in updates)
     capacity = min(MAX_BUCKET_ELEMENTS, max(numel // MIN_BUCKETS, MOMENT_BLOCK_ELEMENTS))
     spans_by_key: dict[Any, list[tuple[ShardUpdate, RowSpan]]] = defaultdict(list)
     for update in updates:
@@ -110,11 +110,11 @@ def _fill_buckets(updates: Sequence[ShardUpdate]) -> Iterator[list[tuple[ShardUp
         bucket: list[tuple[ShardUpdate, RowSpan]] = []
         blocks = 0
         for update, span in spans:
-            if bucket and blocks + span.blocks > capacity // MOMENT_BLOCK_ELEMENTS:
+            if bucket and blocks + span.num_blocks > capacity // MOMENT_BLOCK_ELEMENTS:
                 yield bucket
                 bucket, blocks = [], 0
             bucket.append((update, span))
-            blocks += span.blocks
+            blocks += span.num_blocks
         yield bucket
 
 
@@ -144,7 +144,7 @@ def _update_bucket(bucket: list[tuple[ShardUpdate, RowSpan]], scalars: Tensor, u
     spans = [span for _, span in bucket]
     updated, skipped = update(old, grad, make_block_keys(*number_blocks(spans, grad.device)), scalars)
     for name, rows in rows_by_name.items():
-        blocks = zip(getattr(updated, name).split([span.blocks for span in spans]), rows, spans, strict=True)
+        blocks = zip(getattr(updated, name).split([span.num_blocks for span in spans]), rows, spans, strict=True)
         new = [part.view_as(row) if _is_scale(name) else from_blocks(part, span.grid) for part, row, span in blocks]
         torch._foreach_copy_(rows, new)
     return typing.cast(Tensor, skipped)
@@ -169,7 +169,7 @@ def run_cut_updates(
             for local, amax in zip(
                 block_amaxes.local, compute_amaxes(old, grad, scalar_tensor.to(grad.device)), strict=True
             ):
-                local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks))
+                local[span.start : span.end].copy_(amax.view(-1, span.grid.blocks_per_row))
     for block_amaxes, (_, update, scales) in zip(reduce_amaxes(unreduced), updates, strict=True):
         device = update.grad.device
         for span in _split_shard(update):

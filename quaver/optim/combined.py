@@ -99,7 +99,7 @@ class CombinedOptimizer(Optimizer):
         _check_steps(self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state dict for all the optimizers, with parameters parameter_by_number in their order."""
+        """Return one state dict for all the optimizers, whose parameters are numbered in the order of their groups."""
         return save_with_hooks(self, self._make_state_dict)
 
     def _make_state_dict(self) -> dict[str, Any]:

@@ -37,13 +37,15 @@ class BlockAmaxes(NamedTuple):
         """Make amaxes of zero."""
         grid = make_grid(parameter)
         device = parameter.device if not is_dtensor(parameter) else parameter.to_local().device
-        zeros = torch.zeros(moments, grid.rows, grid.row_blocks, dtype=torch.float32, device=device)
+        zeros = torch.zeros(moments, grid.rows, grid.blocks_per_whole_row, dtype=torch.float32, device=device)
         return cls(parameter, grid, zeros)
 
     @property
     def local(self) -> Tensor:
         """A view of the amaxes of the blocks that this rank has elements of, [moments, rows, blocks]."""
-        return self.amaxes.narrow(2, self.grid.first_row_block if self.grid.blocks else 0, self.grid.blocks)
+        return self.amaxes.narrow(
+            2, self.grid.first_row_block if self.grid.blocks_per_row else 0, self.grid.blocks_per_row
+        )
 
 
 def reduce_amaxes(unreduced: Sequence[BlockAmaxes]) -> list[BlockAmaxes]:

@@ -166,7 +166,7 @@ def _advance_momentum(
     codes, scales = store_moment(momentum, amax, bits16, values.dtype, is_root=False)
     _slice_rows(new[0], span).copy_(from_blocks(codes, grid))
     if scales is not None:
-        _slice_rows(new[1], span).copy_(scales.view(-1, grid.blocks))
+        _slice_rows(new[1], span).copy_(scales.view(-1, grid.blocks_per_row))
 
 
 def _compute_momentum(
@@ -186,7 +186,7 @@ def _compute_amaxes(
     block_amaxes = BlockAmaxes.zeros(parameter, 1)
     for span in spans:
         amax = _compute_momentum(span, grad, old, group)[1].abs().amax(1)
-        _slice_rows(block_amaxes.local[0], span).copy_(amax.view(-1, span.grid.blocks))
+        _slice_rows(block_amaxes.local[0], span).copy_(amax.view(-1, span.grid.blocks_per_row))
     return reduce_amaxes([block_amaxes])[0]
 
 

@@ -120,7 +120,7 @@ def make_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for name, (shape, dtype) in get_layout(parameter, group).tensors.items():
         is_scale = name.endswith("_scale")
-        blocks = grid.row_blocks if find_cut_axes(parameter) else grid.blocks
+        blocks = grid.blocks_per_whole_row if find_cut_axes(parameter) else grid.blocks_per_row
         local_shape = (*local.shape[: len(shape) - 1], blocks) if is_scale else local.shape
         zeros = torch.zeros(local_shape, dtype=dtype, device=local.device)
         state[name] = wrap_local(parameter, zeros, shape, is_scale=is_scale)
@@ -152,7 +152,9 @@ def get_local_scales(parameter: Tensor, scale: Tensor) -> Tensor:
     """Return a view of the scales of the blocks that this rank has elements of."""
     local, grid = get_local_tensor(scale), make_grid(parameter)
     return (
-        local.narrow(-1, grid.first_row_block if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
+        local.narrow(-1, grid.first_row_block if grid.blocks_per_row else 0, grid.blocks_per_row)
+        if find_cut_axes(parameter)
+        else local
     )
 
 
