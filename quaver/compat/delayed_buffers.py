@@ -54,7 +54,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
 def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the buffers as entries of `Float8ScalingState.load_state_dict`."""
     entries: dict[str, Tensor] = {}
-    for name, state, slot in list_named_slots(model):
+    for name, conversion_slots, slot in list_named_slots(model):
         operand = name.rpartition(".")[2]
         prefix = name.removesuffix(operand)
         for old_name in (operand, _FLOAT8_EXPERIMENTAL_NAMES[operand]):
@@ -67,9 +67,13 @@ def _convert_buffers(model: nn.Module, buffers: Mapping[str, Any]) -> dict[str, 
                     raise ValueError(
                         f"{prefix}fp8_amax_history_{old_name}: expected a vector of amaxes with one scale, got {got}"
                     )
-                history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
+                is_recorded = (scale != 1) & history.isfinite()
+                history = torch.where(is_recorded, history, 0).flip(0).to(conversion_slots.quant_scale)
                 quant_scale = compute_persistent_scale(
-                    history.max(), state.format_max[slot], state.delayed_config, state.power_of_2
+                    history.max(),
+                    conversion_slots.format_max[slot],
+                    conversion_slots.delayed_config,
+                    conversion_slots.power_of_2,
                 )
                 entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)
                 entries[f"{name}.amax_history"] = history

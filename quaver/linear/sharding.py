@@ -273,7 +273,10 @@ def check_ranks_agree_on_linear(linear: ShardedLinear, group: ProcessGroup) -> N
 
     def describe() -> list[str]:
         slots = [] if scale_slots is None else scale_slots.list_named_slots()
-        loaded = [f"{name} loaded quant_scale {state.loaded_scales[slot]}" for name, state, slot in slots]
+        loaded = [
+            f"{name} loaded quant_scale {conversion_slots.loaded_scales[slot]}"
+            for name, conversion_slots, slot in slots
+        ]
         if linear not in _linear_numbers:
             _linear_numbers[linear] = next(_linear_counters[group.group_name])
         title = f"linear {_linear_numbers[linear]} ({linear.in_features} -> {linear.out_features})"

@@ -66,7 +66,7 @@ def scaling_snapshot(model):
     return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
 
 
-def get_scale_states(model):
+def get_conversion_slots(model):
     """Return the persistent scales of each conversion."""
     linears = [module for module in model.modules() if isinstance(module, Float8Linear)]
     return list(
@@ -79,7 +79,7 @@ def assert_same_scaling_on_all_ranks(model):
     state = float8_scaling_state(model)
     if not state:
         return
-    values = [*state.state_dict().values(), *(states.last_step for states in get_scale_states(model))]
+    values = [*state.state_dict().values(), *(slots.last_step for slots in get_conversion_slots(model))]
     low = torch.cat([value.flatten() for value in values]).view(torch.int32)
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)

@@ -54,8 +54,8 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
             models.compute_loss(
                 model(torch.full((models.TOKENS, models.DIM), float(2 + step + rank)), chosen)
             ).backward()
-        (state,) = models.get_scale_states(model)
-        amaxes = state.amax_buffer[:3, 0]
+        (conversion_slots,) = models.get_conversion_slots(model)
+        amaxes = conversion_slots.amax_buffer[:3, 0]
         assert ((amaxes > 0) if rank == 0 else (amaxes == -1)).all()
         sync_float8_amax_and_scale_history(model)
         models.assert_same_scaling_on_all_ranks(model)

@@ -78,7 +78,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
 
     def run_and_observe(function):
         scaling.forget_recorded_amaxes()
-        return [*run(function), *(state.amax_buffer.clone() for state in states)]
+        return [*run(function), *(slots.amax_buffer.clone() for slots in conversion_slots)]
 
     torch.manual_seed(0)
     with virtual_gpu(card_name) as card, np.errstate(all="ignore"):
@@ -87,7 +87,7 @@ def _run_eager_and_compiled(make, recipe, card_name, knows_scales=True, options=
             parameter.requires_grad_()
         model = function if isinstance(function, nn.Module) else nn.Module()
         scaling = float8_scaling_state(model)
-        states = {id(state): state for _, state, _ in list_named_slots(model)}.values()
+        conversion_slots = {id(slots): slots for _, slots, _ in list_named_slots(model)}.values()
         run(function)  # runs the trials
         if knows_scales:
             sync_float8_amax_and_scale_history(model)
