@@ -48,11 +48,11 @@ from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, wait_for_
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import get_version
 
-StoringModule = tuple[str, int]
-"""The class name of a module that stores, and its block size."""
+StoringClass = tuple[str, int]
+"""The name of a class whose modules store activations, and their block size."""
 
 STORED_BY_KEY = "stores activations"
-"""The key of a `StoringModule`, or None, in `meta["custom"]` of a node of a compiled graph."""
+"""The key of a `StoringClass`, or None, in `meta["custom"]` of a node of a compiled graph."""
 
 SMALL_TENSOR_RATIO = 8
 """A tensor with at most 1/8 of the elements of the module's largest argument is not converted."""
@@ -194,9 +194,9 @@ class StoringPackHook(PackHook):
         block_size = self.storage.block_size
         if not layout.is_dense or tensor.is_inference():
             return ActivationCodes(matrix, block_size, self.outer)
-        storage = storage_key(tensor.untyped_storage())
+        memory = storage_key(tensor.untyped_storage())
         outer = None if self.outer is None else id(self.outer[0])
-        key = (storage, tensor.storage_offset(), matrix.shape, tensor.dtype, get_version(tensor), block_size, outer)
+        key = (memory, tensor.storage_offset(), matrix.shape, tensor.dtype, get_version(tensor), block_size, outer)
         codes = _live_codes.get(key)
         if codes is None:
             codes = _live_codes[key] = ActivationCodes(matrix, block_size, self.outer)

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_in_graph, quantize_activation
-from quaver.activations.hooks import SMALL_TENSOR_RATIO, STORED_BY_KEY, StoringModule
+from quaver.activations.hooks import SMALL_TENSOR_RATIO, STORED_BY_KEY, StoringClass
 from quaver.activations.policy import MATMUL_OPS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import report_slow_path
@@ -83,11 +83,13 @@ def _find_nodes_to_store(
     largest = _measure_largest_arguments(forward, static)
     differentiable = _find_differentiable_nodes(forward, differentiable_inputs)
     for node in dict.fromkeys(outputs[num_outputs:]):
-        module = _find_storing_module(node)
-        if node.name in static or node in outputs[:num_outputs] or module not in largest or node not in differentiable:
+        storing_class = _find_storing_class(node)
+        if node.name in static or node in outputs[:num_outputs] or node not in differentiable:
             continue
-        if _is_storable(node, largest[module]) and not _feeds_matmul(saved[node.name]):
-            yield node, module[1]
+        if storing_class not in largest or not _is_storable(node, largest[storing_class]):
+            continue
+        if not _feeds_matmul(saved[node.name]):
+            yield node, storing_class[1]
 
 
 def _find_differentiable_nodes(graph: Graph, differentiable_inputs: set[str]) -> set[Node]:
@@ -99,33 +101,33 @@ def _find_differentiable_nodes(graph: Graph, differentiable_inputs: set[str]) ->
     return differentiable
 
 
-def _find_storing_module(node: Node) -> StoringModule | None:
-    """Return the storing module that computes a saved node.
+def _find_storing_class(node: Node) -> StoringClass | None:
+    """Return the class of the storing module that computes a saved node.
 
-    Return the storing module that reads it for a graph input or a linear's result, which no storing module computes.
+    No storing module computes a graph input or a linear's result: for these, the class of one that reads it.
     """
-    module = _get_annotation(node)
-    if module is not None:
-        return module
-    readers = (_find_storing_module(user) if user.target in _VIEW_OPS else _get_annotation(user) for user in node.users)
-    return next((module for module in readers if module is not None), None)
+    storing_class = _get_annotation(node)
+    if storing_class is not None:
+        return storing_class
+    readers = (_find_storing_class(user) if user.target in _VIEW_OPS else _get_annotation(user) for user in node.users)
+    return next((reader for reader in readers if reader is not None), None)
 
 
-def _get_annotation(node: Node) -> StoringModule | None:
-    module: StoringModule | None = node.meta.get("custom", {}).get(STORED_BY_KEY)
-    return module if node.op != "placeholder" else None
+def _get_annotation(node: Node) -> StoringClass | None:
+    storing_class: StoringClass | None = node.meta.get("custom", {}).get(STORED_BY_KEY)
+    return storing_class if node.op != "placeholder" else None
 
 
-def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringModule, int]:
+def _measure_largest_arguments(graph: Graph, static: set[str]) -> dict[StoringClass, int]:
     """Return, by class of modules, the elements of the largest tensor that its nodes read from outside the class."""
-    largest: dict[StoringModule, int] = {}
+    largest: dict[StoringClass, int] = {}
     for node in graph.nodes:
-        module = _get_annotation(node)
-        if module is None:
+        storing_class = _get_annotation(node)
+        if storing_class is None:
             continue
         for argument in node.all_input_nodes:
-            if _get_annotation(argument) != module and argument.name not in static:
-                largest[module] = max(largest.get(module, 0), _count_elements(argument))
+            if _get_annotation(argument) != storing_class and argument.name not in static:
+                largest[storing_class] = max(largest.get(storing_class, 0), _count_elements(argument))
     return largest
 
 

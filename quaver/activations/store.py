@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.activations.hooks import STORED_BY_KEY, ActivationStorage, StoringModule, skip_conversion, store_tensors
+from quaver.activations.hooks import STORED_BY_KEY, ActivationStorage, StoringClass, skip_conversion, store_tensors
 from quaver.kernels.operation import library
 from quaver.linear.class_change import ForwardWrapper, has_wrapper, unwrap_forward, wrap_forward
 from quaver.linear.module import Float8Linear
@@ -203,10 +203,10 @@ def _fake_begin(module: str, block_size: int) -> Tensor:
 torch.library.register_fake("quaver::end_annotation", lambda: torch.empty(0), lib=library)
 
 
-def _run_annotated(storing_module: StoringModule | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_annotated(storing_class: StoringClass | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward that the compiler traces and annotate its nodes for partition.py."""
-    torch.ops.quaver.begin_annotation(*(storing_module or ("", 0)))
-    with torch.fx.traceback.annotate({STORED_BY_KEY: storing_module}):
+    torch.ops.quaver.begin_annotation(*(storing_class or ("", 0)))
+    with torch.fx.traceback.annotate({STORED_BY_KEY: storing_class}):
         result = forward(*args, **kwargs)
     torch.ops.quaver.end_annotation()
     return result

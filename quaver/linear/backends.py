@@ -162,7 +162,7 @@ def find_native_failure(device_index: int, kind: ScaleKind, trial: NativeTrial |
 
 
 @contextlib.contextmanager
-def assume_native(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
+def replace_trials(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
     """Inside the block, `failures` replaces the trials of the first device; other kinds are tried.
 
     For tests and predictions. Yields the results of all trials: by device and kind, why the hardware failed, or None.

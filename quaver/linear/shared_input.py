@@ -62,13 +62,13 @@ class SharedOperands(NamedTuple):
             and self.version == get_version(activation)
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
-            and self.scale_version == _get_version(quantizer.scale)
+            and self.scale_version == _get_scale_version(quantizer.scale)
             and self.casts == quantizer.casts
             and self.hp_dtype is quantizer.hp_dtype
         )
 
 
-def _get_version(scale: PersistentScale | None) -> int:
+def _get_scale_version(scale: PersistentScale | None) -> int:
     # See [Note: stale scales] in scale_state.py.
     return -1 if scale is None else get_version(scale.quant_scale)
 
@@ -200,7 +200,7 @@ class CachedQuantizer(Quantizer):
             self.casts,
             self.hp_dtype,
             self.scale,
-            _get_version(self.scale),
+            _get_scale_version(self.scale),
             operands_to_cache,
             linear_ids,
         )

@@ -34,19 +34,19 @@ def count_collectives(module, input):
     return forward, backward
 
 
-def payloads(recipe, rows, columns, first_too=True):
+def payloads(recipe, rows, columns, casts_first_dim=True):
     """Return what is gathered of a matrix whose rows are spread over the ranks."""
     codes, scales = (U8, rows * columns), (F32, rows * 4)
     if recipe == "rowwise_with_gw_hp":
         return [(F32, rows * columns * 4)]
     if recipe == "tensorwise":
         return [codes]
-    return [codes, scales, codes] if first_too else [codes, scales]
+    return [codes, scales, codes] if casts_first_dim else [codes, scales]
 
 
-def amaxes(recipe, rows, columns, first_too=True):
+def amaxes(recipe, rows, columns, casts_first_dim=True):
     """Return the amaxes that are reduced for such a matrix."""
-    length = {"tensorwise": 1, "rowwise_with_gw_hp": 0}.get(recipe, columns if first_too else 0)
+    length = {"tensorwise": 1, "rowwise_with_gw_hp": 0}.get(recipe, columns if casts_first_dim else 0)
     return [(I32, 4 * length)] if length else []
 
 
@@ -74,7 +74,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
     with CollectiveCounter() as forward, torch.no_grad():
         module(input)
-    assert forward.of("all_gather") == payloads(recipe, M, K, first_too=False)
+    assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=False)
 
 
 @pytest.mark.parametrize("trained", ["", "a", "b"])
@@ -89,7 +89,7 @@ def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, t
     for linears, trains in ((module, bool(trained)), (copied, False)):
         input = torch.randn(2, 8, K, requires_grad=True)
         forward, _ = count_collectives(lambda input, linears=linears: torch.stack(linears(input)), input)
-        assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
+        assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=trains)
 
 
 def count_collectives_of_linear(recipe, style, trains, *shape):
@@ -105,7 +105,7 @@ def count_collectives_of_linear(recipe, style, trains, *shape):
 def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
     style = Float8ColwiseParallel(input_layouts=Shard(1))
     forward, backward = count_collectives_of_linear(recipe, style, trains, 2, 8, K)
-    assert forward.of("all_gather") == payloads(recipe, M, K, first_too=trains)
+    assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=trains)
     assert backward.of("all_gather") == []
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
 
@@ -126,8 +126,8 @@ def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
         assert backward.of("all_gather") == ([(F32, M * N * 4)] if trains else [(U8, M * N), (F32, 4 * M)])
         assert backward.of("all_reduce") == [(I32, 4)]  # of the weight as grad_input reads it
     else:
-        assert backward.of("all_gather") == payloads(recipe, M, N, first_too=trains)
-        assert backward.of("all_reduce") == amaxes(recipe, M, N, first_too=trains)
+        assert backward.of("all_gather") == payloads(recipe, M, N, casts_first_dim=trains)
+        assert backward.of("all_reduce") == amaxes(recipe, M, N, casts_first_dim=trains)
     assert backward.of("reduce_scatter") == []
 
 

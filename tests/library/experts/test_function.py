@@ -243,7 +243,7 @@ def test_the_reference_takes_no_rows(recipe):
 
 
 def cast_operands(matmul, recipe, transposed):
-    """Return both make_operands of one of the three matmuls, and the ends of the groups."""
+    """Return both operands of one of the three matmuls, and the ends of the groups."""
     a, b_t, ends = make_operands(k=70, n=33)
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
