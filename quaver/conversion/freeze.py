@@ -141,18 +141,18 @@ def _is_skipped(module: nn.Module, config: Float8LinearConfig, include_subclasse
 def _quantize_weight(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        return _quantize_matrix(quantizer, weight.parameter.detach())
+        return _quantize_to_codes(quantizer, weight.parameter.detach())
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
     for stored_codes, matrix in zip(codes, stack, strict=True):
-        matrix_codes, scale = _quantize_matrix(quantizer, matrix.t() if transposed else matrix)
+        matrix_codes, scale = _quantize_to_codes(quantizer, matrix.t() if transposed else matrix)
         stored_codes.copy_(matrix_codes.t() if transposed else matrix_codes)
         scales.append(scale.t() if transposed else scale)
     return codes, torch.stack(scales)
 
 
-def _quantize_matrix(quantizer: Quantizer, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_to_codes(quantizer: Quantizer, matrix: Tensor) -> tuple[Tensor, Tensor]:
     operand = require(quantizer(matrix, row=True, column=False).row, "the row operand")
     return operand.data, require(operand.dequant_scale, "the dequant_scale")
 

@@ -125,13 +125,13 @@ def describe_grouped_backends(
 
 def _has_native(device: torch.device, *, emulate: bool) -> bool:
     return (
-        choose_backend(device, ScaleKind.GROUPS, emulate=emulate, is_native=_run_trial_as_constant)
+        choose_backend(device, ScaleKind.GROUPS, emulate=emulate, is_native=_run_grouped_trial_as_constant)
         is GemmBackend.NATIVE
     )
 
 
 @assume_constant_result
-def _run_trial_as_constant(device_index: int, kind: ScaleKind) -> bool:
+def _run_grouped_trial_as_constant(device_index: int, kind: ScaleKind) -> bool:
     return run_trial(device_index, kind, try_native_grouped_mm)
 
 
