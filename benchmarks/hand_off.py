@@ -52,7 +52,7 @@ def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None
             options = {"recipe": recipe} if recipe else {"recipe": "rowwise", "format": "high-precision"}
             dist.barrier()
             start = time.perf_counter()
-            weights = iter_float8_weights(model, rounded_from="bfloat16", dtype=torch.bfloat16, **options)
+            weights = iter_float8_weights(model, forward_dtype="bfloat16", dtype=torch.bfloat16, **options)
             for _ in weights:
                 pass
             seconds[recipe].append(time.perf_counter() - start)

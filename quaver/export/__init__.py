@@ -17,10 +17,10 @@ from quaver.export.kv_cache import calibrate_kv_cache, set_kv_scales
 from quaver.export.load import import_float8, load_float8
 from quaver.export.matching import ServingMatch, matches_serving
 from quaver.export.save import save_float8
-from quaver.export.weights import Float8Weights, Requantized, iter_float8_weights
+from quaver.export.weights import CheckpointTensors, Requantized, iter_float8_weights
 
 __all__ = [
-    "Float8Weights",
+    "CheckpointTensors",
     "Requantized",
     "ServingMatch",
     "calibrate_kv_cache",

@@ -20,7 +20,7 @@ from quaver.export.files import StoredTensors
 from quaver.export.frozen import load_frozen
 from quaver.export.plan import get_linear_name
 from quaver.export.save import save_float8
-from quaver.export.weights import Float8Weights, get_input_scale, iter_float8_weights
+from quaver.export.weights import CheckpointTensors, get_input_scale, iter_float8_weights
 from quaver.kernels.operands import Operand, require
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, flatten_to_matrix
@@ -148,7 +148,7 @@ def _set_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
+def _compare_weights(tensors: CheckpointTensors, stored: StoredTensors) -> Iterator[tuple[str, float]]:
     for name, part, codes, scale in _iter_expected_parts(tensors):
         names = part, tensors.plan.format.get_scale_name(part)
         missing = [stored_name for stored_name in names if stored_name not in stored]
@@ -159,7 +159,7 @@ def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[
         yield (part if part != name else get_linear_name(name)), min(shares)
 
 
-def _iter_expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+def _iter_expected_parts(tensors: CheckpointTensors) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
     """Yield the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
 
     There is no scale if the blocks of the format and of the forward differ.
@@ -187,7 +187,7 @@ def _compute_equal_share(actual: Tensor, expected: Tensor) -> float:
     return (a == b).all(1).double().mean().item()
 
 
-def _iter_stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
+def _iter_stored_operands(tensors: CheckpointTensors, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
     """Yield the stored operand of each linear's weight, by its name in the model."""
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():

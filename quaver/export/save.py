@@ -31,7 +31,7 @@ from quaver.export.files import (
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import ExportPlan, find_frozen_weights
-from quaver.export.weights import Float8Weights, iter_float8_weights
+from quaver.export.weights import CheckpointTensors, iter_float8_weights
 from quaver.recipes.sqnr import compute_sqnr_db, replace_inf
 from quaver.runtime.agreement import check_ranks_agree, run_on_every_rank, run_on_first_rank
 from quaver.runtime.errors import InputError, check_is_module
@@ -50,7 +50,7 @@ def save_float8(
     format: str = COMPRESSED_TENSORS,
     weights: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
-    rounded_from: torch.dtype | str | None = None,
+    forward_dtype: torch.dtype | str | None = None,
     share_fused_scales: bool = True,
     module_filter_fn: ModuleFilter | None = None,
     max_shard_bytes: int = 5 * 1000**3,
@@ -58,11 +58,11 @@ def save_float8(
     files: Sequence[Path | str] = (),
     make_hp_model: Callable[[], nn.Module] | None = None,
     measure_tokens: int = 128,
-) -> Float8Weights:
+) -> CheckpointTensors:
     """Write `model` as the new Hugging Face folder `folder`, or as a new file. An error leaves nothing there.
 
     Args:
-        model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
+        model, recipe, format, weights, dtype, forward_dtype, share_fused_scales, module_filter_fn: as for
             `iter_float8_weights`. Every rank of a sharded model calls this, and rank 0 writes. If one rank fails, every
             rank raises its error. Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`,
             `set_kv_scales`).
@@ -93,20 +93,20 @@ def save_float8(
     if weights is not None and not isinstance(weights, Mapping):
         raise TypeError(f"weights: expected tensors by name, got a {type(weights).__name__}")
 
-    plan = functools.partial(
+    make_tensors = functools.partial(
         iter_float8_weights,
         model,
         recipe=recipe,
         format=format,
         weights=weights,
         dtype=dtype,
-        rounded_from=rounded_from,
+        forward_dtype=forward_dtype,
         share_fused_scales=share_fused_scales,
         module_filter_fn=module_filter_fn,
     )
     read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
     is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
-    tensors = _plan_on_every_rank(plan, format) if is_sharded else plan()
+    tensors = _plan_on_every_rank(make_tensors, format) if is_sharded else make_tensors()
 
     def open_target() -> AbstractContextManager[SafetensorsWriter]:
         """Open the folder or file on the rank that writes, which alone may have the options."""
@@ -144,10 +144,10 @@ def _parse_files(files: Any) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float8Weights:
+def _plan_on_every_rank(make_tensors: Callable[[], CheckpointTensors], format: str) -> CheckpointTensors:
     """Plan an export that every rank iterates. If one rank fails, or the plans differ, every rank raises an error."""
-    planned: list[Float8Weights] = []
-    run_on_every_rank(lambda: planned.append(plan()))
+    planned: list[CheckpointTensors] = []
+    run_on_every_rank(lambda: planned.append(make_tensors()))
     tensors = planned[0]
     lines = [f"the format {format}", f"the recipe {tensors.plan.recipe}", *tensors.plan.names]
     check_ranks_agree(lines, None, subject="the export")
@@ -155,7 +155,10 @@ def _plan_on_every_rank(plan: Callable[[], Float8Weights], format: str) -> Float
 
 
 def _write(
-    tensors: Float8Weights, open_target: Callable[[], AbstractContextManager[SafetensorsWriter]], *, is_sharded: bool
+    tensors: CheckpointTensors,
+    open_target: Callable[[], AbstractContextManager[SafetensorsWriter]],
+    *,
+    is_sharded: bool,
 ) -> None:
     """Write the tensors, on the first rank if they are sharded. Every rank iterates, because it gathers them.
 
@@ -183,7 +186,7 @@ def _write(
 
 @contextmanager
 def _create_file(
-    path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
+    path: Path, model: nn.Module, tensors: CheckpointTensors, record: dict[str, Any]
 ) -> Iterator[SafetensorsWriter]:
     _log_warnings(tensors.plan)
     with write_new_folder(path, file=SINGLE_FILE) as partial:
@@ -199,7 +202,7 @@ def _create_file(
 def _create_folder(
     path: Path,
     model: nn.Module,
-    tensors: Float8Weights,
+    tensors: CheckpointTensors,
     record: dict[str, Any],
     config_json: str,
     max_shard_bytes: int,
@@ -223,7 +226,7 @@ def _create_folder(
         write_card_and_record(partial, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
-def _collect_sqnr(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
+def _collect_sqnr(model: nn.Module, tensors: CheckpointTensors) -> dict[str, Any]:
     """Return the SQNR of weights that the format, or a write to a frozen weight, quantized again."""
     requantized = {name: replace_inf(sqnr._asdict()) for name, sqnr in tensors.requantized.items()}
     written = {name: weight.requantized_sqnr_db for name, weight in find_frozen_weights(model).items()}
@@ -232,7 +235,7 @@ def _collect_sqnr(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
 
 
 def _encode_quantized_config(
-    config: Mapping[str, Any] | None, model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
+    config: Mapping[str, Any] | None, model: nn.Module, tensors: CheckpointTensors, dtype: torch.dtype | None
 ) -> str:
     plan, config = tensors.plan, _get_config(model) if config is None else config
     quantization = plan.format.make_quantization_config(

@@ -1,7 +1,7 @@
 """`iter_float8_weights`: yields the tensors of a float8 checkpoint of a model, one at a time.
 
 The codes come from the quantizers of `Float8Linear`'s forward, on the weight that this forward reads. They are
-bit-identical to the next training step's, with two exceptions, whose SQNR is in `Float8Weights.requantized`:
+bit-identical to the next training step's, with two exceptions, whose SQNR is in `CheckpointTensors.requantized`:
     one scale per tensor    Servers fuse q, k, v and gate, up into one linear with one scale. Such linears share the
                             smallest of their scales, unless the caller asks for separate scales.
     blocks                  Formats hold blocks of 128 x 128 or of MXFP8; weights of other recipes are quantized again.
@@ -71,13 +71,13 @@ def iter_float8_weights(
     model: nn.Module,
     *,
     recipe: Recipe | None = None,
-    rounded_from: torch.dtype | str | None = None,
+    forward_dtype: torch.dtype | str | None = None,
     format: str = COMPRESSED_TENSORS,
     weights: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     share_fused_scales: bool = True,
     module_filter_fn: ModuleFilter | None = None,
-) -> Float8Weights:
+) -> CheckpointTensors:
     """Yield the tensors of `model` under the names that servers load, for a checkpoint or an inference engine.
 
         for name, tensor in iter_float8_weights(model):
@@ -92,9 +92,10 @@ def iter_float8_weights(
             reduce amaxes and gather codes.
         recipe: the recipe for this export of a model that trains in high precision: a config, a recipe or its name,
             with dynamic scales, whose codes `format` holds.
-        rounded_from: the dtype to which weights are rounded before they are quantized; None for their dtype. With
-            "bfloat16", float32 masters get the codes of an engine that receives bfloat16, and of a forward under
-            autocast. Not needed for an FSDP2 model's own weights, which are rounded to `param_dtype`.
+        forward_dtype: the dtype in which a forward reads the weights, to which they are rounded before they are
+            quantized; None for their dtype. With "bfloat16", float32 masters get the codes of an engine that receives
+            bfloat16, and of a forward under autocast. Not needed for an FSDP2 model's own weights, which are rounded to
+            `param_dtype`.
         format: "compressed-tensors", "compressed-tensors-block", "compressed-tensors-mxfp8", "fp8" or "comfyui" (see
             formats/); "high-precision" for the plain tensors, as a control.
         weights: the tensors by name if `model` is on the meta device; None for the model's own. Experts may be stacks,
@@ -106,7 +107,7 @@ def iter_float8_weights(
         module_filter_fn: chooses the layers for `recipe`, as for `convert_to_float8_training`. None for all except
             `lm_head`, routers and tied linears.
     Raises (when called):
-        ValueError: `dtype` or `rounded_from` is not float32, bfloat16 or float16; no linear or expert is float8; a
+        ValueError: `dtype` or `forward_dtype` is not float32, bfloat16 or float16; no linear or expert is float8; a
             float8 weight is tied; a weight is missing; PEFT's adapters are not merged; the recipe has delayed or static
             scales; a layer is converted with another recipe.
         NotImplementedError: the format does not hold the recipe, weights have several recipes, this rank has only some
@@ -115,7 +116,7 @@ def iter_float8_weights(
         ValueError: a weight is not finite, on the meta device or of another shape than the model's, or the scale of an
             input is unknown.
     """
-    dtype, forward_dtype = _parse_dtype("dtype", dtype), _parse_dtype("rounded_from", rounded_from)
+    dtype, forward_dtype = _parse_dtype("dtype", dtype), _parse_dtype("forward_dtype", forward_dtype)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     view = None
     if recipe is None and module_filter_fn is not None:
@@ -123,7 +124,7 @@ def iter_float8_weights(
     if recipe is not None or has_adapters(model):
         view = make_converted_view(model, recipe, module_filter_fn)
         model = view.model
-    return Float8Weights(model, format, weights, dtype, forward_dtype, share_fused_scales, view, recipe is not None)
+    return CheckpointTensors(model, format, weights, dtype, forward_dtype, share_fused_scales, view, recipe is not None)
 
 
 def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
@@ -134,7 +135,7 @@ def _parse_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype 
     return dtype
 
 
-class Float8Weights:
+class CheckpointTensors:
     """An iterator over (name, tensor); see `iter_float8_weights`."""
 
     bytes_yielded: int
@@ -187,7 +188,9 @@ class Float8Weights:
 
     def __repr__(self) -> str:
         ignored = f", in high precision: {', '.join(self.plan.ignore)}" if self.plan.ignore else ""
-        return f"Float8Weights({self.plan.matrix_count} float8 weights, {self.bytes_yielded:,} bytes yielded{ignored})"
+        return (
+            f"CheckpointTensors({self.plan.matrix_count} float8 weights, {self.bytes_yielded:,} bytes yielded{ignored})"
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self

@@ -13,7 +13,7 @@ from quaver.runtime.module_names import join_names
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
 
-SAME_CODES = "iter_float8_weights(model, recipe=, rounded_from=)"
+SAME_CODES = "iter_float8_weights(model, recipe=, forward_dtype=)"
 """Gives a rollout the codes that the trainer's forward multiplies."""
 
 SMALLEST_GAIN_DB = 1.0

@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Le
 
-from quaver.export import Float8Weights, save_float8, set_kv_scales
+from quaver.export import CheckpointTensors, save_float8, set_kv_scales
 from quaver.export.companion_files import list_tokenizer_files
 from quaver.export.converted_view import DEFAULT_FILTER
 from quaver.export.files import CONFIG_JSON
@@ -137,7 +137,7 @@ def _read_kv_scales(options: ExportOptions) -> dict[str, float] | None:
     return scales
 
 
-def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:
+def _save(options: ExportOptions, source: ExportSource, target: Path) -> CheckpointTensors:
     files = source.files if options.tokenizer is None else list_tokenizer_files(Path(options.tokenizer))
     is_file = CHECKPOINT_FORMATS[options.format].is_file
     return save_float8(
@@ -147,7 +147,7 @@ def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8W
         format=options.format,
         weights=source.weights,
         dtype=getattr(torch, options.dtype),
-        rounded_from=source.rounded_from,
+        forward_dtype=source.forward_dtype,
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         origin=source.origin,

@@ -32,7 +32,7 @@ class ExportSource:
     make_hp_model: Callable[[], nn.Module]
     origin: Mapping[str, Any]
     files: list[Path] = field(default_factory=list)
-    rounded_from: torch.dtype | None = None
+    forward_dtype: torch.dtype | None = None
 
 
 def open_huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:

@@ -75,7 +75,7 @@ def make_run_source(
         config=make_hf_config(saved.model, dtype="bfloat16", usage=read_usage_settings(saved)),
         make_hp_model=make_hp_model,
         origin={"source": f"{checkpoint.name}/{saved.weights_path.name} of quaver train", "step": progress["step"]},
-        rounded_from=_choose_forward_dtype(saved, config),
+        forward_dtype=_choose_forward_dtype(saved, config),
     )
 
 

@@ -79,7 +79,7 @@ def test_a_sigterm_before_the_training_is_one_line_and_frees_the_folder(tmp_path
 
 def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, monkeypatch):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    source = SimpleNamespace(model=model, config={}, weights=None, rounded_from=None, origin={}, files=[])
+    source = SimpleNamespace(model=model, config={}, weights=None, forward_dtype=None, origin={}, files=[])
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(export, "open_huggingface_source", lambda path, **options: source)
     monkeypatch.setattr(save, "iter_float8_weights", fail)

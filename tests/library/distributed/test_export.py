@@ -145,7 +145,7 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
     size, mesh = 160, get_cached_mesh((2, 2), ("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     options = {"recipe": serving_config(recipe) if recipe in SERVING_CASTS else recipe, "dtype": torch.bfloat16}
-    expected = dict(iter_float8_weights(build_unconverted(size), rounded_from="bfloat16", **options))
+    expected = dict(iter_float8_weights(build_unconverted(size), forward_dtype="bfloat16", **options))
     model = build_unconverted(size)
     if layout == "tp and fsdp":
         plan = {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
@@ -174,7 +174,7 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
 @on_ranks(2)
 def test_experts_of_all_ranks_are_streamed_from_high_precision(recipe, rows, split):
     """Where a block of 128 rows has rows of gate and of up, both are gathered whole, and cast apart."""
-    options = {"recipe": recipe, "rounded_from": "bfloat16"}
+    options = {"recipe": recipe, "forward_dtype": "bfloat16"}
     expected = dict(iter_float8_weights(plain(128, rows), **options))
     model = plain(128, rows)
     if split == "ep":  # as transformers' plan and Float8ExpertParallel do

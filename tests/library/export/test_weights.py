@@ -37,7 +37,7 @@ def train_scales(recipe):
 
 def test_the_result_says_what_was_written(tmp_path):
     written = save_float8(tiny("rowwise"), tmp_path / "out", config={})
-    expected = rf"Float8Weights\({len(PROJECTIONS)} float8 weights, [\d,]+ bytes yielded, in high precision: .*\)"
+    expected = rf"CheckpointTensors\({len(PROJECTIONS)} float8 weights, [\d,]+ bytes yielded, in high precision: .*\)"
     assert re.fullmatch(expected, repr(written))
 
 
@@ -183,7 +183,7 @@ def test_weights_may_come_from_elsewhere():
         structure = Tiny()
     convert_to_float8_training(structure, config="rowwise", module_filter_fn=is_not_head)
     assert_same(dict(iter_float8_weights(structure, weights=model.state_dict())), expected)
-    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), rounded_from=torch.bfloat16))
+    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), forward_dtype=torch.bfloat16))
     for name, tensor in iter_float8_weights(model.bfloat16()):
         if "_proj.weight" in name:
             assert torch.equal(rounded[name].float(), tensor.float()), name
@@ -196,7 +196,7 @@ def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
     """Rounded float32 masters get the codes of a bfloat16 model, and the model in high precision does not change."""
     model = quaver.convert_to_high_precision(tiny("rowwise", 64))
     classes = [type(module) for module in model.modules()]
-    weights = iter_float8_weights(model, recipe=recipe, rounded_from="bfloat16", dtype=torch.bfloat16)
+    weights = iter_float8_weights(model, recipe=recipe, forward_dtype="bfloat16", dtype=torch.bfloat16)
     stored = dict(weights)
     assert_same(stored, dict(iter_float8_weights(tiny(recipe, 64).bfloat16())))
     assert not weights.requantized  # nothing trained with other codes, if fused linears share a scale
@@ -205,7 +205,7 @@ def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
     assert not torch.equal(stored["layer.q_proj.weight"], from_float32["layer.q_proj.weight"])
     with torch.device("meta"):
         structure = Tiny(64)
-    given = {"weights": model.state_dict(), "rounded_from": torch.bfloat16, "dtype": torch.bfloat16}
+    given = {"weights": model.state_dict(), "forward_dtype": torch.bfloat16, "dtype": torch.bfloat16}
     assert_same(dict(iter_float8_weights(structure, recipe=recipe, **given)), stored)
 
 
@@ -217,7 +217,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
         ({"recipe": "delayed"}, ValueError, "scales follow from the weights alone, got delayed"),
         ({"recipe": "rowwise", "format": "fp8"}, NotImplementedError, "expected weights with a scale per block"),
         ({"recipe": "int4"}, ValueError, "unknown recipe 'int4'"),
-        ({"recipe": "rowwise", "rounded_from": "int8"}, ValueError, "expected one of float32, bfloat16, float16, got"),
+        ({"recipe": "rowwise", "forward_dtype": "int8"}, ValueError, "expected one of float32, bfloat16, float16, got"),
         ({"recipe": "rowwise", "dtype": torch.int8}, ValueError, "dtype: expected one of float32, bfloat16, float16"),
         ({"module_filter_fn": bool}, ValueError, "expected none without a recipe"),
     ):
@@ -227,7 +227,7 @@ def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
         iter_float8_weights(tiny("rowwise"), recipe="tensorwise")
     model[0].weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match=r"0\.weight has an inf"):
-        dict(iter_float8_weights(model, recipe="rowwise", rounded_from="float16"))
+        dict(iter_float8_weights(model, recipe="rowwise", forward_dtype="float16"))
 
 
 def test_buffers_may_be_infinite():

@@ -58,7 +58,7 @@ def test_a_mismatch_alarms_once_and_clears(tmp_path):
     alarm, cleared = (event for event in events if event.rule == "mismatch")
     assert (alarm.step, alarm.layer, alarm.value, alarm.threshold) == (2, "rollout", 1.2, 1.05)
     assert "exp|difference|" in alarm.message
-    assert "rounded_from=" in alarm.message
+    assert "forward_dtype=" in alarm.message
     assert isinstance(cleared, AlarmCleared)
     assert cleared.step == 8
     alarms = Alarms()
