@@ -77,10 +77,12 @@ def freeze_to_float8(
     Returns:
         `module`.
     Raises:
-        ValueError: the config has delayed or static scaling, two casts of a weight, or E8M0 scales by FLOOR; a weight
-            holds NaN or inf, is tied, sharded or on the meta device, or has a wrong dtype; only some weights train.
+        ValueError: the config has delayed or static scaling, two casts of a weight, or E8M0 scales by FLOOR.
+        ValueError: a weight holds NaN or inf, is tied, sharded or on the meta device, or has a wrong dtype.
+        ValueError: some of the weights require a gradient and others do not.
         NotImplementedError: the layout of the weight is unknown or has 4-bit codes.
-        TypeError: `config` or `module` has a wrong type; `module_filter_fn` takes other arguments or fails for experts.
+        TypeError: `config` or `module` has a wrong type.
+        TypeError: `module_filter_fn` takes other arguments or fails for experts.
     """
     config = resolve_frozen_config(config)
     check_is_module(module, argument="module")

@@ -118,9 +118,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     (saved_a, saved_weight), (ends,) = load_saved(ctx)
     grad_output = grad_output.contiguous()
     grad_operands = _quantize_rows(grad_output, ends, args, "grad_output", row=needs_grad_a, column=needs_grad_weight)
-    local_grad = (
-        None if args.output_exchange else grad_output
-    )  # with `output_exchange` the experts multiply rows of other ranks
+    # With `output_exchange` the experts multiply rows of other ranks.
+    local_grad = None if args.output_exchange else grad_output
     grad_a = grad_weight = None
     if needs_grad_weight:
         column, a = require(grad_operands.column, "the column operand"), require(saved_a, "the saved operand of a")

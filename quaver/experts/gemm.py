@@ -75,7 +75,7 @@ class GroupedMatmul(NamedTuple):
 
 
 def _grouped_mm(a: Tensor, grouped: GroupedMatmul) -> Tensor:
-    """Run the grouped matmul; see the top of the file."""
+    """Multiply each group by the first way of the table at the top that supports the device and the operands."""
     if a.is_meta:
         return _grouped_mm_fake(a, grouped)
     a_operand = Operand(a, grouped.a_dequant_scale, ScaleLayout(*grouped.a_layout))
@@ -196,7 +196,15 @@ def grouped_mm(
     out_dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """Run the grouped matmul; see the top of the file. If `a` has no scale, it runs in high precision."""
+    """Multiply each group of rows of `a` by its part of `b`; the top of the file has the shapes and devices.
+
+    Args:
+        a: tokens, or rows of grad_output: codes with scales of rows or groups. Without a scale both operands are
+            dequantized to `out_dtype` and multiplied in high precision.
+        b: weights, or the tokens of `ExpertMatmul.GRAD_WEIGHT`.
+        ends: int32 [E], where the rows of each expert end; later rows of the result are 0.
+        transposed: whether the weights, and the result of GRAD_WEIGHT, are stored [E, K, N].
+    """
     if a.dequant_scale is None:
         a, b = (Operand(_dequantize(side, ends, matmul, out_dtype)) for side in (a, b))
     scales, layouts = (a.dequant_scale, b.dequant_scale), (a.layout, b.layout)

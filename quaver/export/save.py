@@ -80,14 +80,17 @@ def save_float8(
     Returns:
         The weights that were written, with the cost of the format.
     Raises:
-        FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
+        FileExistsError: `folder` exists.
+        NotWrittenError: the weights cannot be written.
         FileNotFoundError: one of `files` is not a file.
-        TypeError: `model` is no nn.Module, `config`, `origin` or `weights` is no mapping, `files` is no list of paths,
-            or `make_hp_model` is no function that returns a model.
+        TypeError: an argument has a wrong type, or `make_hp_model` returns no model.
         RuntimeError: the ranks disagree about the tensors, the format or the recipe.
-        ValueError, NotImplementedError: as `iter_float8_weights`; a number is not an integer of 1 or more; JSON cannot
-            hold `config` or `origin`; ComfyUI would rename tensors and lose their scales; `files` has a name twice, or
-            one that the export writes; the high-precision model does not take tokens alone, or is `model`.
+        ValueError, NotImplementedError: as `iter_float8_weights`.
+        ValueError: a number is not an integer of 1 or more.
+        ValueError: JSON cannot hold `config` or `origin`.
+        ValueError: `files` has a name twice, or one that the export writes.
+        ValueError: ComfyUI would rename tensors and lose their scales.
+        ValueError: the high-precision model does not take tokens alone, or is `model`.
     """
     check_is_module(model, argument="model")
     if weights is not None and not isinstance(weights, Mapping):

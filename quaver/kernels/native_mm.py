@@ -151,7 +151,7 @@ def _append_zeros(operand: Operand, rows: int, columns: int) -> Operand:
 def _native_block_mm(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int, is_square: bool
 ) -> Tensor:
-    """a [M, K] @ b [K, N], both e4m3 with block scales, -> bfloat16 [M, N]. `is_square`: b has square blocks.
+    """Multiply a [M, K] @ b [K, N], both e4m3 with block scales, to bfloat16 [M, N]. `is_square`: b has square blocks.
 
     cuBLAS reads each column of 1 x 128 scales at a multiple of 16 bytes, so rows are padded too.
     """

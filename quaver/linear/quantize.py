@@ -24,7 +24,7 @@ Row and column have this sense in every file, from config.py (`casts.weight.colu
 Five quantizers share this interface, the last two in tensor_parallel_quantizer.py:
 
     Quantizer                   scales computed from the matrix, or persistent scales from an earlier step
-    MaterializedQuantizer             the same, for a gradient, which is in memory when compiled code casts it
+    MaterializedQuantizer       the same, for a gradient, which is in memory when compiled code casts it
     CachedQuantizer             the same, for an activation that several linears read (shared_input.py)
     TensorParallelQuantizer     scales that agree across the ranks that hold parts of the matrix
     GatheringQuantizer          the same, and codes all-gathered from the ranks that hold other tokens

@@ -234,9 +234,11 @@ def use_float8_primary_weights(
     Returns:
         The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
     Raises:
-        ValueError: no weight to convert; a weight that is sharded, tied, converted with
-            `enable_fsdp_float8_all_gather`, multiplied in high precision, or has a delayed or static scale; a scheduler
-            or DDP that was made before; another master_dtype.
+        ValueError: `master_dtype` is another dtype.
+        ValueError: `optimizer` trains no weight that can be converted.
+        ValueError: a weight is sharded, tied, multiplied in high precision, converted with
+            `enable_fsdp_float8_all_gather`, or has a delayed or static scale.
+        ValueError: a scheduler or DDP was made before.
         TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
     rounds_masters = master_dtype is torch.bfloat16

@@ -80,7 +80,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs the repository, to clone it")
     folder = tmp_path_factory.mktemp("newcomer")
     clone_command, enter, *rest = list_commands()
-    assert (clone_command, enter) == ("git clone <this repository> quaver", "cd quaver")
+    assert (clone_command, enter) == ("git clone https://github.com/quaver-float8/quaver", "cd quaver")
     clone = folder / "quaver"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     set_up(clone)
