@@ -90,7 +90,7 @@ def save_float8(
         ValueError: JSON cannot hold `config` or `origin`.
         ValueError: `files` has a name twice, or one that the export writes.
         ValueError: ComfyUI would rename tensors and lose their scales.
-        ValueError: the high-precision model does not take tokens alone, or is `model`.
+        ValueError: the high-precision model has no `nn.Embedding`, does not take tokens alone, or is `model`.
     """
     check_is_module(model, argument="model")
     if weights is not None and not isinstance(weights, Mapping):
@@ -289,7 +289,7 @@ class _LogitsMeasurement:
         """Compute the logits of the high-precision model on `count` tokens.
 
         Raises:
-            InputError: the model does not take tokens alone, or has parameters of the `exported` one.
+            InputError: the model has no `nn.Embedding`, does not take tokens alone, or has parameters of `exported`.
         """
         check_positive_integer("measure_tokens", count)
         model = make_model()
@@ -300,10 +300,16 @@ class _LogitsMeasurement:
                 "exported model; return copy.deepcopy(model)"
             )
         self._model = model.eval()
-        vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
+        vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 0)
+        if not vocab_size:
+            raise InputError(
+                f"make_hp_model: expected a model with an nn.Embedding of its tokens, got {type(model).__name__}"
+            )
         self._tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))
         try:
             self._before = _compute_logits(model, self._tokens)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"

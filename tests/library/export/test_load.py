@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from quaver import FrozenFloat8Linear, convert_to_high_precision
 from quaver.export import import_float8, load_float8, load_frozen, save_float8
@@ -220,6 +221,34 @@ def test_the_measurement_refuses_the_exported_model(tmp_path):
     with pytest.raises(InputError, match="^make_hp_model: .* got the exported model; return copy"):
         save_float8(model, tmp_path / "out", recipe="rowwise", config={}, make_hp_model=lambda: model)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("make_hp_model", "error", "message"),
+    [
+        (
+            lambda: nn.Linear(32, 32),
+            InputError,
+            "^make_hp_model: expected a model with an nn.Embedding .* got Linear$",
+        ),
+        (lambda: OnlyRaises(RuntimeError("mask?")), InputError, r"OnlyRaises does not take tokens alone \(mask\?\)$"),
+        (lambda: OnlyRaises(torch.OutOfMemoryError("no room")), torch.OutOfMemoryError, "^no room$"),
+    ],
+)
+def test_errors_of_the_measured_model_are_raised(make_hp_model, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        saved(tmp_path / "out", make_hp_model=make_hp_model)
+
+
+class OnlyRaises(nn.Module):
+    """A model whose forward raises an error."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.embedding = error, nn.Embedding(8, 8)
+
+    def forward(self, tokens):
+        raise self.error
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
