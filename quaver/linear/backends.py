@@ -29,7 +29,7 @@ from quaver.recipes.formats import E5M2
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
-from quaver.runtime.devices import get_cuda_device, has_cuda, is_capturing, is_cuda_device
+from quaver.runtime.devices import get_cuda_device, get_device_index, has_cuda, is_capturing, is_cuda_device
 from quaver.runtime.errors import describe_error
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -57,7 +57,7 @@ def choose_backend(
         is_native: returns whether the CUDA device with this index multiplies `kind` natively; None tries `native_mm`.
     """
     is_native = is_native or _run_trial_as_constant
-    if kind is None or emulate or not is_cuda_device(device) or not is_native(device.index or 0, kind):
+    if kind is None or emulate or not is_cuda_device(device) or not is_native(get_device_index(device), kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 

@@ -67,6 +67,11 @@ def add_device_index(device: torch.device) -> torch.device:
     return torch.device(device.type, module.current_device() if module.is_initialized() else 0)
 
 
+def get_device_index(device: torch.device) -> int:
+    """Return the index of `device`; without one, that of the current device, and 0 for a CPU."""
+    return add_device_index(device).index or 0
+
+
 def has_cuda() -> bool:
     """Return whether there is a CUDA device."""
     return _simulated_capability is not None or torch.cuda.is_available()

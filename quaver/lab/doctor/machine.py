@@ -20,7 +20,7 @@ from quaver.linear.backends import find_native_failure, list_matmul_casts, predi
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.sqnr import compute_sqnr_db
-from quaver.runtime.devices import get_compute_capability, has_cuda, is_cuda_device
+from quaver.runtime.devices import get_compute_capability, get_device_index, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, list_slow_paths
 
 _FEATURES = 64
@@ -103,7 +103,7 @@ def _describe_backend(config: Float8LinearConfig, device: torch.device) -> tuple
     if is_cuda_device(device):
         kinds = {predict_scale_kind(*pair) for pair in list_matmul_casts(config).values()}
         failures = {
-            find_native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales"
+            find_native_failure(get_device_index(device), kind) if kind else "no hardware multiplies such scales"
             for kind in kinds
         }
         reasons = failures - {None}

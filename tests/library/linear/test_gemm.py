@@ -270,6 +270,14 @@ def test_a_cpu_and_emulation_never_take_the_native_path():
         assert choose_backend(torch.device("cpu"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
 
 
+def test_the_trial_of_cuda_without_an_index_is_of_the_current_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tried = []
+    choose_backend(torch.device("cuda"), ScaleKind.ROWWISE, is_native=lambda index, kind: tried.append(index))
+    assert tried == [1]
+
+
 @pytest.mark.parametrize(
     ("scaling", "shape", "out_dtype", "bias_dtype"),
     thinned(
