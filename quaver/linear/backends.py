@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -142,8 +143,8 @@ def find_native_failure(device_index: int, kind: ScaleKind, trial: NativeTrial |
     `trial` is for kinds that `native_mm` does not multiply; None for `try_native_mm`. Results are cached.
 
     Raises:
-        RuntimeError: the trial failed for another reason, such as too little memory, or would have to run while a CUDA
-            graph is captured. Nothing is cached, and the next call tries again.
+        RuntimeError: the trial failed for another reason than what the device can run, such as too little memory, or
+            would have to run while a CUDA graph is captured. Nothing is cached, and the next call tries again.
     """
     key = device_index, kind
     if key not in _native_failures:
@@ -181,8 +182,9 @@ _CAPABILITY_CODES = (98, 209, 801)
 """The codes of CUDA (and HIP) errors about what a device can run: cudaErrorInvalidDeviceFunction,
 cudaErrorNoKernelImageForDevice, cudaErrorNotSupported."""
 
-_TRANSIENT_STATUSES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-"""The statuses of cuBLAS without memory for its handle or workspace. PyTorch raises all statuses as RuntimeError."""
+_CAPABILITY_STATUSES = ("ARCH_MISMATCH", "INVALID_VALUE", "NOT_SUPPORTED")
+"""The statuses of cuBLAS (and hipBLAS) about what a device can run. PyTorch raises all statuses as RuntimeError; the
+others may pass, such as ALLOC_FAILED and EXECUTION_FAILED."""
 
 
 def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
@@ -213,7 +215,8 @@ def is_expected_product(out: Tensor, expected: Tensor) -> bool:
 
 def describe_hardware_failure(error: Exception) -> str:
     """Return the first line of an error, or its class if it has no text. Raises it if it is not about the hardware."""
-    is_transient = any(status in str(error) for status in _TRANSIENT_STATUSES)
+    status = re.search(r"BLAS_STATUS_(\w+)", str(error))
+    is_transient = status is not None and status[1] not in _CAPABILITY_STATUSES
     if isinstance(error, torch.AcceleratorError):  # such as an illegal access, or a call that a capture forbids
         is_transient = getattr(error, "error_code", None) not in _CAPABILITY_CODES
     if is_transient or isinstance(error, torch.OutOfMemoryError):

@@ -407,6 +407,7 @@ def make_device_error(text, code):
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasLtMatmul"),
         make_device_error("CUDA error: operation not permitted when stream is capturing", 900),
         make_device_error("CUDA error: an illegal memory access was encountered", 700),
     ],
@@ -415,7 +416,7 @@ def test_a_trial_that_fails_temporarily_raises_and_is_retried(error, device_erro
     errors, called = device_errors
     errors.append(error)
     with virtual_gpu("h100"):
-        with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
+        with pytest.raises(RuntimeError, match=r"memory|_FAILED|captur"):
             backends.find_native_failure(0, ScaleKind.TENSORWISE)
         for _ in range(2):
             assert backends.find_native_failure(0, ScaleKind.TENSORWISE) is None
@@ -424,6 +425,8 @@ def test_a_trial_that_fails_temporarily_raises_and_is_retried(error, device_erro
 
 def test_a_failure_of_the_hardware_is_its_first_line():
     assert backends.describe_hardware_failure(NotImplementedError()) == "NotImplementedError"
+    unsupported = "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic`"
+    assert backends.describe_hardware_failure(RuntimeError(unsupported)) == unsupported
     missing = make_device_error("CUDA error: no kernel image is available\nCompile with", 209)
     assert backends.describe_hardware_failure(missing) == "CUDA error: no kernel image is available"
 
