@@ -27,7 +27,6 @@ them. So results and gradients are bit-identical to that process, and nothing is
 from __future__ import annotations
 
 import typing
-import zlib
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
-from quaver.runtime.agreement import check_ranks_agree
+from quaver.runtime.agreement import check_ranks_agree, compute_digest
 from quaver.runtime.float8_collectives import all_gather, all_reduce_max, all_to_all, pad_rows
 from quaver.runtime.warnings import warn_user
 
@@ -197,7 +196,7 @@ class AllToAllDispatcher:
         """
         num_ranks = self.num_ranks
         counts_to_send = ends.diff(prepend=ends.new_zeros(1)).long().view(num_ranks, -1)
-        digest = zlib.crc32(description.encode())
+        digest = compute_digest(description)
         sent_lines = torch.cat([counts_to_send, counts_to_send.new_full((num_ranks, 1), digest)], 1)
         received_lines = all_to_all(sent_lines, [1] * num_ranks, [1] * num_ranks, self.mesh.get_group())
         counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest

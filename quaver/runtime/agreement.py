@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -55,11 +54,10 @@ def _find_disagreement(
     """Compare `lines` and the disagreement in an earlier group; return "" if both are the same on every rank."""
     if dist.get_backend(group) == "fake":  # one process without other ranks, perhaps under FakeTensorMode
         return ""
-    digest = hashlib.sha256("\n".join([*lines, earlier_disagreement]).encode()).digest()
-    words = [word >> 1 for word in struct.unpack("<2I", digest[:8])]
-    bounds = torch.tensor([[-word for word in words], words], dtype=torch.int32, device=find_collective_device(group))
+    digest = compute_digest("\n".join([*lines, earlier_disagreement]))
+    bounds = torch.tensor([-digest, digest], dtype=torch.int64, device=find_collective_device(group))
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-    if (bounds[0] == -bounds[1]).all():
+    if bounds[0] == -bounds[1]:
         return ""
     gathered: list[tuple[list[str], str]] = [([], "")] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (list(lines), earlier_disagreement), group)
@@ -73,6 +71,11 @@ def _find_disagreement(
             rank_has = _describe_difference(rank_lines, first_lines)
             return f"ranks disagree about {subject}: rank {ranks[0]} has {first_has}, rank {rank} has {rank_has}"
     return f"ranks disagree about {subject}"
+
+
+def compute_digest(text: str) -> int:
+    """Return 63 bits of the SHA-256 of `text`, which ranks compare as an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def _describe_difference(lines: Sequence[str], others: Sequence[str]) -> str:

@@ -1,14 +1,49 @@
-"""Tests how ranks compare, and how they wait for each other in a store."""
+"""Tests how ranks compare, share errors, and wait for each other in a store."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from quaver.runtime.agreement import check_ranks_agree_after_change, wait_at_store_barrier
+from quaver.runtime.agreement import (
+    check_ranks_agree,
+    check_ranks_agree_after_change,
+    run_on_every_rank,
+    wait_at_store_barrier,
+)
 from quaver.torch_private.fake_ranks import FakeStore
 from tests.isolated import isolated
+from tests.ranks import on_ranks, refusal, run
+
+
+def _compare(lines):
+    return refusal(partial(check_ranks_agree, lines[dist.get_rank()], None, subject="lines"))
+
+
+def test_every_rank_raises_if_one_has_other_lines():
+    assert run(2, _compare, [["a", "b"], ["a", "b"]]) == ["no error"] * 2
+    message = "RuntimeError: ranks disagree about lines: rank 0 has 'b', rank 1 has 'c'"
+    assert run(2, _compare, [["a", "b"], ["a", "c"]]) == [message] * 2
+
+
+@on_ranks(2)
+def test_every_rank_gets_the_results_of_all():
+    assert run_on_every_rank(dist.get_rank) == [0, 1]
+
+
+def _fail_on_rank_1():
+    class UnpicklableError(Exception):
+        pass
+
+    if dist.get_rank() == 1:
+        raise UnpicklableError("no disk")
+
+
+def test_an_error_that_cannot_be_pickled_is_raised_with_its_text_on_every_rank():
+    messages = run(2, refusal, run_on_every_rank, _fail_on_rank_1)
+    assert messages == ["RuntimeError: UnpicklableError: no disk", "UnpicklableError: no disk"]
 
 
 class _Store:
