@@ -11,10 +11,12 @@ learns at once whether it succeeded.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +26,10 @@ from torch.distributed import ProcessGroup
 
 from quaver.runtime.process_group import has_process_group
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+_SILENT_WAIT = timedelta(seconds=30)
 
 
 def check_ranks_agree(lines: Sequence[str], *groups: ProcessGroup | None, subject: str) -> None:
@@ -157,7 +162,7 @@ _ADVICE = (
 
 
 def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> None:
-    """Wait until every rank of `group` has called this as often, without a collective.
+    """Wait until every rank of `group` has called this as often, without a collective. After 30 s the log says so.
 
     Args:
         event: a clause that says what happened on this rank, by which the store counts the calls.
@@ -176,13 +181,30 @@ def wait_at_store_barrier(group: ProcessGroup, event: str, *, advice: str) -> No
     if calls % num_ranks == 0:
         store.set(round_key, "")
     try:
-        store.wait([round_key], store.timeout / 2)  # type: ignore[attr-defined]
+        _wait_for_key(store, round_key, event)
     except dist.DistStoreError as error:
         # The last rank may have called since. Then no rank is missing, and this one goes on, as the others do.
         if _add_to_counter(store, counter_key, -1, limit=round_number * num_ranks) < round_number * num_ranks:
             raise RuntimeError(
                 f"{event} on rank {dist.get_rank()}, and not every rank reported it: {advice}"
             ) from error
+
+
+def _wait_for_key(store: Any, key: str, event: str) -> None:
+    """Wait for `key` up to half the time limit of the store, and log the `event` if that takes long.
+
+    Raises:
+        DistStoreError: nobody set `key`.
+    """
+    limit = store.timeout / 2
+    silent = min(limit, _SILENT_WAIT)
+    try:
+        store.wait([key], silent)
+    except dist.DistStoreError:
+        if silent == limit:
+            raise
+        logger.warning("rank %s waits for the other ranks: %s", dist.get_rank(), event)
+        store.wait([key], limit - silent)
 
 
 def _add_to_counter(store: Any, key: str, number: int, *, limit: float = math.inf) -> int:

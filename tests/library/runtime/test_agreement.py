@@ -1,5 +1,6 @@
 """Tests how ranks compare, share errors, and wait for each other in a store."""
 
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -49,8 +50,9 @@ def test_an_error_that_cannot_be_pickled_is_raised_with_its_text_on_every_rank()
 class _Store:
     """A store whose `wait` times out, after it has run `arrive` once."""
 
-    def __init__(self, arrive):
+    def __init__(self, arrive, timeout_s=50):
         self.arrive, self.store = arrive, dist.HashStore()
+        self.timeout = timedelta(seconds=timeout_s)
 
     def __getattr__(self, name):
         return getattr(self.store, name)
@@ -63,17 +65,33 @@ class _Store:
         raise dist.DistStoreError("timeout")
 
 
-def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(monkeypatch):
+@pytest.fixture
+def group(monkeypatch):
+    """Return a group of two ranks, whose attribute `store` the test sets. Each call is of another rank."""
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_rank", iter(range(100)).__next__)
-    group = SimpleNamespace(get_group_store=lambda: store)
-    store = _Store(lambda: wait_at_store_barrier(group, "it happened", advice="all"))
+    pair = SimpleNamespace(get_group_store=lambda: pair.store)
+    return pair
+
+
+def wait(group):
     wait_at_store_barrier(group, "it happened", advice="all")
+
+
+def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(group):
+    group.store = _Store(lambda: wait(group))
+    wait(group)
     with pytest.raises(RuntimeError, match="it happened on rank .*, and not every rank reported it: all"):
-        wait_at_store_barrier(group, "it happened", advice="all")
-    store.arrive = lambda: wait_at_store_barrier(group, "it happened", advice="all")  # the failed call does not count
-    wait_at_store_barrier(group, "it happened", advice="all")
+        wait(group)
+    group.store.arrive = lambda: wait(group)  # the failed call does not count
+    wait(group)
+
+
+def test_a_rank_that_waits_long_logs_what_happened(group, caplog):
+    group.store = _Store(lambda: wait(group), timeout_s=100)
+    wait(group)
+    assert "waits for the other ranks: it happened" in caplog.text
 
 
 def _compare_fake_ranks():
