@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.activations.codes import STORABLE_DTYPES, MemoryLayout, dequantize_activation, quantize_activation
 from quaver.kernels.operands import require
-from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
-from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
+from quaver.linear.saved_tensors import HeldTensor, PackHook
+from quaver.torch_private.autograd import is_checkpoint_hook, runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import get_local_tensor, is_dtensor, wait_for_local_tensor
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import get_version

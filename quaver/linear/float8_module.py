@@ -14,9 +14,8 @@ from quaver.kernels.operands import Operands
 from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun
 from quaver.linear.protocols import NO_PROBE, CastOnceOperands, MatmulProbe
-from quaver.linear.saved_tensors import is_checkpoint_hook
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.torch_private.autograd import find_checkpoint_frame, top_saved_tensors_hooks
+from quaver.torch_private.autograd import find_checkpoint_frame, is_checkpoint_hook, top_saved_tensors_hooks
 
 _cast_once_by_frame: WeakKeyDictionary[Any, dict[tuple[int, str], Operands]] = WeakKeyDictionary()
 """Operands of a checkpoint's forward in an open `cast_weights_once`: by its frame, module's id and weight's name."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from quaver.kernels.operands import Operand
-from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
+from quaver.torch_private.autograd import backward_keeps_graph, is_checkpoint_hook, top_saved_tensors_hooks
 from quaver.torch_private.versions import get_version
 
 
@@ -30,11 +30,6 @@ class PackHook:
     def skip(self, tensors: Sequence[Tensor | None]) -> None:
         """Do not convert these tensors when autograd packs them."""
         raise NotImplementedError
-
-
-def is_checkpoint_hook(hooks: Any) -> bool:
-    """Return whether `hooks`, a (pack, unpack) pair or None, belong to an activation checkpoint."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:

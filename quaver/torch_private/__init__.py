@@ -33,7 +33,8 @@ Used outside of this package:
   operators of torch.ops.aten whose names begin with an underscore.
 - Attributes of objects: `OpOverload._schema`, `Tensor._make_wrapper_subclass`, `Parameter._is_param`, `_orig_mod` of a
   compiled module, `_compiled_call_impl`, `_forward_pre_hooks`, `_forward_hooks` and `_forward_hooks_always_called` of a
-  module, and `_wrapped_by_lr_sched` of an optimizer's `step`.
+  module, `_wrapped_by_lr_sched` of an optimizer's `step`, and `maybe_clear_saved_tensors` of a Function's `ctx`, which
+  frees the saved tensors before its backward returns, unless the graph is retained.
 - Methods of torch's parallel styles that quaver/parallel/tensor_parallel.py overrides or calls: `_apply`,
   `_prepare_input_fn`, `_prepare_input_arg` and `_prepare_input_kwarg_fn`.
 - `_is_profiler_enabled` of torch.autograd.profiler, and parts of Inductor that a ledger of kernels replaces.

@@ -10,6 +10,7 @@
   `get_sequence_number(node)`: Node._sequence_nr. torch.autograd.graph.node_creation_hook (torch 2.14) replaces both.
 - `find_wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Remove when Functions in Python have the
   `task_should_compute_output` of nodes in C++.
+- `is_checkpoint_hook(hooks)`: the module of the hooks of torch.utils.checkpoint. No replacement.
 - `find_checkpoint_frame(hooks)`: closure variables of the hooks of torch.utils.checkpoint, `frame` in a forward and
   `target_frame_ref` in its recomputation. No replacement.
 - `get_forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
@@ -62,6 +63,11 @@ def find_wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
 def get_forward_ad_level() -> int:
     """Return the current level of forward-mode autodiff; -1 outside of it."""
     return int(forward_ad._current_level)
+
+
+def is_checkpoint_hook(hooks: Any) -> bool:
+    """Return whether `hooks`, a (pack, unpack) pair or None, belong to a non-reentrant activation checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def find_checkpoint_frame(hooks: Any) -> tuple[Any, bool] | None:

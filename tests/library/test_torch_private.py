@@ -95,13 +95,16 @@ def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
     frames = []
 
     def block(x):
-        frames.append(autograd.find_checkpoint_frame(autograd.top_saved_tensors_hooks(True)))
+        hooks = autograd.top_saved_tensors_hooks(True)
+        assert autograd.is_checkpoint_hook(hooks)
+        frames.append(autograd.find_checkpoint_frame(hooks))
         return x.sin()
 
     checkpointed(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     (frame, in_forward), (same, in_recomputation) = frames
     assert (frame is same, in_forward, in_recomputation) == (True, False, True)
     assert autograd.find_checkpoint_frame((lambda t: t, lambda t: t)) is None
+    assert not autograd.is_checkpoint_hook((lambda t: t, lambda t: t))
 
 
 def test_a_backward_says_which_gradients_it_wants():
