@@ -24,7 +24,7 @@ from functools import partial
 from importlib.metadata import version
 from numbers import Integral
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,32 @@ from quaver.runtime.process_group import has_process_group
 from quaver.torch_private.autograd import runs_in_backward
 
 logger = logging.getLogger(__name__)
+
+
+class MonitorOptions(NamedTuple):
+    """The options of a `Monitor` that must be equal on all ranks."""
+
+    every: int
+    extras_every: int
+    completed_steps: int
+    hardware: str | None
+    steps_by_hand: bool
+
+    @classmethod
+    def parse(
+        cls, every: object, extras_every: object, completed_steps: object, hardware: str | None, steps_by_hand: bool
+    ) -> MonitorOptions:
+        """Return the options with numbers as ints. Raises ValueError for a number that is out of range."""
+        options = cls(
+            _parse_number("every", every, "a number of steps of 1 or more", minimum=1),
+            _parse_number("extras_every", extras_every, "a number of samples, or 0 for never"),
+            _parse_number("completed_steps", completed_steps, "a number of 0 or more"),
+            hardware,
+            steps_by_hand,
+        )
+        if hardware is not None and not options.extras_every:
+            raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
+        return options
 
 
 class Monitor:
@@ -99,10 +125,7 @@ class Monitor:
         steps_by_hand: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
-        self.samples: deque[dict[str, Any]] = deque()
-        """The last samples, on the first rank only."""
-        self._group, self._hardware = group, hardware
+        self._group = group
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
         self._has_warned = False
@@ -118,13 +141,18 @@ class Monitor:
         self._is_open = True
         error: BaseException | None = None
         try:
-            self._start(model, sink, history_len)
+            self._options = MonitorOptions.parse(every, extras_every, completed_steps, hardware, steps_by_hand)
+            maxlen = _parse_number("history_len", history_len, "a number of 0 or more")
+            self.samples: deque[dict[str, Any]] = deque(maxlen=maxlen)
+            """The last samples, on the first rank only."""
+            self.completed_steps = self._options.completed_steps
+            self._start(model, sink)
         except BaseException as raised:  # noqa: BLE001 - raised below on all ranks, also an interrupt
             error = raised
         try:
             if self._any_over_ranks(error is not None):
                 raise error or RuntimeError("the monitor did not start: another rank raised an error")
-            self._check_ranks_agree(steps_by_hand)
+            self._check_ranks_agree()
             self._plan_next_step()
             self._step_end_detector = StepEndDetector(model, self._any_over_ranks)
             if not steps_by_hand:
@@ -140,32 +168,19 @@ class Monitor:
         probes = (probe for _, weight in iter_model_weights(model) for probe in (weight.module.probes or {}).values())
         return next((probe.monitor for probe in probes if isinstance(probe, Probe)), None)
 
-    def _start(self, model: nn.Module, sink: AnySink, history_len: int) -> None:
+    def _start(self, model: nn.Module, sink: AnySink) -> None:
         """Attach the probes, and write the header on the first rank."""
         check_is_module(model, argument="model")
-        self._set_options(history_len)
+        if self._options.hardware is not None:
+            self._sampling.hardware = get_accumulation(self._options.hardware)
         self._probes.attach(model, self)
         self.header = self._make_header(self.completed_steps + 1)
         self._writer.open(make_sink(sink) if self._is_first_rank else None, self.header)
 
-    def _set_options(self, history_len: int) -> None:
-        """Set the options as ints. Raises ValueError for one that is out of range."""
-        self.every = _check_number("every", self.every, "a number of steps of 1 or more", minimum=1)
-        self.extras_every = _check_number("extras_every", self.extras_every, "a number of samples, or 0 for never")
-        self.completed_steps = _check_number("completed_steps", self.completed_steps, "a number of 0 or more")
-        self.samples = deque(maxlen=_check_number("history_len", history_len, "a number of 0 or more"))
-        if self._hardware is not None:
-            self._sampling.hardware = get_accumulation(self._hardware)
-            if not self.extras_every:
-                raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
-
-    def _check_ranks_agree(self, steps_by_hand: bool) -> None:
+    def _check_ranks_agree(self) -> None:
         if self._rank_count == 1:
             return
-        options = (
-            f"every={self.every}, extras_every={self.extras_every}, completed_steps={self.completed_steps}, "
-            f"hardware={self._hardware!r}, {steps_by_hand=}"
-        )
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
         tensors = [f"{tensor.name} {tensor.site.name}" for tensor in self._probes.tensors]
         check_ranks_agree([options, *tensors], self._group, subject="what they monitor")
 
@@ -178,12 +193,12 @@ class Monitor:
             "quaver": version("quaver"),
             "torch": torch.__version__,
             "recipe": recipes.pop() if len(recipes) == 1 else "mixed",
-            "every": self.every,
+            "every": self._options.every,
             "step": step,
             "ranks": self._rank_count,
             "statistics": list(STATISTICS),
-            "tensors": self._probes.make_header_entries(with_sums=self._hardware is not None),
-            **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
+            "tensors": self._probes.make_header_entries(with_sums=self._options.hardware is not None),
+            **({} if self._options.hardware is None else {"hardware": self._options.hardware.lower()}),
         }
 
     def step(self) -> None:
@@ -200,7 +215,7 @@ class Monitor:
 
     def is_sampled(self, step: int) -> bool:
         """Return whether step `step`, from 1, is sampled."""
-        return step == 1 or step % self.every == 0
+        return step == 1 or step % self._options.every == 0
 
     def record_mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (logprob_mismatch.py).
@@ -253,16 +268,18 @@ class Monitor:
         """Decide whether to sample the next step, and which layers get extras in it."""
         step = self.completed_steps + 1
         is_sampled = self.is_sampled(step)
-        names = self._probes.configs if is_sampled and self.extras_every else {}
+        names = self._probes.configs if is_sampled and self._options.extras_every else {}
         # All layers in the first step; then each layer in one of `extras_every` samples, in turn.
-        index = step // self.every
-        with_extras = {name for i, name in enumerate(names) if step == 1 or (i + index) % self.extras_every == 0}
+        index = step // self._options.every
+        with_extras = {
+            name for i, name in enumerate(names) if step == 1 or (i + index) % self._options.extras_every == 0
+        }
         if self._rank_count == 1:  # other ranks do not know the suspects
             with_extras |= self._writer.suspects & names.keys()
         tensors = [tensor for tensor in self._probes.tensors if tensor.name in with_extras]
         numbers = {tensor.name: tensor.probe.weight_number for tensor in tensors}
         with_sums: frozenset[int] = frozenset()
-        if self._hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
+        if self._options.hardware is not None:  # a layer that multiplies exactly has no sums of this GPU
             with_sums = frozenset(number for name, number in numbers.items() if not self._probes.configs[name].emulate)
         self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
@@ -317,7 +334,7 @@ class Monitor:
             sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
             sample |= summarize_extras(gathered.extras.numpy())
-            if self._hardware is not None:
+            if self._options.hardware is not None:
                 sample["sums"] = summarize_sums(gathered.extras.numpy())
         self.samples.append(sample)
         return sample
@@ -349,7 +366,7 @@ def _call_monitors(monitors: list[Monitor], optimizer: Optimizer, *_: Any) -> No
         monitor._after_optimizer_step(optimizer)
 
 
-def _check_number(option: str, number: object, expected: str, *, minimum: int = 0) -> int:
+def _parse_number(option: str, number: object, expected: str, *, minimum: int = 0) -> int:
     if not isinstance(number, Integral) or isinstance(number, bool) or number < minimum:
         raise ValueError(f"{option}: expected {expected}, got {number!r}")
     return int(number)
