@@ -17,13 +17,19 @@ LAYOUTS = TENSORWISE, TENSORWISE
 codes, scale, recorded_amax = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 
 
-def iter_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
+def iter_casts(hp=ones, scale=scale, recorded_amax=recorded_amax):
+    """Yield calls of the functions of cpu.py that read `hp`."""
     for dim in (None, 0, 1):
         yield lambda dim=dim: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_both_dims(hp, E4M3)
     yield lambda: cpu.compute_block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
     yield lambda: cpu.cast_and_record_amax(hp, scale, E4M3, False, recorded_amax)
+
+
+def iter_calls(hp=ones, codes=codes, scale=scale, recorded_amax=recorded_amax):
+    """Yield calls of all functions and operations that run the extension."""
+    yield from iter_casts(hp, scale, recorded_amax)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
     yield lambda: widen(codes, torch.bfloat16)
     yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)
