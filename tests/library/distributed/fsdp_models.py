@@ -1,6 +1,7 @@
 """Uses FSDP2 in many ways on the small model: policies, checkpoints, compiled code, writes between steps."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -112,17 +113,30 @@ def run_step(model, batch, microbatches=MICROBATCHES, **options):
     return steps.train(model, None, [parts], microbatches=microbatches, **options)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One way to train the small model under FSDP2."""
+
+    recipe: str
+    gather: bool = True
+    """Whether the all-gather is in float8."""
+    precompute: bool = False
+    compiled: str | None = None
+    param_dtype: torch.dtype | None = None
+
+
 def train_cases(cases, steps):
+    """Return the losses of each case."""
     result = []
-    for recipe, gather, precompute, compiled, param_dtype in cases:
-        config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for case in cases:
+        config = make_recipe_config(case.recipe, enable_fsdp_float8_all_gather=case.gather)
+        policy = MixedPrecisionPolicy(param_dtype=case.param_dtype, reduce_dtype=torch.float32)
         torch.compiler.reset()
-        model = models.shard_model(config, compiled=compiled, mp_policy=policy)
+        model = models.shard_model(config, compiled=case.compiled, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
         losses = []
         for step, batch in enumerate(models.batches(steps, dist.get_world_size())):
-            if precompute and step != 1:  # one graph serves steps with and without scales computed before
+            if case.precompute and step != 1:  # one graph serves steps with and without scales computed before
                 precompute_float8_dynamic_scale_for_fsdp(model)
             with torch._dynamo.config.patch(error_on_recompile=step > 0):
                 losses.append(models.train_step(model, optimizer, batch))

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from tests.library.distributed.fsdp_models import STEPS, train_cases
+from tests.library.distributed.fsdp_models import STEPS, Case, train_cases
 from tests.library.distributed.models import single_process_losses
 from tests.library.distributed.parallel_models import ARRANGEMENTS, check_results
 from tests.ranks import run
@@ -25,9 +25,9 @@ def _on_card(function, *args):
 
 
 FSDP = [
-    (recipe, *gather, compiled, torch.bfloat16)
+    Case(recipe, gather, precompute, compiled, torch.bfloat16)
     for recipe in ("rowwise", "tensorwise", "rowwise_with_tensorwise_weight", "blockwise")
-    for gather in ((True, True), (True, False), (False, False))
+    for gather, precompute in ((True, True), (True, False), (False, False))
     for compiled in (None, "aot_eager")
 ]
 
@@ -35,9 +35,8 @@ FSDP = [
 @pytest.mark.parametrize("case", [FSDP[0], *at_night((case,) for case in FSDP[1:])], ids=str)
 def test_fsdp_computes_what_one_card_does(case):
     """As test_fsdp.py of tests/library/distributed, with the same bound on the order of sums."""
-    recipe, gather, _, _, param_dtype = case
-    options = {"param_dtype": param_dtype, "float8_all_gather": gather, "compiled": None}
-    expected, _ = _on_card(lambda: single_process_losses(make_recipe_config(recipe), STEPS, 2, **options))
+    options = {"param_dtype": case.param_dtype, "float8_all_gather": case.gather, "compiled": None}
+    expected, _ = _on_card(lambda: single_process_losses(make_recipe_config(case.recipe), STEPS, 2, **options))
     for losses, calls in run(2, _on_card, train_cases, [case], STEPS):
         assert calls > 3 * 3 * STEPS
         assert losses[0] == pytest.approx(expected, rel=1e-5)
