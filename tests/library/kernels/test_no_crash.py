@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -138,43 +138,16 @@ def refuse_shapes_strides_and_scales_that_do_not_fit() -> None:
         run_calls(hp=empty, codes=empty.to(E4M3))
 
 
-class CastSizes(NamedTuple):
-    """The last arguments of the entries that cast."""
-
-    rows: int = ROWS
-    columns: int = COLUMNS
-    code_stride: int = COLUMNS
-    hp_kind: int = 0
-    float8_kind: int = 0
-    dim: int = -1
-    power_of_2: int = 0
-    threads: int = 1
-    block_rows: int = 0
-    block_columns: int = 0
-
-
-class MatmulArguments(NamedTuple):
-    """The arguments of the entry `mm`. A line is a row of a or a column of b."""
-
-    out: int
-    a: int
-    a_kind: int
-    a_line_stride: int
-    a_stride: int
-    a_scale: int
-    a_has_line_scales: int
-    b: int
-    b_kind: int
-    b_line_stride: int
-    b_stride: int
-    b_scale: int
-    b_has_line_scales: int
-    m: int = 4
-    k: int = 4
-    n: int = 4
-    out_kind: int = 0
-    bias: int = 0
-    threads: int = 1
+CastSizes = namedtuple(
+    "CastSizes", "rows columns code_stride hp_kind float8_kind dim power_of_2 threads block_rows block_columns"
+)
+"""The last arguments of the entries that cast."""
+MatmulArguments = namedtuple(
+    "MatmulArguments",
+    "out a a_kind a_line_stride a_stride a_scale a_has_line_scales b b_kind b_line_stride b_stride b_scale "
+    "b_has_line_scales m k n out_kind bias threads",
+)
+"""The arguments of the entry `mm`. A line is a row of a or a column of b."""
 
 
 def refuse_impossible_arguments_of_entries() -> None:
@@ -189,7 +162,7 @@ def refuse_impossible_arguments_of_entries() -> None:
     )
 
     hp, float8 = ones.data_ptr(), codes.data_ptr()
-    sizes, too_many = CastSizes(), 1 << 61
+    sizes, too_many = CastSizes(ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0), 1 << 61
     room = [hp] * 6
     for entry in (cast_and_record_amax, dynamic_cast_both_dims, cast_with_scale, dynamic_cast, widen):
         check_is_refused(entry, 0, *room, *sizes)
@@ -211,7 +184,7 @@ def refuse_impossible_arguments_of_entries() -> None:
     for missing in range(2, 6):
         check_is_refused(cast_and_record_amax, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
     factor = float8, 0, COLUMNS, 1, hp, 0
-    good, error = MatmulArguments(hp, *factor, *factor), ValueError if cpu.HAS_MM else RuntimeError
+    good, error = MatmulArguments(hp, *factor, *factor, 4, 4, 4, 0, 0, 1), ValueError if cpu.HAS_MM else RuntimeError
     bad = dict.fromkeys(("out", "a", "a_scale", "b", "b_scale"), (0,)) | dict.fromkeys(("m", "k", "n"), (-1, too_many))
     bad |= dict.fromkeys(("a_kind", "b_kind", "out_kind", "a_has_line_scales", "b_has_line_scales"), (-1, 2))
     bad |= dict.fromkeys(("a_line_stride", "b_line_stride"), (-1,)) | dict.fromkeys(
