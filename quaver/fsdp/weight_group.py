@@ -80,9 +80,11 @@ def _get_scaled_shard(weight: ModuleWeight) -> ScaledShard:
 
 def get_all_gather_state(module: Float8Linear | Float8Experts) -> AllGatherState:
     """Return `module.all_gather_state`, which is created for a copy of a module."""
-    if module.all_gather_state is None:
-        module.all_gather_state = AllGatherState(WeightGroup([("", weight) for weight in iter_module_weights(module)]))
-    return typing.cast(AllGatherState, module.all_gather_state)
+    state = module.all_gather_state
+    if not isinstance(state, AllGatherState):
+        state = AllGatherState(WeightGroup([("", weight) for weight in iter_module_weights(module)]))
+        module.all_gather_state = state
+    return state
 
 
 def get_current_shard(weight: ModuleWeight) -> LocatedShard:

@@ -55,7 +55,7 @@ def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
         if isinstance(parameter, Float8AllGatherWeight):
             setattr(module, weight.name, nn.Parameter(parameter.wrapped, requires_grad=parameter.requires_grad))
     if module.all_gather_state is not None:
-        for hook in typing.cast(AllGatherState, module.all_gather_state).hooks:
+        for hook in module.all_gather_state.hooks:
             hook.remove()
         module.all_gather_state = None
 

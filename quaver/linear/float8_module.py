@@ -13,7 +13,7 @@ from torch import nn
 from quaver.kernels.operands import Operands
 from quaver.linear.class_change import change_class
 from quaver.linear.last_run import LastRun
-from quaver.linear.protocols import NO_PROBE, CastOnceOperands, MatmulProbe
+from quaver.linear.protocols import NO_PROBE, CastOnceOperands, GatherState, MatmulProbe
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.torch_private.autograd import find_checkpoint_frame, is_checkpoint_hook, top_saved_tensors_hooks
 
@@ -39,7 +39,7 @@ class Float8Module(nn.Module):
     _describe_backends: ClassVar[Callable[..., str]]
     """Returns the backends of the module's matmuls with a config on a device; see `backends.describe_backends`."""
     _float8_config: Float8LinearConfig
-    all_gather_state: object | None
+    all_gather_state: GatherState | None
     """Set if FSDP2 all-gathers the weights in float8 (fsdp/all_gather_weight.py)."""
     cast_once_weights: dict[str, CastOnceOperands]
     """Quantized weights by name, while a `cast_weights_once` is open."""

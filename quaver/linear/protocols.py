@@ -1,10 +1,12 @@
-"""The interfaces that linears and experts call and the layers above implement: monitors and `cast_weights_once`."""
+"""The interfaces that linears and experts call, and monitors, `cast_weights_once` and FSDP2's all-gather implement."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from quaver.kernels.operands import Operand, Operands
 
@@ -63,6 +65,18 @@ class _NoProbe:
 
 NO_PROBE: MatmulProbe = _NoProbe()
 """The probe of a linear without a monitor, and of evaluation."""
+
+
+class GatherState(Protocol):
+    """What a module has while FSDP2 all-gathers its weights in float8; `AllGatherState` of fsdp/ implements it."""
+
+    @property
+    def hooks(self) -> Sequence[RemovableHandle]:
+        """The hooks of the module's state dicts."""
+
+    @property
+    def cast_once_shards(self) -> Mapping[str, object]:
+        """Shards by the name of the weight, while a `cast_weights_once` is open."""
 
 
 class CastOnceOperands(Protocol):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights
 from quaver.fsdp.all_gather_weight import is_all_gather_weight
 from quaver.fsdp.scaled_shard import AllGatherInputs, ScaledShard, ScaledShardState
-from quaver.fsdp.weight_group import AllGatherState, get_all_gather_state
+from quaver.fsdp.weight_group import get_all_gather_state
 from quaver.runtime.errors import check_is_module
 from quaver.runtime.module_names import format_module_name
 from quaver.torch_private.tracing import FakeTensor
@@ -94,7 +94,7 @@ def open_scope(model: nn.Module, *, opened_by: str) -> Iterator[None]:
 
 def is_cast_once(weight: ModuleWeight) -> bool:
     """Return whether a `cast_weights_once` is open for this weight."""
-    state = typing.cast(AllGatherState | None, weight.module.all_gather_state)
+    state = weight.module.all_gather_state
     return weight.cast_once is not None or (state is not None and weight.name in state.cast_once_shards)
 
 
