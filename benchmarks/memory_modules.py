@@ -194,7 +194,7 @@ def measure(
 def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
     """Predict a training step of the case on the first of its ranks. Runs and compiles no kernel."""
     with (
-        open_fake_mesh(ParallelDims(shard=case.ranks)) as mesh,
+        open_fake_mesh(ParallelDims(dp_shard=case.ranks)) as mesh,
         fake_tensors(device, compiled=case.compiled) as fake_mode,
     ):
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)

@@ -96,8 +96,8 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
     """Return the seconds of one part of a stage per microbatch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, unpipelined = predict_block_times(run, cluster), replace(run, pipeline=1)
-    stride = run.tensor * run.context * run.shard * run.replicate
-    activation = 2 * run.tokens * run.model.dim / run.tensor
+    stride = run.tp * run.cp * run.dp_shard * run.dp_replicate
+    activation = 2 * run.tokens * run.model.dim / run.tp
     share = run.checkpointed_blocks / run.model.n_layers
     directions = {"forward": times.forward, "backward": times.backward + share * times.recomputed}
     seconds = {}
@@ -120,11 +120,11 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
             seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
     for group in list_block_groups(run):
-        gather += cluster.predict_collective_seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
+        gather += cluster.predict_collective_seconds("all_gather", group.gathered_bytes, group.ranks, group.stride)
         scattered = GRADIENT_BYTES * group.parameters
-        reduce += cluster.predict_collective_seconds("reduce_scatter", scattered, group.shard, group.stride)
-        replicas = group.stride * group.shard
-        reduce += cluster.predict_collective_seconds("all_reduce", scattered / group.shard, run.replicate, replicas)
+        reduce += cluster.predict_collective_seconds("reduce_scatter", scattered, group.ranks, group.stride)
+        replicas = group.stride * group.ranks
+        reduce += cluster.predict_collective_seconds("all_reduce", scattered / group.ranks, run.dp_replicate, replicas)
     return seconds | {
         "gather": blocks * gather,
         "reduce": blocks * reduce,
@@ -148,7 +148,7 @@ def _add_stage(
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
     turns = order_turns(stages, parts, micro_batches, stage)
-    link = cluster.find_link(run.shard * run.replicate * run.context, run.tensor)
+    link = cluster.find_link(run.dp_shard * run.dp_replicate * run.cp, run.tp)
     for part in range(parts):
         tasks["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
     last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}

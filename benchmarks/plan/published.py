@@ -71,11 +71,11 @@ def make_run(row: Published) -> PipelinedRun:
         row.seq_len,
         row.local_batch,
         row.micro_batches,
-        replicate=row.dp_replicate,
-        shard=row.dp_shard,
-        tensor=row.tp,
-        expert=row.ep,
-        context=row.cp,
+        dp_replicate=row.dp_replicate,
+        dp_shard=row.dp_shard,
+        tp=row.tp,
+        ep=row.ep,
+        cp=row.cp,
         pipeline=row.pp,
         virtual=row.pp_virtual,
         recipe=recipe,
@@ -96,7 +96,7 @@ def make_run(row: Published) -> PipelinedRun:
         ),
     )
     if row.sharding == "zero1":
-        run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, reduce="last")
+        run = replace(run, dp_shard=row.dp_replicate * row.dp_shard, dp_replicate=1, reduce="last")
     if recipe is not None and run.model.n_experts:
         run = replace(run, float8_shares={**run.float8_shares, "experts": 1.0})
     return run

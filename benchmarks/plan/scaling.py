@@ -17,13 +17,13 @@ from benchmarks.record import ROOT, make_markdown_table
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.extrapolate import extrapolate_seconds
-from quaver.lab.plan.layouts import Degrees
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
 
@@ -45,18 +45,18 @@ H100 = next(spec for spec in DEVICE_SPECS if spec.name == "H100")
 
 @dataclass(frozen=True)
 class Layout:
-    """How GPUs divide a model. `shard` 0 means all GPUs, without replicas."""
+    """How GPUs divide a model. `dp_shard` 0 means all GPUs, without replicas."""
 
-    shard: int
-    tensor: int
-    expert: int = 1
+    dp_shard: int
+    tp: int
+    ep: int = 1
 
     @property
     def name(self) -> str:
         """The name in the tables, such as "HSDP 64 x TP 8"."""
-        parts = [f"HSDP {self.shard}" if self.shard else "FSDP2"]
-        parts += [f"TP {self.tensor}"] if self.tensor > 1 else []
-        parts += [f"EP {self.expert}"] if self.expert > 1 else []
+        parts = [f"HSDP {self.dp_shard}" if self.dp_shard else "FSDP2"]
+        parts += [f"TP {self.tp}"] if self.tp > 1 else []
+        parts += [f"EP {self.ep}"] if self.ep > 1 else []
         return " x ".join(parts)
 
 
@@ -78,12 +78,12 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
     settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
     checkpointing, batch = CONFIGS[config]
     model, seq_len = settings.model, settings.training.seq_len
-    ranks, left = divmod(gpus, layout.tensor)
-    shard = layout.shard or ranks
+    ranks, left = divmod(gpus, layout.tp)
+    shard = layout.dp_shard or ranks
     replicate, apart = divmod(ranks, shard)
-    if left or apart or replicate < 1 or (layout.shard and replicate == 1) or shard % layout.expert:
+    if left or apart or replicate < 1 or (layout.dp_shard and replicate == 1) or shard % layout.ep:
         return None
-    sequences = layout.tensor * 8192 // seq_len if is_weak else batch // seq_len // ranks
+    sequences = layout.tp * 8192 // seq_len if is_weak else batch // seq_len // ranks
     if sequences < 1:
         return None
     mixture = model.n_experts > 0
@@ -92,10 +92,10 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
         model,
         seq_len,
         sequences,
-        replicate=replicate,
-        shard=shard,
-        tensor=layout.tensor,
-        expert=layout.expert,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=layout.tp,
+        ep=layout.ep,
         checkpointing=checkpointing,
         checkpointed_blocks=model.n_layers,
     )
@@ -127,18 +127,18 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
     """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(
-        settings, recipe, float8_all_gather=run.float8_all_gather and run.shares_weight_codes and run.shard > 1
+        settings, recipe, float8_all_gather=run.float8_all_gather and run.shares_weight_codes and run.dp_shard > 1
     )
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
-    sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
+    sequences = run.local_batch * run.micro_batches * run.dp_replicate * run.dp_shard
     return replace(
         config,
-        parallelism=Degrees(run.replicate, run.shard, run.tensor, run.expert).apply_to(config.parallelism),
+        parallelism=ParallelDims(run.dp_replicate, run.dp_shard, run.tp, ep=run.ep).apply_to(config.parallelism),
         training=replace(
             config.training,
             local_batch_size=run.local_batch,
             global_batch_size=sequences,
-            compile=run.tensor == 1 or mode != "full",
+            compile=run.tp == 1 or mode != "full",
         ),
         activation_checkpoint=ActivationCheckpoint(mode=mode),
     )

@@ -110,7 +110,7 @@ def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> d
     return {
         "precision": row.candidate.precision,
         "mesh": row.candidate.dims.mesh,
-        "expert_parallel": row.candidate.dims.expert,
+        "expert_parallel": row.candidate.dims.ep,
         "peak_bytes": row.peak_bytes,
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,

@@ -92,7 +92,7 @@ def iter_with_less_precise_storage(change: Change) -> Iterator[Change]:
 def with_fewest_gathered_weights(change: Change, dims: ParallelDims) -> Change | None:
     """Return `change` with the fewest gathered weights, or None if that changes nothing."""
     config = change.config
-    if config is None or dims.shard == 1:
+    if config is None or dims.dp_shard == 1:
         return None
     edits = [_make_edit("parallelism", fsdp_reshard_after_forward="always")]
     if config.float8.enable_float8_linear:
@@ -188,9 +188,9 @@ def _iter_communication_edits(
     config: TrainConfig, dims: ParallelDims, step_sequences: int
 ) -> Iterator[tuple[str, Edit]]:
     if step_sequences > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
-        for reduce in REDUCE_MODES[: 3 if dims.replicate > 1 else 2]:
+        for reduce in REDUCE_MODES[: 3 if dims.dp_replicate > 1 else 2]:
             yield f"gradients reduced after microbatches: {reduce}", _make_edit("training", reduce=reduce)
-    if dims.shard == 1:
+    if dims.dp_shard == 1:
         return
     for policy in ("default", "always", "never"):
         edit = _make_edit("parallelism", fsdp_reshard_after_forward=policy)

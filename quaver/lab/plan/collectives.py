@@ -53,20 +53,20 @@ def list_embedding_collectives(run: PlannedRun, *, backward: bool) -> list[Model
 
     Its output is scattered by sequence and its gradient gathered, in the residual stream's dtype.
     """
-    if run.tensor == 1:
+    if run.tp == 1:
         return []
     kind = "all_gather" if backward else "reduce_scatter"
-    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tensor, 1)]
+    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tp, 1)]
 
 
 def list_head_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
     """Return the collectives of the loss and the projection, which gathers its input and scatters its gradient."""
-    if run.tensor == 1:
+    if run.tp == 1:
         return []
-    input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tensor, 1)
+    input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tp, 1)
     if backward:
         return [ModeledCollective("reduce_scatter", input_bytes, *group)]
-    logit_bytes = _LOSS_BYTES_PER_TOKEN * run.tokens * run.tensor
+    logit_bytes = _LOSS_BYTES_PER_TOKEN * run.tokens * run.tp
     return [ModeledCollective("all_gather", input_bytes, *group), ModeledCollective("all_gather", logit_bytes, *group)]
 
 
@@ -75,9 +75,9 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
 
     Gradients do the reverse. A recomputation gathers again; under "op" it does not scatter again.
     """
-    if run.tensor == 1:
+    if run.tp == 1:
         return
-    group, dim = (run.tensor, 1), run.model.dim
+    group, dim = (run.tp, 1), run.model.dim
     halves = 1 if not run.has_feed_forward else 2
     gathers_again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
@@ -96,7 +96,7 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
         float8_number = sum(min(map(run.get_float8_share, linears)) for linears in readers)
         for times, casts_of_operand in ((float8_number, operand), (halves - float8_number, None)):
-            for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
+            for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tp) if times else []:
                 yield ModeledCollective("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
     yield ModeledCollective("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
@@ -140,14 +140,14 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
         )
         operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
         return [ModeledCollective("all_reduce", 8 * operands, 1, run.ranks, 1)]
-    shards = run.shard * run.context
+    shards = run.dp_shard * run.cp
     if not run.float8_all_gather or shards == 1:
         return []
-    held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.expert
+    held = model.n_layers * run.get_float8_share(EXPERTS) * model.n_experts / run.ep
     experts = [(held, *size) for size in list_expert_matrix_sizes(model)]
     groups = [
-        (linears if run.expert > 1 else linears + experts, shards * run.tensor, 1),
-        (experts if run.expert > 1 else [], shards // run.expert, run.expert),
+        (linears if run.ep > 1 else linears + experts, shards * run.tp, 1),
+        (experts if run.ep > 1 else [], shards // run.ep, run.ep),
     ]
     layouts = list_linear_layouts(config.casts.weight)
     collectives = []
@@ -213,12 +213,12 @@ def _needs_amax(cast: CastConfig) -> bool:
 
 def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
     """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
-    if run.context == 1:
+    if run.cp == 1:
         return
-    keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.context * 2 / run.tensor
-    yield ModeledCollective("all_gather", keys, 1, run.context, run.tensor)
+    keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.cp * 2 / run.tp
+    yield ModeledCollective("all_gather", keys, 1, run.cp, run.tp)
     if backward:
-        yield ModeledCollective("reduce_scatter", keys, 1, run.context, run.tensor)
+        yield ModeledCollective("reduce_scatter", keys, 1, run.cp, run.tp)
 
 
 def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
@@ -227,14 +227,14 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
     Rows return in bfloat16. They are sent as codes where `sends_codes` says so; with one scale per expert, ranks
     first agree on its amax.
     """
-    if run.expert == 1:
+    if run.ep == 1:
         return
-    model, group = run.model, (run.expert, run.tensor * run.context)
+    model, group = run.model, (run.ep, run.tp * run.cp)
     rows = run.tokens * model.top_k * run.framework.exchanged_share
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
     sends_input = not backward or run.checkpointing != "none"
     if sends_input:
-        yield ModeledCollective("all_to_all", 8 * (model.n_experts + run.expert), 1, *group)
+        yield ModeledCollective("all_to_all", 8 * (model.n_experts + run.ep), 1, *group)
     sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
     for operand in sent:
         float8_number = 0.0

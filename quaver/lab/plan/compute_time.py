@@ -70,21 +70,21 @@ def list_expert_matrix_sizes(model: Model) -> list[tuple[int, int]]:
 def count_dense_parameters(run: PlannedRun) -> int:
     """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
     weights = sum(inputs * outputs for inputs, outputs in list_linear_sizes(run.model).values())
-    return weights // run.tensor + 2 * run.model.dim
+    return weights // run.tp + 2 * run.model.dim
 
 
 def count_expert_parameters(run: PlannedRun) -> int:
     """Return the number of parameters of a block's routed experts on one expert parallel rank."""
-    return run.model.n_experts * count_expert_elements(run.model) // run.expert
+    return run.model.n_experts * count_expert_elements(run.model) // run.ep
 
 
 def count_held_parameters(run: PlannedRun) -> float:
     """Return the number of parameters whose optimizer states one rank holds."""
     model = run.model
     tables = 1 if model.tie_word_embeddings else 2
-    dense = count_dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
-    experts = count_expert_parameters(run) * model.n_layers * run.expert
-    return (dense + experts) / (run.shard * run.context)
+    dense = count_dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tp
+    experts = count_expert_parameters(run) * model.n_layers * run.ep
+    return (dense + experts) / (run.dp_shard * run.cp)
 
 
 def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
@@ -92,7 +92,7 @@ def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     linears = {
         name: predict_linear_time(run, name, *sizes, cluster) for name, sizes in list_linear_sizes(run.model).items()
     }
-    spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tensor
+    spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tp
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     hidden = model.hidden_dim * count_feed_forwards_per_token(model)
     between = predict_seconds_between_matmuls(
@@ -147,7 +147,7 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
         parts = [replace(run, float8_shares={name: float(is_float8)}) for is_float8 in (True, False)]
         float8, bfloat16 = (predict_linear_time(part, name, inputs, outputs, cluster) for part in parts)
         return _average(float8, bfloat16, float8_share)
-    spec, split = cluster.spec, run.tensor if name != "gate" else 1
+    spec, split = cluster.spec, run.tp if name != "gate" else 1
     is_split_by_input = SPLIT_DIMS.get(name) == 1
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
     rescales = run.framework.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
@@ -211,7 +211,7 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
 def predict_expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
-    local_experts, rows = model.n_experts // run.expert, run.tokens * model.top_k
+    local_experts, rows = model.n_experts // run.ep, run.tokens * model.top_k
     padded_rows = local_experts * ceil(rows / local_experts / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
     forward = backward = 0.0
     for inputs, outputs in list_expert_matrix_sizes(model):
@@ -228,8 +228,8 @@ def predict_head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
     time = predict_linear_time(run, LM_HEAD, model.dim, model.vocab_size, cluster)
-    logits = run.tokens * model.vocab_size / run.tensor
-    bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
+    logits = run.tokens * model.vocab_size / run.tp
+    bytes_per_logit = LOGIT_BYTES if run.tp == 1 else SPLIT_LOGIT_BYTES
     loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
     forward, share = _sum_forward_seconds(time), cluster.sustained_share
     return PerPass(forward / share + loss[0], (time.total_s - forward) / share + loss[1])
@@ -239,7 +239,7 @@ def predict_embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
-    gradient = model.vocab_size * model.dim * 4 / run.tensor
+    gradient = model.vocab_size * model.dim * 4 / run.tp
     return PerPass(predict_move_seconds(rows, spec), predict_move_seconds(rows + gradient, spec))
 
 
@@ -253,4 +253,4 @@ def _predict_storing_seconds(run: PlannedRun, cluster: Cluster) -> float:
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
     stored += 2 * model.hidden_dim * count_feed_forwards_per_token(model)
-    return predict_move_seconds(3 * stored * run.tokens / run.tensor, cluster.spec)
+    return predict_move_seconds(3 * stored * run.tokens / run.tp, cluster.spec)

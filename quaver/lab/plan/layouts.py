@@ -20,7 +20,7 @@ from typing import NamedTuple
 from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.changes import ACTIVATION_CHECKPOINTS, Change, iter_with_less_precise_storage, with_precision
 from quaver.lab.plan.planned_run import shares_weight_codes
-from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
+from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.settings.training import Training
@@ -67,7 +67,7 @@ class Candidate:
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
         """
-        if self.dims.shard == 1:
+        if self.dims.dp_shard == 1:
             return ""
         dtype = "fp8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
         return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
@@ -82,9 +82,9 @@ class Candidate:
     def description(self) -> str:
         """The layout, the batch and the checkpointing as text."""
         dims, training = self.dims, self.config.training
-        degrees = {"FSDP2": dims.shard, "HSDP": dims.replicate, "TP": dims.tensor}
+        degrees = {"FSDP2": dims.dp_shard, "HSDP": dims.dp_replicate, "TP": dims.tp}
         mesh = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
-        mesh += f" EP {dims.expert}" if dims.expert > 1 else ""  # ranks of a shard group
+        mesh += f" EP {dims.ep}" if dims.ep > 1 else ""  # ranks of a shard group
         micro_batches, sequences = dims.count_micro_batches(training), training.local_batch_size
         batch = f"{format_count(micro_batches, 'microbatch')} of {format_count(sequences, 'sequence')}"
         gathers = f", gathers {self.gathering}" if self.gathering else ""
@@ -150,18 +150,18 @@ def list_layouts(
         layouts.count_refusal(error, is_configured=True)
     else:
         layouts.add(replace(config, training=training), ranks, is_configured=True)
-    for degrees, local_batch, checkpoint, precision in product(
-        list(_iter_degrees(config, ranks, gpus_per_node)),
+    for dims, local_batch, checkpoint, precision in product(
+        list(_iter_dims(config, ranks, gpus_per_node)),
         _list_local_batches(config, step_sequences),
         ACTIVATION_CHECKPOINTS.values(),
         precisions,
     ):
         for gathering, reduce in product(
-            _list_gatherings(degrees.shard, precision, config.float8),
-            _list_reductions(degrees, local_batch, step_sequences),
+            _list_gatherings(dims.dp_shard, precision, config.float8),
+            _list_reductions(dims, local_batch, step_sequences),
         ):
             try:
-                changed = _configure(config, degrees, local_batch, checkpoint, precision, gathering, step_sequences)
+                changed = _configure(config, dims, local_batch, checkpoint, precision, gathering, step_sequences)
                 changed = replace(changed, training=replace(changed.training, reduce=reduce))
             except InputError as error:
                 layouts.count_refusal(error)
@@ -212,25 +212,6 @@ def round_step_sequences(tokens: int, training: Training, ranks: int) -> int:
     return round(sequences / unit) * unit
 
 
-class Degrees(NamedTuple):
-    """The degrees of parallelism, in ranks."""
-
-    replicate: int
-    shard: int
-    tensor: int
-    expert: int
-
-    def apply_to(self, parallelism: Parallelism) -> Parallelism:
-        """Return `parallelism` with these degrees."""
-        return replace(
-            parallelism,
-            data_parallel_replicate_degree=self.replicate,
-            data_parallel_shard_degree=self.shard,
-            tensor_parallel_degree=self.tensor,
-            expert_parallel_degree=self.expert,
-        )
-
-
 class _Gathering(NamedTuple):
     """How FSDP2 gathers the weights of a block."""
 
@@ -239,9 +220,9 @@ class _Gathering(NamedTuple):
     """A value of parallelism.fsdp_reshard_after_forward."""
 
 
-def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
+def _list_gatherings(dp_shard: int, precision: str, float8: Float8) -> list[_Gathering]:
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
-    if shard == 1:
+    if dp_shard == 1:
         return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
     choices = (
         [True, False] if precision != BFLOAT16 and shares_weight_codes(float8.append_backward(precision)) else [False]
@@ -249,22 +230,21 @@ def _list_gatherings(shard: int, precision: str, float8: Float8) -> list[_Gather
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 
 
-def has_reductions(step_sequences: int, local_batch: int, dims: ParallelDims | Degrees) -> bool:
+def has_reductions(step_sequences: int, local_batch: int, dims: ParallelDims) -> bool:
     """Return whether data-parallel ranks reduce gradients in a step of several microbatches."""
-    groups = dims.replicate * dims.shard
-    return groups > 1 and step_sequences > local_batch * groups
+    return dims.data_parallel_degree > 1 and step_sequences > local_batch * dims.data_parallel_degree
 
 
-def _list_reductions(degrees: Degrees, local_batch: int, step_sequences: int | None) -> list[str]:
+def _list_reductions(dims: ParallelDims, local_batch: int, step_sequences: int | None) -> list[str]:
     """Return the values of training.reduce to try. With replicas, "every" sends more than "last_all_reduce"."""
-    if not has_reductions(step_sequences or 0, local_batch, degrees):
+    if not has_reductions(step_sequences or 0, local_batch, dims):
         return ["every"]
-    return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]
+    return ["last_all_reduce" if dims.dp_replicate > 1 else "every", "last"]
 
 
 def _configure(
     config: TrainConfig,
-    degrees: Degrees,
+    dims: ParallelDims,
     local_batch: int,
     checkpoint: ActivationCheckpoint,
     precision: str,
@@ -275,7 +255,7 @@ def _configure(
     return replace(
         changed,
         parallelism=replace(
-            degrees.apply_to(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
+            dims.apply_to(config.parallelism), fsdp_reshard_after_forward=gathering.reshard_after_forward
         ),
         training=replace(
             config.training,
@@ -286,20 +266,19 @@ def _configure(
     )
 
 
-def _iter_degrees(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterator[Degrees]:
+def _iter_dims(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterator[ParallelDims]:
     """Yield the degrees that use all ranks, with tensor parallelism inside a node."""
     model, configured = config.model, config.parallelism
-    tensors = {configured.tensor_parallel_degree, *_list_powers_of_2(min(gpus_per_node, ranks))}
-    tensors = {1} if model.n_experts else tensors
-    for tensor in sorted(degree for degree in tensors if ranks % degree == 0):
-        groups = ranks // tensor
+    tp_degrees = {configured.tensor_parallel_degree, *_list_powers_of_2(min(gpus_per_node, ranks))}
+    tp_degrees = {1} if model.n_experts else tp_degrees
+    for tp in sorted(degree for degree in tp_degrees if ranks % degree == 0):
+        groups = ranks // tp
         shards = {groups, configured.data_parallel_shard_degree}
-        shards |= {degree for degree in _list_powers_of_2(groups) if degree * tensor >= min(gpus_per_node, groups)}
-        for shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
-            experts = _list_powers_of_2(min(shard, MAX_EXPERT_RANKS)) if model.n_experts else [1]
-            for expert in experts:
-                if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
-                    yield Degrees(groups // shard, shard, tensor, expert)
+        shards |= {degree for degree in _list_powers_of_2(groups) if degree * tp >= min(gpus_per_node, groups)}
+        for dp_shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
+            for ep in _list_powers_of_2(min(dp_shard, MAX_EXPERT_RANKS)) if model.n_experts else [1]:
+                if dp_shard % ep == 0 and (ep == 1 or model.n_experts % ep == 0):
+                    yield ParallelDims(groups // dp_shard, dp_shard, tp, ep=ep)
 
 
 def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:

@@ -62,9 +62,9 @@ class _Weight(BlockWeight):
         """Return the gathered shape on one tensor and expert parallel rank."""
         shape = list(self.shape)
         if self.name in _ALL_SPLIT_DIMS:
-            shape[_ALL_SPLIT_DIMS[self.name]] //= dims.tensor
+            shape[_ALL_SPLIT_DIMS[self.name]] //= dims.tp
         if self.name == EXPERTS:
-            shape[0] //= dims.expert
+            shape[0] //= dims.ep
         return tuple(shape)
 
     def count_sharded(self, dims: ParallelDims) -> int:
@@ -77,7 +77,7 @@ class _Weight(BlockWeight):
         return self.count_sharded(dims) * self._count_ranks(dims)
 
     def _count_ranks(self, dims: ParallelDims) -> int:
-        return dims.shard // dims.expert if self.name == EXPERTS else dims.shard
+        return dims.dp_shard // dims.ep if self.name == EXPERTS else dims.dp_shard
 
     def count_scales(self, dims: ParallelDims) -> int:
         """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
@@ -111,10 +111,10 @@ class PeakEstimate:
         self.embedding_bytes = self.residual_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
-        self.saved = SavedActivations(config, dims.tensor, self.float8_shares, self.recipe)
+        self.saved = SavedActivations(config, dims.tp, self.float8_shares, self.recipe)
         self.block_weights = [_Weight(*weight) for weight in list_block_weights(self.model)]
         self.outside_weights = _list_outside_weights(self.model)
-        self.embedding_elements = self.model.vocab_size * self.model.dim // dims.tensor
+        self.embedding_elements = self.model.vocab_size * self.model.dim // dims.tp
         self.block_elements = sum(prod(weight.find_gathered_shape(dims)) for weight in self.block_weights)
         self.padded_block_elements = sum(weight.count_padded(dims) for weight in self.block_weights)
         block_bytes = self._count_gathered_block_bytes()
@@ -175,7 +175,9 @@ class PeakEstimate:
         head = 0 if self.model.tie_word_embeddings else self.embedding_elements
         reduced_head, reduced_block = map(self._count_reduced_bytes, (head, self.padded_block_elements))
         gathered, block_gradients = self.gathered_block_bytes, self._count_gradient_bytes(self.block_elements)
-        head_shard, embedding_shard = (parameter * size // self.dims.shard for size in (head, self.embedding_elements))
+        head_shard, embedding_shard = (
+            parameter * size // self.dims.dp_shard for size in (head, self.embedding_elements)
+        )
         block_shard = parameter * sum(weight.count_sharded(self.dims) for weight in self.block_weights)
         kept_before_last = (blocks - 1) * self.kept_block_bytes
 
@@ -219,8 +221,8 @@ class PeakEstimate:
         The embedding's gradient is summed in float32, for the whole vocabulary also under tensor parallelism, where a
         rank then copies its part. The gradient of a tied projection is added out of place.
         """
-        tp, elements = self.dims.tensor, self.embedding_elements
-        reduced_gradients = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.shard
+        tp, elements = self.dims.tp, self.embedding_elements
+        reduced_gradients = self.count_parameter_bytes() - self.parameter_bytes * elements // self.dims.dp_shard
         is_cast = self.embedding_bytes < FLOAT32_BYTES  # as a whole, before a rank copies its part
         copies = (tp if is_cast else 1) * (tp > 1) + int(self.model.tie_word_embeddings)
         size = self._count_tied_gradient_bytes() + max(self.held_gradient_bytes, reduced_gradients)
@@ -296,7 +298,7 @@ class PeakEstimate:
 
     def _count_head_bytes(self) -> dict[str, int]:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
-        tp, weights, compute_bytes = self.dims.tensor, self.embedding_elements, self.compute_bytes
+        tp, weights, compute_bytes = self.dims.tp, self.embedding_elements, self.compute_bytes
         input_bytes = self.tokens * self.model.dim * compute_bytes
         logits = self.tokens * self.model.vocab_size // tp
         is_tied = self.model.tie_word_embeddings
@@ -374,7 +376,7 @@ class PeakEstimate:
     def _count_head_input_bytes(self) -> int:
         """Return the bytes of the last block's output, and of its norm, which tensor parallel ranks gather."""
         residual = STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.residual_bytes
-        return int(self.tokens * self.model.dim * (residual / self.dims.tensor + self.compute_bytes))
+        return int(self.tokens * self.model.dim * (residual / self.dims.tp + self.compute_bytes))
 
     def _count_feed_forward_bytes(self, saved_bytes: int) -> int:
         """Return the bytes of the temporaries in a feed-forward's backward.
@@ -397,7 +399,7 @@ class PeakEstimate:
             if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
         )
         recomputed_bytes = max(0, self.tokens * self.saved.count_bytes_without_checkpoint() - saved_bytes)
-        return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tensor + recomputed_bytes
+        return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tp + recomputed_bytes
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

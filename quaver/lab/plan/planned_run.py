@@ -67,8 +67,8 @@ class Framework:
 class PlannedRun:
     """The step of one rank: `micro_batches` times forward and backward, and the optimizer.
 
-    Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard` and `replicate`. Experts are split
-    over `expert` neighbors of a shard group.
+    Degrees are numbers of ranks; `tp` varies fastest, then `cp`, `dp_shard` and `dp_replicate`. Experts are split over
+    `ep` neighbors of a shard group.
     """
 
     model: Model
@@ -76,11 +76,11 @@ class PlannedRun:
     local_batch: int
     """Sequences of a microbatch of one data-parallel rank."""
     micro_batches: int = 1
-    replicate: int = 1
-    shard: int = 1
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
     float8_shares: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT_DIMS, 1.0))
@@ -113,17 +113,17 @@ class PlannedRun:
     @property
     def ranks(self) -> int:
         """The number of GPUs."""
-        return self.replicate * self.shard * self.tensor * self.context
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp
 
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch on one rank of a context group; tensor parallel ranks split them further."""
-        return self.local_batch * self.seq_len // self.context
+        return self.local_batch * self.seq_len // self.cp
 
     @property
     def step_tokens(self) -> int:
         """Tokens of a step on all ranks."""
-        return self.local_batch * self.seq_len * self.micro_batches * self.replicate * self.shard
+        return self.local_batch * self.seq_len * self.micro_batches * self.dp_replicate * self.dp_shard
 
     @property
     def has_feed_forward(self) -> bool:
@@ -184,10 +184,10 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
         seq_len=training.seq_len,
         local_batch=training.local_batch_size,
         micro_batches=dims.count_micro_batches(training),
-        replicate=dims.replicate,
-        shard=dims.shard,
-        tensor=dims.tensor,
-        expert=dims.expert,
+        dp_replicate=dims.dp_replicate,
+        dp_shard=dims.dp_shard,
+        tp=dims.tp,
+        ep=dims.ep,
         recipe=float8.recipe if float8.enable_float8_linear else None,
         float8_shares=find_float8_shares(config),
         float8_all_gather=float8.enable_fsdp_float8_all_gather,

@@ -171,7 +171,7 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
         dims, config = timed.candidate.dims, timed.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
         precision = timed.candidate.precision
-        similarity_key = dims.tensor, dims.expert, config.training.local_batch_size, precision, *storage
+        similarity_key = dims.tp, dims.ep, config.training.local_batch_size, precision, *storage
         if similarity_key not in seen:
             seen.add(similarity_key)
             yield timed

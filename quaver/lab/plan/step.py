@@ -62,7 +62,7 @@ class ParameterGroup(NamedTuple):
     name: str
     parameters: int
     gathered_bytes: float
-    shard: int
+    ranks: int
     """The number of ranks that hold shards."""
     stride: int
     """The difference between adjacent ones of these ranks."""
@@ -70,18 +70,18 @@ class ParameterGroup(NamedTuple):
 
 def list_block_groups(run: PlannedRun) -> list[ParameterGroup]:
     """Return the FSDP2 groups of one block: its parameters, and separately experts that are split over ranks."""
-    stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
+    stride, ranks = run.tp, run.dp_shard * run.cp  # FSDP2 shards over context parallel ranks too
     dense, experts = count_dense_parameters(run), count_expert_parameters(run)
     float8_parameters = 0.0
     for name, (inputs, outputs) in list_linear_sizes(run.model).items():
-        float8_parameters += run.get_float8_share(name) * inputs * outputs / run.tensor
+        float8_parameters += run.get_float8_share(name) * inputs * outputs / run.tp
     dense_bytes = _count_gathered_bytes(run, dense, float8_parameters)
     expert_bytes = _count_gathered_bytes(run, experts, run.get_float8_share(EXPERTS) * experts)
-    if run.expert == 1:
-        return [ParameterGroup("block", dense + experts, dense_bytes + expert_bytes, shard, stride)]
+    if run.ep == 1:
+        return [ParameterGroup("block", dense + experts, dense_bytes + expert_bytes, ranks, stride)]
     return [
-        ParameterGroup("block", dense, dense_bytes, shard, stride),
-        ParameterGroup("experts", experts, expert_bytes, shard // run.expert, stride * run.expert),
+        ParameterGroup("block", dense, dense_bytes, ranks, stride),
+        ParameterGroup("experts", experts, expert_bytes, ranks // run.ep, stride * run.ep),
     ]
 
 
@@ -95,10 +95,10 @@ def _count_gathered_bytes(run: PlannedRun, parameters: float, float8_parameters:
 
 def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[ParameterGroup]]:
     """Return the groups of the embedding, which is FSDP2's root, and of the output projection unless it is tied."""
-    rows, shard = run.model.vocab_size * run.model.dim // run.tensor, run.shard * run.context
-    root = ParameterGroup("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+    rows, ranks = run.model.vocab_size * run.model.dim // run.tp, run.dp_shard * run.cp
+    root = ParameterGroup("embedding", rows, rows * run.residual_bytes, ranks, run.tp)
     head_bytes = _count_gathered_bytes(run, rows, run.get_float8_share(LM_HEAD) * rows)
-    head = ParameterGroup(LM_HEAD, rows, head_bytes, shard, run.tensor)
+    head = ParameterGroup(LM_HEAD, rows, head_bytes, ranks, run.tp)
     return [root], [] if run.model.tie_word_embeddings else [head]
 
 
@@ -274,7 +274,7 @@ class _TaskBuilder:
         moved = (2 + 3) * run.parameter_bytes + 2 * run.state_bytes
         optimizer_s = predict_move_seconds(moved * parameters, cluster.spec)
         self._compute("clipping and the optimizer", optimizer_s, "optimizer", [norm])
-        if run.float8_all_gather and run.shard > 1:
+        if run.float8_all_gather and run.dp_shard > 1:
             amaxes_s = predict_move_seconds(run.parameter_bytes * parameters, cluster.spec)
             self._compute("amaxes of weights", amaxes_s, "optimizer")
         for collective in list_scale_collectives(run):
@@ -302,11 +302,11 @@ class _TaskBuilder:
         """Add all-gathers, which begin when the previously gathered weights are copied out."""
         run = self._run
         stays_gathered = self._micro_batch > 0 and (run.reduce, run.reshard_after_forward) == ("last", "never")
-        if stays_gathered or not groups or groups[0].shard == 1:
+        if stays_gathered or not groups or groups[0].ranks == 1:
             return []
         gathers: list[int] = []
         for group in groups:
-            gather = ModeledCollective("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
+            gather = ModeledCollective("all_gather", group.gathered_bytes, 1, group.ranks, group.stride)
             gathers.append(self._send(f"{name}: all-gather", gather, [self._last_copy]))
         return gathers
 
@@ -322,7 +322,7 @@ class _TaskBuilder:
     def _reduce(self, groups: list[ParameterGroup], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
-        if run.shard * run.context * run.replicate == 1 or not groups:
+        if run.dp_shard * run.cp * run.dp_replicate == 1 or not groups:
             return
         is_last = self._micro_batch == run.micro_batches - 1
         reduces, all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
@@ -335,13 +335,13 @@ class _TaskBuilder:
             return
         for group in groups:
             reduced = copied
-            if group.shard > 1:
+            if group.ranks > 1:
                 kind, size = ("all_to_all", _CODE_BYTES) if run.float8_gradients else ("reduce_scatter", GRADIENT_BYTES)
-                scatter = ModeledCollective(kind, size * group.parameters, 1, group.shard, group.stride)
+                scatter = ModeledCollective(kind, size * group.parameters, 1, group.ranks, group.stride)
                 self._last_reduction = reduced = self._send(f"{name}: reduce-scatter", scatter, [copied])
-            if run.replicate > 1 and all_reduces:
-                part = GRADIENT_BYTES * group.parameters / group.shard
-                reduce = ModeledCollective("all_reduce", part, 1, run.replicate, group.stride * group.shard)
+            if run.dp_replicate > 1 and all_reduces:
+                part = GRADIENT_BYTES * group.parameters / group.ranks
+                reduce = ModeledCollective("all_reduce", part, 1, run.dp_replicate, group.stride * group.ranks)
                 self._last_reduction = self._send(f"{name}: all-reduce", reduce, [reduced])
 
 

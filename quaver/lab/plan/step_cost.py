@@ -39,13 +39,13 @@ def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec 
     training = config.training
     micro_batches = dims.count_micro_batches(training)
     tokens = training.local_batch_size * training.seq_len
-    flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // dims.tensor
+    flops = micro_batches * tokens * count_training_flops_per_token(config.model, training.seq_len) // dims.tp
     if config.activation_checkpoint.mode == "memory_budget":
         return StepCost(flops, None, None)
     # FLOPs do not depend on the precision; times are simulated in bfloat16 and without saving, which depends on states.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
     run = replace(make_planned_run(in_bfloat16, dims), steps_between_saves=0)
-    recomputed_flops = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tensor
+    recomputed_flops = run.checkpointed_blocks * micro_batches * tokens * count_recomputed_flops(run) // dims.tp
     simulated_s = None
     if spec is not None and training.mixed_precision_param == "bfloat16":
         simulated_s = predict_step_seconds(run, Cluster.from_spec(spec))

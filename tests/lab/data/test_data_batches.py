@@ -74,7 +74,7 @@ def test_ranks_never_overlap_and_an_epoch_leaves_nothing_out(numbered):
     steps = -(-count // 12)
     for rank in range(3):
         for step in range(steps):
-            dealt += list_windows(numbered.make_step_batches(TRAINING, step * 12, ParallelDims(shard=3, rank=rank)))
+            dealt += list_windows(numbered.make_step_batches(TRAINING, step * 12, ParallelDims(dp_shard=3, rank=rank)))
     expected = {tuple(text[16 * index : 16 * index + 17].tolist()) for index in range(count)}
     assert len(expected) == count
     assert set(dealt) == expected
@@ -114,15 +114,15 @@ def test_documents_are_numbered_from_the_start_of_each_row(tmp_path, load):
     assert several > 10
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("mask", [False, True])
-def test_ranks_share_out_the_batches_of_one_process(text_folder, tensor, mask, load):
+def test_ranks_share_out_the_batches_of_one_process(text_folder, tp, mask, load):
     data = load(text_folder, document_mask=mask)
     alone = data.make_step_batches(TRAINING, 5)
     assert len(alone) == 6
-    for rank in range(3 * tensor):
-        first, second = data.make_step_batches(TRAINING, 5, ParallelDims(shard=3, tensor=tensor, rank=rank))
-        group = rank // tensor
+    for rank in range(3 * tp):
+        first, second = data.make_step_batches(TRAINING, 5, ParallelDims(dp_shard=3, tp=tp, rank=rank))
+        group = rank // tp
         assert torch.equal(first.tokens, alone[group].tokens)
         assert torch.equal(second.targets, alone[3 + group].targets)
         assert not mask or torch.equal(second.documents, alone[3 + group].documents)
@@ -130,7 +130,7 @@ def test_ranks_share_out_the_batches_of_one_process(text_folder, tensor, mask, l
 
 def test_validation_batches_are_dealt_only_where_they_divide(text_folder, load):
     data = load(text_folder)
-    layouts = [ParallelDims(replicate=3, rank=rank) for rank in range(3)]
+    layouts = [ParallelDims(dp_replicate=3, rank=rank) for rank in range(3)]
     alone = data.make_validation_batches(TRAINING, Validation(steps=6))
     dealt = [data.make_validation_batches(TRAINING, Validation(steps=6), layout) for layout in layouts]
     assert all(torch.equal(dealt[number % 3][number // 3].tokens, alone[number].tokens) for number in range(6))

@@ -20,26 +20,26 @@ RANKS, DIM, HIDDEN, LAYERS, TOKENS = 2, 32, 64, 2, 2 * 32
 GATHERED = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 
 
-def make_config(*, float8, replicate=1, tensor=1, **training):
+def make_config(*, float8, dp_replicate=1, tp=1, **training):
     return TrainConfig(
         model=Model(dim=DIM, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=HIDDEN),
         training=Training(seq_len=TOKENS // 2, local_batch_size=2, device="cpu", **training),
-        parallelism=Parallelism(data_parallel_replicate_degree=replicate, tensor_parallel_degree=tensor),
+        parallelism=Parallelism(data_parallel_replicate_degree=dp_replicate, tensor_parallel_degree=tp),
         float8=float8,
     )
 
 
-SPLIT_AND_SHARDED = make_config(float8=Float8(**GATHERED), tensor=2)
+SPLIT_AND_SHARDED = make_config(float8=Float8(**GATHERED), tp=2)
 CASES = {
     "FSDP2, bfloat16": make_config(float8=Float8(enable_float8_linear=False)),
     "FSDP2, tensorwise": make_config(float8=Float8(**GATHERED)),
     "FSDP2, rowwise, no precompute": make_config(
         float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)
     ),
-    "replicated, tensorwise": make_config(float8=Float8(), replicate=2),
-    "tensor parallel, tensorwise": make_config(float8=Float8(), tensor=2),
+    "replicated, tensorwise": make_config(float8=Float8(), dp_replicate=2),
+    "tensor parallel, tensorwise": make_config(float8=Float8(), tp=2),
     "FSDP2, reduced after the last": make_config(float8=Float8(), global_batch_size=12, reduce="last"),
-    "tensor parallel, rowwise": make_config(float8=Float8(recipe_name="rowwise"), tensor=2),
+    "tensor parallel, rowwise": make_config(float8=Float8(recipe_name="rowwise"), tp=2),
 }
 
 
@@ -77,7 +77,7 @@ def predict_rows(config, ranks=4):
 
 @pytest.mark.parametrize(("reduce", "scatters", "in_float8"), [("last", 1, True), ("last_all_reduce", 3, False)])
 def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters, in_float8):
-    run = make_config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce)
+    run = make_config(float8=Float8(), dp_replicate=2, global_batch_size=24, reduce=reduce)
     traffic, rows = predict_rows(replace(run, comm=Comm(float8_gradients=in_float8)))
     groups = LAYERS + 2
     sent = rows["dp_shard", "all_to_all", "uint8"] if in_float8 else rows["dp_shard", "reduce_scatter", "float32"]
@@ -105,7 +105,7 @@ def test_fsdp2_sends_the_bytes_of_the_formulas():
 
 def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
     traffic, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
-    assert (traffic.dims.shard, traffic.dims.tensor) == (512, 2)
+    assert (traffic.dims.dp_shard, traffic.dims.tp) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
     assert traffic.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
@@ -134,7 +134,7 @@ def test_a_group_is_named_by_its_dims(dims, ranks, mesh_dims):
 
 def test_a_collective_whose_bytes_are_not_counted_is_refused():
     with (
-        open_fake_mesh(ParallelDims(shard=2)),
+        open_fake_mesh(ParallelDims(dp_shard=2)),
         TrafficCounter(),
         pytest.raises(NotImplementedError, match="got broadcast_"),
     ):

@@ -88,7 +88,7 @@ def test_persistent_scales_are_copied():
 
 
 def build_sharded_block():
-    with open_fake_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
+    with open_fake_mesh(ParallelDims(dp_shard=2)) as mesh, torch.device("meta"):
         return fully_shard(Block(), mesh=mesh)
 
 
@@ -117,7 +117,7 @@ def test_what_gloo_copies_is_counted():
     # torch 2.13 has new names for these two, and warns of the old ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with open_fake_mesh(ParallelDims(shard=4)), fake_tensors():
+    with open_fake_mesh(ParallelDims(dp_shard=4)), fake_tensors():
         part, whole = torch.empty(1000), torch.empty(4000)
         with TensorBytes() as counted, GlooBuffers():
             gather(whole, part)

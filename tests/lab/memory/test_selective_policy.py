@@ -37,7 +37,7 @@ class ScaledLinear(nn.Linear):
 
 
 def predict_network(second, **policy):
-    with open_fake_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fake_mode:
+    with open_fake_mesh(ParallelDims(dp_shard=2)) as mesh, fake_tensors() as fake_mode:
         first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
         last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
         feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))

@@ -84,12 +84,12 @@ def test_each_rank_holds_its_shard_of_the_same_weights(sizes):
         finally:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it keeps the meshes that it has seen, with their rank
-        shard_rank = dims.data_parallel_rank % dims.shard
+        shard_rank = dims.data_parallel_rank % dims.dp_shard
         for name, parameter in shards.items():
             shard = expected[name]
             if shard.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
                 dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-                shard = shard.chunk(dims.tensor, dim)[rank % dims.tensor]
-            shard = shard.chunk(dims.shard)[shard_rank]
+                shard = shard.chunk(dims.tp, dim)[rank % dims.tp]
+            shard = shard.chunk(dims.dp_shard)[shard_rank]
             assert isinstance(parameter, DTensor)
             assert torch.equal(parameter.to_local(), shard), (rank, name)

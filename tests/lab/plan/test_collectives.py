@@ -26,7 +26,7 @@ MIXTURE = replace(DENSE, n_experts=8, top_k=2, hidden_dim=128)
 MODES = {name: ActivationCheckpoint(mode) for name, mode in (("none", "none"), ("op", "selective"), ("full", "full"))}
 
 
-def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):
+def make_config(recipe, mode="none", *, gather=False, tp=1, dp_replicate=1, ep=1, model=DENSE, seq_len=384):
     float8 = Float8(enable_float8_linear=False)
     if recipe != "bfloat16":
         float8 = Float8(recipe_name=recipe, enable_fsdp_float8_all_gather=gather)
@@ -34,7 +34,7 @@ def make_config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, exp
         model=model,
         training=Training(seq_len=seq_len, local_batch_size=1, device="cpu"),
         parallelism=Parallelism(
-            tensor_parallel_degree=tensor, data_parallel_replicate_degree=replicate, expert_parallel_degree=expert
+            tensor_parallel_degree=tp, data_parallel_replicate_degree=dp_replicate, expert_parallel_degree=ep
         ),
         activation_checkpoint=MODES[mode],
         float8=float8,
@@ -66,15 +66,15 @@ def model_block_collectives(config):
 
     for backward in (False, True):
         for collective in list_block_collectives(run, backward=backward):
-            split = "ep" if collective.ranks < run.shard else "dp_shard"
-            add("tp" if run.tensor > 1 else split, collective.kind, collective.number, collective.tensor_bytes)
+            split = "ep" if collective.ranks < run.dp_shard else "dp_shard"
+            add("tp" if run.tp > 1 else split, collective.kind, collective.number, collective.tensor_bytes)
     for group in list_block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
-        if group.shard > 1:
+        if group.ranks > 1:
             add(link, "all_gather", 2, group.gathered_bytes)
             add(link, "reduce_scatter", 1, GRADIENT_BYTES * group.parameters)
-        if run.replicate > 1:
-            add("dp_replicate", "all_reduce", 1, GRADIENT_BYTES * group.parameters / group.shard)
+        if run.dp_replicate > 1:
+            add("dp_replicate", "all_reduce", 1, GRADIENT_BYTES * group.parameters / group.ranks)
     return {key: (number, round(sizes[key])) for key, number in numbers.items()}
 
 
@@ -87,7 +87,7 @@ ALWAYS = [("tensorwise", "op", True)]
     ("recipe", "mode", "gather"), [*ALWAYS, *at_night(case for case in dict.fromkeys(CASES) if case not in ALWAYS)]
 )
 def test_tensor_parallel_collectives_are_those_of_the_trainer(recipe, mode, gather):
-    config = make_config(recipe, mode, gather=gather, tensor=2)
+    config = make_config(recipe, mode, gather=gather, tp=2)
     modeled, counted = model_block_collectives(config), count_block_collectives(config)
     if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
         assert modeled["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
@@ -96,13 +96,13 @@ def test_tensor_parallel_collectives_are_those_of_the_trainer(recipe, mode, gath
 
 
 LAYOUTS = {
-    "replicas": make_config("tensorwise", gather=True, replicate=2),
-    "whole blocks of the sequence": make_config("blockwise", tensor=2, seq_len=512),
-    "experts split": make_config("tensorwise", "op", gather=True, expert=2, model=MIXTURE),
+    "replicas": make_config("tensorwise", gather=True, dp_replicate=2),
+    "whole blocks of the sequence": make_config("blockwise", tp=2, seq_len=512),
+    "experts split": make_config("tensorwise", "op", gather=True, ep=2, model=MIXTURE),
     "tokens sent as codes": with_settings(
-        make_config("blockwise", expert=2, model=MIXTURE), float8={"grad_weight_from_codes": True}
+        make_config("blockwise", ep=2, model=MIXTURE), float8={"grad_weight_from_codes": True}
     ),
-    "experts split, shared experts": make_config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
+    "experts split, shared experts": make_config("bfloat16", ep=4, model=replace(MIXTURE, n_shared_experts=1)),
 }
 
 
@@ -114,7 +114,7 @@ def test_modeled_collectives_equal_the_counted_ones(name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
 def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
-    config = with_settings(make_config("rowwise", tensor=2), float8={"filter_fqns": ("lm_head", filtered)})
+    config = with_settings(make_config("rowwise", tp=2), float8={"filter_fqns": ("lm_head", filtered)})
     modeled, counted = model_block_collectives(config), count_block_collectives(config)
     amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
     assert modeled.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
@@ -125,13 +125,13 @@ BFLOAT16 = Float8(enable_float8_linear=False)
 GATHERED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 
 
-def make_step_config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard="default"):
-    batch = 2 * RANKS // tensor * micro_batches
+def make_step_config(float8, *, dp_replicate=1, tp=1, micro_batches=1, reshard="default"):
+    batch = 2 * RANKS // tp * micro_batches
     return TrainConfig(
         model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64),
         training=Training(seq_len=32, local_batch_size=2, global_batch_size=batch, device="cpu"),
         parallelism=Parallelism(
-            data_parallel_replicate_degree=replicate, tensor_parallel_degree=tensor, fsdp_reshard_after_forward=reshard
+            data_parallel_replicate_degree=dp_replicate, tensor_parallel_degree=tp, fsdp_reshard_after_forward=reshard
         ),
         float8=float8,
     )
@@ -144,10 +144,10 @@ def gather_codes(recipe):
 @pytest.mark.parametrize(
     "config",
     [
-        make_step_config(gather_codes("rowwise"), replicate=2),
+        make_step_config(gather_codes("rowwise"), dp_replicate=2),
         make_step_config(gather_codes("blockwise")),
         make_step_config(gather_codes("delayed")),
-        with_settings(make_config("rowwise", gather=True, expert=2, model=MIXTURE), training={"global_batch_size": -1}),
+        with_settings(make_config("rowwise", gather=True, ep=2, model=MIXTURE), training={"global_batch_size": -1}),
     ],
     ids=["rowwise, replicas", "blockwise", "delayed", "experts split"],
 )
@@ -164,8 +164,8 @@ STEPS = {
     "two microbatches, never resharded": make_step_config(BFLOAT16, micro_batches=2, reshard="never"),
     "always resharded": make_step_config(BFLOAT16, reshard="always"),
     "a float8 all-gather": make_step_config(GATHERED),
-    "replicas, the head in float8": make_step_config(gather_codes("tensorwise"), replicate=2),
-    "tensor parallel": make_step_config(BFLOAT16, tensor=2),
+    "replicas, the head in float8": make_step_config(gather_codes("tensorwise"), dp_replicate=2),
+    "tensor parallel": make_step_config(BFLOAT16, tp=2),
 }
 STEPS_ALWAYS = ["two microbatches, never resharded", "replicas, the head in float8", "tensor parallel"]
 

@@ -59,7 +59,7 @@ def test_selective_checkpointing_recomputes_less_than_full():
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
     run = replace(RUN, recipe=recipe and Float8LinearRecipeName(recipe))
-    whole, share = (time_both(replace(run, tensor=tensor)) for tensor in (1, 8))
+    whole, share = (time_both(replace(run, tp=tensor)) for tensor in (1, 8))
     assert whole / 8 < share < whole
 
 
@@ -106,7 +106,7 @@ def test_states_of_bfloat16_parameters_have_their_bytes(tiny_config, name, expec
 
 
 def test_slower_settings_take_longer():
-    rowwise, split = replace(RUN, recipe=Float8LinearRecipeName.ROWWISE), replace(TENSORWISE, tensor=8)
+    rowwise, split = replace(RUN, recipe=Float8LinearRecipeName.ROWWISE), replace(TENSORWISE, tp=8)
     base = time_both(TENSORWISE)
     assert base < time_both(rowwise) < time_both(RUN)
     assert base < time_both(replace(TENSORWISE, framework=Framework(compiled=False)))

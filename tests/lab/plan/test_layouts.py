@@ -24,8 +24,8 @@ def test_each_layout_is_tried_once_and_uses_all_gpus():
     degrees = [candidate.dims for candidate in layouts.candidates]
     assert len(set(configs)) == len(configs) > 100
     assert {dims.world_size for dims in degrees} == {64}
-    assert {dims.tensor for dims in degrees} == {1, 2, 4, 8}
-    assert {dims.replicate for dims in degrees} >= {1, 2, 8}
+    assert {dims.tp for dims in degrees} == {1, 2, 4, 8}
+    assert {dims.dp_replicate for dims in degrees} >= {1, 2, 8}
     assert [candidate.is_configured for candidate in layouts.candidates] == [True] + [False] * (len(configs) - 1)
     refused = "none, or selective with op, for compiled blocks that are split by tensor parallelism"
     assert any(refused in reason for reason in layouts.refusals)
@@ -34,8 +34,8 @@ def test_each_layout_is_tried_once_and_uses_all_gpus():
 def test_a_layout_in_words_names_the_degrees_above_1():
     candidate = load_layouts("llama3_70b", 8).candidates[0]
     degrees = {"FSDP2 8 x TP 4,": (8, 1, 4, 1), "TP 8,": (1, 1, 8, 1), "FSDP2 4 x HSDP 2 EP 2,": (4, 2, 1, 2)}
-    for words, (shard, replicate, tensor, expert) in degrees.items():
-        dims = replace(candidate.dims, shard=shard, replicate=replicate, tensor=tensor, expert=expert)
+    for words, (dp_shard, dp_replicate, tp, ep) in degrees.items():
+        dims = replace(candidate.dims, dp_shard=dp_shard, dp_replicate=dp_replicate, tp=tp, ep=ep)
         assert f"{replace(candidate, dims=dims).description} ".startswith(words.replace(",", ""))
 
 
@@ -48,9 +48,9 @@ def test_a_step_has_the_tokens_that_were_asked_for():
 
 def test_experts_are_split_and_dense_models_are_not():
     mixture = load_layouts("mixture_30b_a3b", 16, precisions=["rowwise"])
-    assert {candidate.dims.expert for candidate in mixture.candidates} == {1, 2, 4, 8, 16}
-    assert {candidate.dims.tensor for candidate in mixture.candidates} == {1}
-    assert {candidate.dims.expert for candidate in load_layouts("llama3_8b", 8).candidates} == {1}
+    assert {candidate.dims.ep for candidate in mixture.candidates} == {1, 2, 4, 8, 16}
+    assert {candidate.dims.tp for candidate in mixture.candidates} == {1}
+    assert {candidate.dims.ep for candidate in load_layouts("llama3_8b", 8).candidates} == {1}
 
 
 def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
@@ -75,7 +75,7 @@ def test_less_precise_storage_is_tried_where_it_is_asked_for():
 
 def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     layouts = load_layouts("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
-    ways = {(candidate.precision, candidate.gathering) for candidate in layouts if candidate.dims.shard > 1}
+    ways = {(candidate.precision, candidate.gathering) for candidate in layouts if candidate.dims.dp_shard > 1}
     assert ways == {
         *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
         ("tensorwise", "fp8x2"),
@@ -91,7 +91,7 @@ def test_gradients_are_reduced_in_each_way_that_may_be_best():
     reduces = defaultdict(set)
     for candidate in candidates[1:]:
         dims, training = candidate.dims, candidate.config.training
-        reduces[dims.replicate > 1, dims.count_micro_batches(training) > 1].add(training.reduce)
+        reduces[dims.dp_replicate > 1, dims.count_micro_batches(training) > 1].add(training.reduce)
     assert reduces == {
         **dict.fromkeys([(False, False), (True, False)], {"every"}),
         (False, True): {"every", "last"},

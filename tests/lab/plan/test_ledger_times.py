@@ -53,7 +53,7 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     monkeypatch.setattr(ledger_times, "list_block_entries", lambda *_: entries)
     monkeypatch.setattr(matmul, "compute_shape_share", lambda *_, **__: 1.0)
     run, cluster = (
-        replace(make_planned_run(*resolve_parallel_dims(config, rank=0, world_size=2)), shard=1),
+        replace(make_planned_run(*resolve_parallel_dims(config, rank=0, world_size=2)), dp_shard=1),
         Cluster(H200),
     )
     compute_times = predict_ledger_times(config, 2, run, cluster)

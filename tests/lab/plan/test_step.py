@@ -19,21 +19,21 @@ MIXTURE = replace(MODEL, dim=2048, n_heads=16, hidden_dim=768, n_experts=64, top
 FAST = Cluster.from_spec(find_device_spec("h100"))
 SLOW = replace(FAST, network_gbps=50.0)
 TENSORWISE = Float8LinearRecipeName.TENSORWISE
-BASE = PlannedRun(MODEL, 8192, 1, shard=16, checkpointing="op", checkpointed_blocks=4)
+BASE = PlannedRun(MODEL, 8192, 1, dp_shard=16, checkpointing="op", checkpointed_blocks=4)
 RUNS = {
-    "one rank": replace(BASE, shard=1),
+    "one rank": replace(BASE, dp_shard=1),
     "FSDP2": BASE,
-    "HSDP": replace(BASE, shard=8, replicate=4),
+    "HSDP": replace(BASE, dp_shard=8, dp_replicate=4),
     "float8 all-gather": replace(BASE, recipe=TENSORWISE, float8_all_gather=True),
-    "tensor parallel": replace(BASE, tensor=8),
-    "asynchronous": replace(BASE, tensor=8, framework=Framework(async_tensor=True)),
-    "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
-    "context parallel": replace(BASE, context=4),
+    "tensor parallel": replace(BASE, tp=8),
+    "asynchronous": replace(BASE, tp=8, framework=Framework(async_tensor=True)),
+    "rowwise over nodes": replace(BASE, tp=16, dp_shard=4, recipe=Float8LinearRecipeName.ROWWISE),
+    "context parallel": replace(BASE, cp=4),
     "microbatches": replace(BASE, micro_batches=3, reshard_after_forward="never"),
     "states only": replace(BASE, micro_batches=3, reduce="last", reshard_after_forward="never"),
     "last": replace(BASE, micro_batches=3, reduce="last"),
-    "last all-reduce": replace(BASE, shard=8, replicate=2, micro_batches=3, reduce="last_all_reduce"),
-    "experts": replace(BASE, model=MIXTURE, expert=8, recipe=TENSORWISE),
+    "last all-reduce": replace(BASE, dp_shard=8, dp_replicate=2, micro_batches=3, reduce="last_all_reduce"),
+    "experts": replace(BASE, model=MIXTURE, ep=8, recipe=TENSORWISE),
 }
 
 
@@ -75,8 +75,8 @@ def test_a_step_has_its_share_of_a_checkpoint():
     assert predict_step_seconds(every_10th, slow) == pytest.approx(2 * plain + copying_s)
     waiting = replace(every_10th, saves_in_background=False)
     assert predict_step_seconds(waiting, FAST) == pytest.approx(plain + writing_s)
-    replicas = replace(BASE, shard=8, replicate=2)
-    waiting_replicas = replace(waiting, shard=8, replicate=2)
+    replicas = replace(BASE, dp_shard=8, dp_replicate=2)
+    waiting_replicas = replace(waiting, dp_shard=8, dp_replicate=2)
     assert predict_step_seconds(waiting_replicas, FAST) == pytest.approx(time_step(replicas) + writing_s)
     for run, cluster in ((every_10th, fast), (every_10th, slow), (waiting, FAST)):
         timeline = simulate_step(run, cluster)

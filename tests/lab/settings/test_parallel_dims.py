@@ -16,8 +16,8 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dim
 from quaver.runtime.devices import MissingDeviceError
 
 
-def make_config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
-    return TrainConfig(parallelism=Parallelism(replicate, shard, tensor), **sections)
+def make_config(dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, **sections: object) -> TrainConfig:
+    return TrainConfig(parallelism=Parallelism(dp_replicate, dp_shard, tp), **sections)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_degrees_that_do_not_multiply_to_the_number_of_processes_are_refused(deg
 
 
 def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
-    ranks = [resolve_parallel_dims(make_config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    ranks = [resolve_parallel_dims(make_config(tp=2), rank=rank, world_size=6)[1] for rank in range(6)]
     assert [dims.data_parallel_rank for dims in ranks] == [0, 0, 1, 1, 2, 2]
     assert {dims.data_parallel_degree for dims in ranks} == {3}
 
 
 def test_the_global_batch_is_filled_in_and_divides():
     def fill_in(world_size: int, **training: int) -> int:
-        chosen = make_config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
+        chosen = make_config(training=Training(local_batch_size=2, **training), tp=world_size // 3)
         return resolve_parallel_dims(chosen, world_size=world_size)[0].training.global_batch_size
 
     assert fill_in(3) == 6

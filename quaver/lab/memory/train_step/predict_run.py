@@ -56,7 +56,7 @@ class RunMemory:
     def notes(self) -> list[str]:
         """Differences between the run and what is predicted."""
         notes = [COMPARED_NOTE] if self.config.job.compare else []
-        if self.dims.expert > 1:
+        if self.dims.ep > 1:
             notes.append(EVEN_LOAD_NOTE)
         if self.config.float8.high_precision_schedule:
             notes.append("float8.high_precision_schedule: predicted for steps without the schedule")

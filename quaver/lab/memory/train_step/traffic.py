@@ -143,11 +143,11 @@ class TrafficCounter(TorchDispatchMode):
 
 def name_mesh_dims(ranks: Iterable[int], dims: ParallelDims) -> str:
     """Return the dims of the mesh of `dims` in which `ranks` differ."""
-    tensor, shard = dims.tensor, dims.shard
-    coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
+    tp, dp_shard = dims.tp, dims.dp_shard
+    coordinates = [(rank // (tp * dp_shard), rank // tp % dp_shard, rank % tp) for rank in ranks]
     along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
     varying = [name for name, indices in along.items() if len(set(indices)) > 1]
-    if varying == ["dp_shard"] and len(coordinates) < shard:
+    if varying == ["dp_shard"] and len(coordinates) < dp_shard:
         return "ep" if coordinates[1][1] - coordinates[0][1] == 1 else "dp_shard / ep"
     return " x ".join(varying) or "none"
 
