@@ -104,7 +104,8 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
     for name, computed in directions.items():
         block = TaskList()
         collectives = list_block_collectives(unpipelined, backward=name == "backward")
-        add_block(block, "block", computed, collectives, cluster, list_overlapped_kinds(unpipelined), name)
+        overlapped = list_overlapped_kinds(unpipelined)
+        add_block(block, "block", computed, kind=name, collectives=collectives, overlapped=overlapped, cluster=cluster)
         seconds[name] = blocks * simulate(block).seconds
     head, embedding = predict_head_times(run, cluster), predict_embedding_times(run, cluster)
     ends = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
@@ -33,10 +34,10 @@ class ModeledCollective(NamedTuple):
     kind: str
     tensor_bytes: float
     """Bytes of the tensor of one collective."""
-    number: float
-    """How often it runs. Shares of float8 blocks make it fractional."""
     ranks: int
-    stride: int
+    stride: int = 1
+    repeats: float = 1
+    """How often it runs. Shares of float8 blocks make it fractional."""
 
 
 def list_block_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
@@ -56,18 +57,18 @@ def list_embedding_collectives(run: PlannedRun, *, backward: bool) -> list[Model
     if run.tp == 1:
         return []
     kind = "all_gather" if backward else "reduce_scatter"
-    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, 1, run.tp, 1)]
+    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, run.tp)]
 
 
 def list_head_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
     """Return the collectives of the loss and the projection, which gathers its input and scatters its gradient."""
     if run.tp == 1:
         return []
-    input_bytes, group = 2 * run.tokens * run.model.dim, (1, run.tp, 1)
+    input_bytes = 2 * run.tokens * run.model.dim
     if backward:
-        return [ModeledCollective("reduce_scatter", input_bytes, *group)]
+        return [ModeledCollective("reduce_scatter", input_bytes, run.tp)]
     logit_bytes = _LOSS_BYTES_PER_TOKEN * run.tokens * run.tp
-    return [ModeledCollective("all_gather", input_bytes, *group), ModeledCollective("all_gather", logit_bytes, *group)]
+    return [ModeledCollective("all_gather", size, run.tp) for size in (input_bytes, logit_bytes)]
 
 
 def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
@@ -77,29 +78,30 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
     """
     if run.tp == 1:
         return
-    group, dim = (run.tp, 1), run.model.dim
-    halves = 1 if not run.has_feed_forward else 2
-    gathers_again = backward and run.checkpointing != "none"
-    casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
+    dim, halves = run.model.dim, 2 if run.has_feed_forward else 1
+    gathers_forward = not backward or run.checkpointing != "none"
+    casts = run.casts
     float8_share = fmean(run.get_float8_share(name) for name, _ in list_block_weights(run.model) if name in SPLIT_DIMS)
     if casts is not None and not run.framework.casts_gathered:
-        forward_amaxes, backward_amaxes = _count_amaxes(run, casts)
-        for number, elements in [forward_amaxes] * (gathers_again or not backward) + [backward_amaxes] * backward:
-            if number and float8_share:
-                yield ModeledCollective("all_reduce", 4 * elements / number, number * float8_share, *group)
+        for amaxes, is_issued in zip(_count_amaxes(run, casts), (gathers_forward, backward), strict=True):
+            if is_issued and amaxes.all_reduces and float8_share:
+                amax_bytes = 4 * amaxes.elements / amaxes.all_reduces
+                yield ModeledCollective("all_reduce", amax_bytes, run.tp, repeats=amaxes.all_reduces * float8_share)
     if backward and float8_share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
-        yield ModeledCollective("all_reduce", 2 * dim, 2 * float8_share, *group)
-    for is_gradient in [False] * (gathers_again or not backward) + [True] * backward:
-        operand = (
-            None if casts is None or run.framework.casts_gathered else casts.grad_output if is_gradient else casts.input
-        )
-        readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
-        float8_number = sum(min(map(run.get_float8_share, linears)) for linears in readers)
-        for times, casts_of_operand in ((float8_number, operand), (halves - float8_number, None)):
-            for gathered in _list_gathered_bytes(casts_of_operand, run.tokens, dim, run.tp) if times else []:
-                yield ModeledCollective("all_gather", gathered, times, *group)
+        yield ModeledCollective("all_reduce", 2 * dim, run.tp, repeats=2 * float8_share)
+    gathers: list[tuple[tuple[tuple[str, ...], ...], OperandCasts | None]] = []
+    if gathers_forward:
+        gathers.append((_GATHER_INPUTS[:halves], casts and casts.input))
+    if backward:
+        gathers.append((_GATHER_GRADIENTS[:halves], casts and casts.grad_output))
+    for readers, operand in gathers:
+        float8_repeats = sum(min(map(run.get_float8_share, linears)) for linears in readers)
+        sent_as = None if run.framework.casts_gathered else operand
+        for repeats, operand_casts in ((float8_repeats, sent_as), (halves - float8_repeats, None)):
+            for gathered_bytes in _list_gathered_bytes(operand_casts, run.tokens, dim, run.tp) if repeats else []:
+                yield ModeledCollective("all_gather", gathered_bytes, run.tp, repeats=repeats)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
-    yield ModeledCollective("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
+    yield ModeledCollective("reduce_scatter", 2 * run.tokens * dim, run.tp, repeats=scatters)
 
 
 def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
@@ -138,8 +140,8 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
             model.n_layers * run.get_float8_share(name) / INPUT_READERS.get(name, 1)
             for name in list_linear_sizes(model)
         )
-        operands = 2 * sum(number for number, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
-        return [ModeledCollective("all_reduce", 8 * operands, 1, run.ranks, 1)]
+        operands = 2 * sum(count for count, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
+        return [ModeledCollective("all_reduce", 8 * operands, run.ranks)]
     shards = run.dp_shard * run.cp
     if not run.float8_all_gather or shards == 1:
         return []
@@ -153,57 +155,64 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
     collectives = []
     for weights, ranks, stride in groups:
         scales = sum(
-            number * math.prod(layout.get_scale_shape(outputs, inputs))
-            for number, inputs, outputs in weights
+            count * math.prod(layout.get_scale_shape(outputs, inputs))
+            for count, inputs, outputs in weights
             for layout in layouts
         )
         if scales and ranks > 1:
-            collectives.append(ModeledCollective("all_reduce", 4 * scales, 1, ranks, stride))
+            collectives.append(ModeledCollective("all_reduce", 4 * scales, ranks, stride))
     return collectives
 
 
-def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (all-reduces of amaxes, their elements) of the forward and of the backward.
+@dataclass
+class _Amaxes:
+    """The all-reduces of amaxes in one direction of a block, and the elements of all of them."""
+
+    all_reduces: int = 0
+    elements: int = 0
+
+    def add(self, all_reduces: int, elements_each: int) -> None:
+        self.all_reduces += all_reduces
+        self.elements += all_reduces * elements_each
+
+
+def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[_Amaxes, _Amaxes]:
+    """Return the amaxes of the forward and of the backward.
 
     Ranks that split a tensor agree on its scale, and ranks that split a contracted dim on the scales along it. q, k, v,
     gate and up split their outputs, and their inputs by sequence. o and down split their inputs, and their gradients by
     sequence. With a float8 all-gather, FSDP2 agrees on the scales of weights once a step.
     """
     tokens, dim = run.tokens, run.model.dim
-    forward, backward = [0, 0], [0, 0]
-
-    def add(sums: list[int], number: int, elements: int) -> None:
-        sums[0] += number
-        sums[1] += number * elements
-
+    forward, backward = _Amaxes(), _Amaxes()
     split_outputs, split_inputs = (5, 2) if run.has_feed_forward else (3, 1)
     halves = split_inputs
     if _needs_amax(casts.input.row):
-        add(forward, halves + split_inputs, 1)
+        forward.add(halves + split_inputs, 1)
     elif casts.input.row.is_rowwise:
-        add(forward, split_inputs, tokens)
+        forward.add(split_inputs, tokens)
         if not casts.input.column.is_disabled:
-            add(forward, halves, dim)
+            forward.add(halves, dim)
     if not run.float8_all_gather:
         weight = casts.weight
         if weight.row.is_rowwise:
-            add(forward, split_inputs, dim)
+            forward.add(split_inputs, dim)
         elif _needs_amax(weight.row):
-            add(forward, split_outputs + split_inputs, 1)
+            forward.add(split_outputs + split_inputs, 1)
         if weight.is_dequantized and weight.row.is_rowwise:  # cast as in the forward
-            add(backward, split_inputs, dim)
+            backward.add(split_inputs, dim)
         elif weight.column.is_rowwise:
-            add(backward, split_outputs, dim)
+            backward.add(split_outputs, dim)
         elif _needs_amax(weight.column) and not weight.has_equal_casts:
-            add(backward, split_outputs + split_inputs, 1)
+            backward.add(split_outputs + split_inputs, 1)
     gradient = casts.grad_output
     if _needs_amax(gradient.row):
-        add(backward, split_outputs + split_inputs, 1)
+        backward.add(split_outputs + split_inputs, 1)
     elif gradient.row.is_rowwise:
-        add(backward, split_outputs, tokens)
+        backward.add(split_outputs, tokens)
         if not gradient.column.is_disabled:
-            add(backward, split_inputs, dim)
-    return (forward[0], forward[1]), (backward[0], backward[1])
+            backward.add(split_inputs, dim)
+    return forward, backward
 
 
 def _needs_amax(cast: CastConfig) -> bool:
@@ -215,10 +224,10 @@ def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledC
     """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
     if run.cp == 1:
         return
-    keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.cp * 2 / run.tp
-    yield ModeledCollective("all_gather", keys, 1, run.cp, run.tp)
+    kv_bytes = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.cp * 2 / run.tp
+    yield ModeledCollective("all_gather", kv_bytes, run.cp, stride=run.tp)
     if backward:
-        yield ModeledCollective("reduce_scatter", keys, 1, run.cp, run.tp)
+        yield ModeledCollective("reduce_scatter", kv_bytes, run.cp, stride=run.tp)
 
 
 def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCollective]:
@@ -229,26 +238,30 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
     """
     if run.ep == 1:
         return
-    model, group = run.model, (run.ep, run.tp * run.cp)
+    model = run.model
+
+    def make_collective(kind: str, tensor_bytes: float, *, repeats: float = 1) -> ModeledCollective:
+        return ModeledCollective(kind, tensor_bytes, run.ep, stride=run.tp * run.cp, repeats=repeats)
+
     rows = run.tokens * model.top_k * run.framework.exchanged_share
-    casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
-    sends_input = not backward or run.checkpointing != "none"
-    if sends_input:
-        yield ModeledCollective("all_to_all", 8 * (model.n_experts + run.ep), 1, *group)
-    sent = [casts and casts.input] * sends_input + [casts and casts.grad_output] * backward
-    for operand in sent:
-        float8_number = 0.0
+    operands = []
+    if not backward or run.checkpointing != "none":
+        yield make_collective("all_to_all", 8 * (model.n_experts + run.ep))
+        operands.append(run.casts and run.casts.input)
+    if backward:
+        operands.append(run.casts and run.casts.grad_output)
+    for operand in operands:
+        float8_repeats = 0.0
         if operand is not None and sends_codes(
             operand, row=True, column=True, grad_weight_from_codes=run.grad_weight_from_codes
         ):
-            float8_number = run.get_float8_share(EXPERTS)
-        if operand is not None and float8_number:
+            float8_repeats = run.get_float8_share(EXPERTS)
+        if operand is not None and float8_repeats:
             if operand.row.is_tensorwise:
-                yield ModeledCollective("all_reduce", 4 * (model.n_experts + 1), float8_number, *group)
-            yield ModeledCollective(
-                "all_to_all", rows * _count_row_bytes(operand.row, model.dim), float8_number, *group
-            )
-        yield ModeledCollective("all_to_all", 2 * rows * model.dim, 2 - float8_number, *group)
+                yield make_collective("all_reduce", 4 * (model.n_experts + 1), repeats=float8_repeats)
+            code_bytes = rows * _count_row_bytes(operand.row, model.dim)
+            yield make_collective("all_to_all", code_bytes, repeats=float8_repeats)
+        yield make_collective("all_to_all", 2 * rows * model.dim, repeats=2 - float8_repeats)
 
 
 def _count_row_bytes(cast: CastConfig, length: int) -> float:

@@ -25,6 +25,7 @@ from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import LinearCasts
 from quaver.recipes.recipe_name import canonicalize_recipe
 from quaver.runtime.errors import InputError
 
@@ -129,6 +130,11 @@ class PlannedRun:
     def has_feed_forward(self) -> bool:
         """Whether all tokens take a feed-forward, which is false for experts without shared experts."""
         return not self.model.n_experts or self.model.n_shared_experts > 0
+
+    @property
+    def casts(self) -> LinearCasts | None:
+        """The casts of the recipe; None for bfloat16."""
+        return None if self.recipe is None else Float8LinearConfig.from_recipe_name(self.recipe).casts
 
     @property
     def shares_weight_codes(self) -> bool:

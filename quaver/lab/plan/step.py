@@ -104,20 +104,21 @@ def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[Pa
 
 def list_overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """Return the kinds of a block's collectives that overlap with its compute."""
-    tensor = {"all_gather", "reduce_scatter"} if run.framework.async_tensor else set()
+    kinds = {"all_gather", "reduce_scatter"} if run.framework.async_tensor else set()
     if run.framework.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
-        tensor -= {"all_gather"}
-    return frozenset(tensor | ({"all_to_all"} if run.framework.async_expert else set()))
+        kinds -= {"all_gather"}
+    return frozenset(kinds | ({"all_to_all"} if run.framework.async_expert else set()))
 
 
 def add_block(
     tasks: TaskList,
     name: str,
     seconds: float,
-    collectives: list[ModeledCollective],
-    cluster: Cluster,
-    overlapped: frozenset[str],
+    *,
     kind: str,
+    collectives: list[ModeledCollective],
+    overlapped: frozenset[str],
+    cluster: Cluster,
 ) -> None:
     """Add the compute of a block in two halves, attention and the feed-forward, each between its collectives.
 
@@ -132,8 +133,8 @@ def add_block(
         return
 
     def send(collective: ModeledCollective, share: float, dependencies: Dependencies) -> int:
-        number = share * collective.number / 2
-        return _add_collective(tasks, f"{name}: {collective.kind}", collective, cluster, dependencies, number)
+        half = collective._replace(repeats=share * collective.repeats / 2)
+        return _add_collective(tasks, f"{name}: {half.kind}", half, cluster, dependencies)
 
     def get_exposed_share(collective: ModeledCollective) -> float:
         return 1 / collective.ranks if collective.kind in overlapped else 1.0
@@ -163,13 +164,12 @@ def _add_collective(
     collective: ModeledCollective,
     cluster: Cluster,
     dependencies: Dependencies,
-    number: float = 1,
 ) -> int:
-    """Add a collective that runs `number` times as one task, and return the task's number."""
-    kind, tensor_bytes, _, ranks, stride = collective
-    seconds = number * cluster.predict_collective_seconds(kind, tensor_bytes, ranks, stride)
-    sent = number * count_sent_bytes(kind, tensor_bytes, ranks)
-    return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent)
+    """Add a collective with all its repeats as one task, and return the task's id."""
+    kind, tensor_bytes, ranks, stride, repeats = collective
+    seconds = repeats * cluster.predict_collective_seconds(kind, tensor_bytes, ranks, stride)
+    sent_bytes = repeats * count_sent_bytes(kind, tensor_bytes, ranks)
+    return tasks.add(name, cluster.find_link(ranks, stride), seconds, dependencies, kind, sent_bytes)
 
 
 class ComputeTimes(NamedTuple):
@@ -194,8 +194,8 @@ def build_tasks(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes |
         compute_times: of a microbatch, by default from the formulas of compute_time.py.
     """
     builder = _TaskBuilder(run, cluster, compute_times or ComputeTimes.from_formulas(run, cluster))
-    for number in range(run.micro_batches):
-        builder.add_micro_batch(number)
+    for index in range(run.micro_batches):
+        builder.add_micro_batch(index)
     builder.add_optimizer_step()
     return builder.tasks
 
@@ -215,10 +215,10 @@ class _TaskBuilder:
         self._last_copy: int | None = None
         """The last copy of gathered weights. The next all-gather writes into the buffer that it read."""
 
-    def add_micro_batch(self, number: int) -> None:
+    def add_micro_batch(self, index: int) -> None:
         """Add the forward and backward of all blocks, the embedding and the output projection."""
-        self._micro_batch = number
-        prefix = f"microbatch {number + 1}: " if self._run.micro_batches > 1 else ""
+        self._micro_batch = index
+        prefix = f"microbatch {index + 1}: " if self._run.micro_batches > 1 else ""
         self._add_forward(f"{prefix}forward of")
         self._add_backward(f"{prefix}backward of")
 
@@ -228,8 +228,8 @@ class _TaskBuilder:
         self._gather_and_copy_out(self._root_groups, name)
         self._compute(name, embedding.forward, "forward")
         self._add_collectives_and_wait(name, list_embedding_collectives(run, backward=False), "forward")
-        for number in range(run.model.n_layers):
-            name = f"{prefix} block {number}"
+        for index in range(run.model.n_layers):
+            name = f"{prefix} block {index}"
             self._gather_and_copy_out(self._block_groups, name)
             self._add_block(name, block_times.forward, backward=False)
         name = f"{prefix} {LM_HEAD} and the loss"
@@ -241,7 +241,7 @@ class _TaskBuilder:
         """Add the backward of all modules, with the all-gather of each block before the backward of the block above."""
         run, (block_times, head, embedding) = self._run, self._compute_times
         head_name, embedding_name = f"{prefix} {LM_HEAD} and the loss", f"{prefix} the embedding"
-        block_names = [f"{prefix} block {number}" for number in range(run.model.n_layers)]
+        block_names = [f"{prefix} block {index}" for index in range(run.model.n_layers)]
         if run.reshard_after_forward == "always":
             self._gather_and_copy_out(self._root_groups, embedding_name)
         if run.reshard_after_forward != "never":
@@ -251,11 +251,11 @@ class _TaskBuilder:
         self._compute(head_name, head.backward, "backward")
         self._add_collectives_and_wait(head_name, list_head_collectives(run, backward=True), "backward")
         self._reduce(self._head_groups, head_name)
-        for number, name in reversed(list(enumerate(block_names))):
+        for index, name in reversed(list(enumerate(block_names))):
             self._copy_out(self._block_groups, name, prefetched)
-            if number:
-                prefetched = self._gather(gathered_again, block_names[number - 1])
-            recomputed = block_times.recomputed if is_checkpointed(run, number) else 0.0
+            if index:
+                prefetched = self._gather(gathered_again, block_names[index - 1])
+            recomputed = block_times.recomputed if is_checkpointed(run, index) else 0.0
             self._add_block(name, block_times.backward + recomputed, backward=True)
             self._reduce(self._block_groups, name)
         self._add_collectives_and_wait(embedding_name, list_embedding_collectives(run, backward=True), "backward")
@@ -269,7 +269,7 @@ class _TaskBuilder:
         norm_s = predict_move_seconds(4 * parameters, cluster.spec)
         norm = self._compute("norm of gradients", norm_s, "optimizer", [self._last_reduction])
         if run.ranks > 1:
-            norm = self._send("all-reduce of the norm", ModeledCollective("all_reduce", 4, 1, run.ranks, 1), [norm])
+            norm = self._send("all-reduce of the norm", ModeledCollective("all_reduce", 4, run.ranks), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = (2 + 3) * run.parameter_bytes + 2 * run.state_bytes
         optimizer_s = predict_move_seconds(moved * parameters, cluster.spec)
@@ -287,8 +287,15 @@ class _TaskBuilder:
         return _add_collective(self.tasks, name, collective, self._cluster, dependencies)
 
     def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
-        kind, overlapped = "backward" if backward else "forward", list_overlapped_kinds(self._run)
-        add_block(self.tasks, name, seconds, self._block_collectives[backward], self._cluster, overlapped, kind)
+        add_block(
+            self.tasks,
+            name,
+            seconds,
+            kind="backward" if backward else "forward",
+            collectives=self._block_collectives[backward],
+            overlapped=list_overlapped_kinds(self._run),
+            cluster=self._cluster,
+        )
 
     def _add_collectives_and_wait(self, name: str, collectives: list[ModeledCollective], kind: str) -> None:
         """Add collectives of the embedding or the head, and an empty task of `kind` that waits for them."""
@@ -306,7 +313,7 @@ class _TaskBuilder:
             return []
         gathers: list[int] = []
         for group in groups:
-            gather = ModeledCollective("all_gather", group.gathered_bytes, 1, group.ranks, group.stride)
+            gather = ModeledCollective("all_gather", group.gathered_bytes, group.ranks, group.stride)
             gathers.append(self._send(f"{name}: all-gather", gather, [self._last_copy]))
         return gathers
 
@@ -337,11 +344,11 @@ class _TaskBuilder:
             reduced = copied
             if group.ranks > 1:
                 kind, size = ("all_to_all", _CODE_BYTES) if run.float8_gradients else ("reduce_scatter", GRADIENT_BYTES)
-                scatter = ModeledCollective(kind, size * group.parameters, 1, group.ranks, group.stride)
+                scatter = ModeledCollective(kind, size * group.parameters, group.ranks, group.stride)
                 self._last_reduction = reduced = self._send(f"{name}: reduce-scatter", scatter, [copied])
             if run.dp_replicate > 1 and all_reduces:
                 part = GRADIENT_BYTES * group.parameters / group.ranks
-                reduce = ModeledCollective("all_reduce", part, 1, run.dp_replicate, group.stride * group.ranks)
+                reduce = ModeledCollective("all_reduce", part, run.dp_replicate, group.stride * group.ranks)
                 self._last_reduction = self._send(f"{name}: all-reduce", reduce, [reduced])
 
 

@@ -67,7 +67,7 @@ def model_block_collectives(config):
     for backward in (False, True):
         for collective in list_block_collectives(run, backward=backward):
             split = "ep" if collective.ranks < run.dp_shard else "dp_shard"
-            add("tp" if run.tp > 1 else split, collective.kind, collective.number, collective.tensor_bytes)
+            add("tp" if run.tp > 1 else split, collective.kind, collective.repeats, collective.tensor_bytes)
     for group in list_block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
         if group.ranks > 1:
