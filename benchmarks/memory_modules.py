@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_module_step import Prediction, predict_module_step
+from quaver.lab.memory.predict_step import Prediction, record_fake_step
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.model.llama import Attention, Block, FeedForward, make_rope_tables
 from quaver.lab.model.parallelize import open_fake_mesh
@@ -198,7 +198,7 @@ def predict(case: Case, size: Size, device: str = "cpu") -> Prediction:
         fake_tensors(device, compiled=case.compiled) as fake_mode,
     ):
         subject, optimizer, step = prepare(case, size, torch.device("cpu"), mesh)
-        return predict_module_step(step, subject, optimizer, fake_mode)
+        return record_fake_step(step, subject, optimizer, fake_mode)
 
 
 def _find_least(usages: list[Usage]) -> Usage:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.plan.published_runs import Published, load_published
 from benchmarks.record import ROOT, make_markdown_table
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.model import parallelize
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import trained_model
@@ -125,7 +125,7 @@ def predict_all() -> dict[str, Any]:
 
 def predict_peak_bytes(config: TrainConfig, ranks: int) -> int:
     """Return the predicted live peak of the first rank, on a GPU."""
-    return predict_memory(config, ranks, "cuda").prediction.peak_bytes
+    return predict_run_memory(config, ranks, "cuda").prediction.peak_bytes
 
 
 def count_added_bytes(row: Published) -> int:

@@ -20,7 +20,7 @@ from quaver.lab.cli.run_config import load_config_and_warn
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.memory.train_step.measure import measure_memory, tabulate_side_by_side
-from quaver.lab.memory.train_step.predict_run import RunMemory, predict_memory
+from quaver.lab.memory.train_step.predict_run import RunMemory, predict_run_memory
 from quaver.lab.memory.train_step.traffic import predict_traffic
 from quaver.lab.output_file import check_option_files, replace_output, write_result
 from quaver.lab.plan.advise import advise
@@ -181,10 +181,10 @@ def _predict(
         )
     results: dict[str, Any] = {}
     with show_progress("predicting a step") as set_activity:
-        memory = predict_memory(config, options.ranks, device)
+        memory = predict_run_memory(config, options.ranks, device)
         if options.vs is not None:
             set_activity("predicting a step of the other run")
-            other = predict_memory(other_config, options.ranks, device)
+            other = predict_run_memory(other_config, options.ranks, device)
             labels = {"label_a": "as given", "label_b": " ".join(other_flags)}
             results |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from quaver.lab.memory import CATEGORIES
-from quaver.lab.memory.predict_module_step import Prediction
+from quaver.lab.memory.predict_step import Prediction
 from quaver.lab.memory.reports.compare import Comparison, TensorDifference
 from quaver.lab.memory.reports.pitfalls import strip_phase
 from quaver.lab.memory.train_step.predict_run import RunMemory

@@ -1,6 +1,6 @@
 """The memory of a training step: recorded from a real step, or predicted with fake tensors."""
 
-from quaver.lab.memory.predict_module_step import Prediction, predict_step_memory
+from quaver.lab.memory.predict_step import Prediction, predict_step_memory
 from quaver.lab.memory.reports.compare import Comparison, compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.recorder.draw import draw_timeline

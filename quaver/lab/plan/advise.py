@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.plan.calibration import describe_sustained_share
 from quaver.lab.plan.changes import (
     Change,
@@ -276,7 +276,7 @@ class _AdviceSearch:
 
 
 def _predict_peak(config: TrainConfig, ranks: int, device: str) -> int:
-    return predict_memory(config, ranks, device).prediction.peak_bytes
+    return predict_run_memory(config, ranks, device).prediction.peak_bytes
 
 
 def _sort_by_time(costs: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:

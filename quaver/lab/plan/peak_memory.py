@@ -9,9 +9,9 @@ with training.reduce = last whole float32 sums.
 All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
 recipes count as the run's recipe.
 
-`quaver.lab.memory.train_step.predict_run.predict_memory` runs the trainer's code with fake tensors, and predicts the
-peak to the byte in seconds to minutes. Nothing runs here: formulas state which tensors are alive at each moment. Both
-share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py compares their results.
+`predict_run_memory` (quaver/lab/memory/train_step/predict_run.py) runs the trainer's code with fake tensors, and
+predicts the peak to the byte in seconds to minutes. Nothing runs here: formulas state which tensors are alive at each
+moment. Both share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py compares their results.
 docs/design/0020-plan.md says why there are two.
 """
 
@@ -87,7 +87,7 @@ class _Weight(BlockWeight):
 
 
 def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
-    """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
+    """Estimate the peak bytes of `predict_run_memory(config, ranks)` on a GPU.
 
     Raises:
         InputError: the degrees do not fit the ranks, as `resolve_parallel_dims` says.

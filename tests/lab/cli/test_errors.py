@@ -46,7 +46,7 @@ def test_a_value_error_is_not_reported_as_bad_input():
         (float8, "convert_layers", f"train {TRAIN}"),
         (Float8, "require_default", f"train {TRAIN}"),
         (search, "estimate_peak", f"plan {TRAIN}"),
-        (advise, "predict_memory", f"memory --advise {TRAIN}"),
+        (advise, "predict_run_memory", f"memory --advise {TRAIN}"),
     ],
 )
 @pytest.mark.usefixtures("_text_file")

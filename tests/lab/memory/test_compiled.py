@@ -20,9 +20,9 @@ from quaver.lab.memory.compiling.compiled import leave_out_kernels
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker, find_recording
 from quaver.lab.memory.compiling.wrapper_code import name_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_module_step import predict_module_step
+from quaver.lab.memory.predict_step import record_fake_step
 from quaver.lab.memory.train_step import predict_run
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
@@ -151,7 +151,7 @@ def test_layers_that_are_alike_are_compiled_once():
     with fake_tensors(compiled=True) as fake_mode:
         model = nn.Sequential(*(build_compiled() for _ in range(4)))
         rows, before = torch.randn(ROWS, 64), count_graphs()
-        prediction = predict_module_step(lambda: train_step(model, rows, lambda: None), model, None, fake_mode)
+        prediction = record_fake_step(lambda: train_step(model, rows, lambda: None), model, None, fake_mode)
         assert count_graphs() - before == 2  # the first, whose input has no gradient, and the rest
     saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
     assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
@@ -225,7 +225,7 @@ def test_refused_compile_options_leave_settings_as_before(options, message):
 def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
     monkeypatch.setattr(predict_run, "HAS_VISIBLE_RESIZES", False)
     with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
-        predict_memory(TrainConfig(), 2)
+        predict_run_memory(TrainConfig(), 2)
 
 
 @pytest.mark.nightly  # test_gpu.py predicts a run that compiles a part of its linears
@@ -233,7 +233,7 @@ def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
 def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
     small = Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=128)
     config = TrainConfig(model=small, training=Training(compile=True, seq_len=64, local_batch_size=2))
-    memory = predict_memory(config, ranks)
+    memory = predict_run_memory(config, ranks)
     assert not any("compile" in note for note in memory.notes)
     modules = {row["module"] for row in memory.prediction.saved_for_backward if row["saved_by"] == "compiled graph"}
     assert "model.layers.0.mlp.gate_proj" in modules

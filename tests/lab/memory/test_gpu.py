@@ -13,8 +13,8 @@ from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.lab.memory.devices import autocast
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_module_step import predict_step_memory
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.predict_step import predict_step_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.model.float8 import fuse_producers
 from quaver.lab.model.llama import FeedForward, RMSNorm
 from quaver.lab.settings import Model
@@ -206,7 +206,7 @@ def test_all_is_put_back_afterwards():
 def predict_run(words, ranks, device="cuda"):
     """Predict a small run of the trainer."""
     small = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
-    return predict_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks, device).prediction
+    return predict_run_memory(load_config(*parse_arguments([*small.split(), *words.split()])), ranks, device).prediction
 
 
 @needs_gathers

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from quaver.lab.cli.memory_views import make_side_by_side_table
 from quaver.lab.memory.train_step.measure import MAX_RANKS, measure_memory, measure_rank, tabulate_side_by_side
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.model.llama import Block
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
@@ -41,7 +41,7 @@ def check_ratios(predicted, measured, names=ALL):
 
 def test_the_debug_model_is_measured_as_it_is_predicted():
     config = with_settings(load_config(CONFIGS / "llama3_debug.toml"), model={"n_layers": 1}, training={"seq_len": 64})
-    predicted, measured = predict_memory(config), measure_memory(config)
+    predicted, measured = predict_run_memory(config), measure_memory(config)
     check_ratios(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     # The allocator's log has the same peak.
     assert measured.allocator_tensor_peak_bytes == pytest.approx(measured.prediction.peak_bytes, rel=1e-4)
@@ -88,7 +88,7 @@ night = [pytest.mark.nightly, needs_gathers]
 )
 def test_a_measured_run_has_the_predicted_memory(tiny_config, ranks, section):
     config = replace(tiny_config, **section)
-    predicted, measured = predict_memory(config, ranks), measure_memory(config, ranks)
+    predicted, measured = predict_run_memory(config, ranks), measure_memory(config, ranks)
     assert (measured.micro_batches, measured.dims.mesh) == (predicted.micro_batches, predicted.dims.mesh)
     check_ratios(predicted, measured, ALL if ranks > 1 else {"peak", "between steps"})
     assert not torch.distributed.is_initialized()
@@ -96,7 +96,7 @@ def test_a_measured_run_has_the_predicted_memory(tiny_config, ranks, section):
 
 def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
     config = with_settings(tiny_float8_config, job={"compare": False}, model={"n_layers": 1})
-    prediction = predict_memory(config).prediction
+    prediction = predict_run_memory(config).prediction
     (model,) = run_to_end(config).models
     inputs = prediction.report["resident_bytes"]["inputs"]
     assert prediction.peak_bytes - inputs == pytest.approx(model.peak.peak_bytes, rel=0.03)
@@ -141,14 +141,14 @@ def test_split_experts_have_the_predicted_memory(tiny_config):
     model = replace(tiny_config.model, n_experts=4, top_k=2)
     config = replace(tiny_config, model=model, parallelism=Parallelism(expert_parallel_degree=2))
     measured = run_on_ranks(2, measure_with_even_load, config)[0]
-    predicted = predict_memory(config, 2)
+    predicted = predict_run_memory(config, 2)
     check_ratios(predicted, measured, ALL | {"parameters", "optimizer state", "saved activations"})
     assert any("experts" in note for note in predicted.notes)
 
 
 @pytest.mark.nightly
 def test_a_rank_of_8_holds_an_eighth_of_the_parameters_of_llama_8b():
-    prediction = predict_memory(load_config(CONFIGS / "llama3_8b.toml"), 8).prediction
+    prediction = predict_run_memory(load_config(CONFIGS / "llama3_8b.toml"), 8).prediction
     assert prediction.by_category["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=0.001)
     # The output projection's backward: the embedding's weight is gathered, lm_head's gradient is copied and reduced.
     largest = prediction.at_peak[:3]
@@ -165,7 +165,7 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
 
     monkeypatch.setattr(TrainedModel, "train_step", record_size)
     batch = {"global_batch_size": 3 * tiny_config.training.local_batch_size}
-    predict_memory(with_settings(tiny_config, model={"n_layers": 1}, training=batch))
+    predict_run_memory(with_settings(tiny_config, model={"n_layers": 1}, training=batch))
     assert sizes == [1, 3]
 
 
@@ -174,7 +174,7 @@ def test_a_prediction_is_the_same_again(tiny_config):
     """DTensor caches what it derives from a shape; for a new shape, too, it allocates nothing that is counted."""
     unseen = {"vocab_size": 2 * 331, "n_layers": 1}
     config = with_settings(tiny_config, model=unseen, parallelism={"tensor_parallel_degree": 2})
-    first, second = (predict_memory(config, 2).prediction.report["timeline"] for _ in range(2))
+    first, second = (predict_run_memory(config, 2).prediction.report["timeline"] for _ in range(2))
     assert [row[2:] for row in first] == [row[2:] for row in second]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.predict_module_step import predict_module_step
+from quaver.lab.memory.predict_step import record_fake_step
 from quaver.lab.memory.reports.compare import compare
 from quaver.lab.model.parallelize import open_fake_mesh
 from quaver.lab.settings.parallel_dims import ParallelDims
@@ -52,7 +52,7 @@ def predict_network(second, **policy):
             network.zero_grad(set_to_none=True)
             source.grad = None
 
-        return predict_module_step(step, network, None, fake_mode)
+        return record_fake_step(step, network, None, fake_mode)
 
 
 def test_a_policy_that_saves_abs_costs_a_weight():

@@ -152,7 +152,7 @@ class FakePeaks:
 def peaks():
     peaks = FakePeaks()
     estimate = lambda config, ranks: peaks.bytes(config)  # noqa: E731
-    with patch.multiple(advise_module, predict_memory=peaks.predict, estimate_peak=estimate):
+    with patch.multiple(advise_module, predict_run_memory=peaks.predict, estimate_peak=estimate):
         yield peaks
 
 

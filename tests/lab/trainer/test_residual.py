@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.train_step.predict_run import predict_memory
+from quaver.lab.memory.train_step.predict_run import predict_run_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from tests.lab.trainer.runs import build_on_rank, with_settings
 from tests.ranks import run as run_on_ranks
@@ -72,7 +72,7 @@ def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
 def test_a_bfloat16_residual_saves_the_predicted_bytes(tiny_config):
     """The stream before each half of a block and before the last norm, which norms save on a GPU."""
     configs = (with_settings(tiny_config, training={"residual_dtype": name}) for name in ("float32", "bfloat16"))
-    saved, fewer = (predict_memory(config, 1, "cuda").prediction.saved_by_forward_bytes for config in configs)
+    saved, fewer = (predict_run_memory(config, 1, "cuda").prediction.saved_by_forward_bytes for config in configs)
     stream_elements = 2 * tiny_config.training.seq_len * tiny_config.model.dim
     expected = (2 * tiny_config.model.n_layers + 1) * stream_elements * 2
     assert saved - fewer == pytest.approx(expected, rel=0.02)  # norms' weights and root mean squares

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quaver.lab.memory.predict_module_step import Prediction
+from quaver.lab.memory.predict_step import Prediction
 from quaver.lab.memory.reports.pitfalls import (
     Row,
     SavedByRuns,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from quaver.lab.data import Batch
-from quaver.lab.memory.predict_module_step import Prediction, record_step
+from quaver.lab.memory.predict_step import Prediction, record_step
 from quaver.lab.memory.train_step.predict_run import COMPARED_NOTE, RunMemory, make_train_step
 from quaver.lab.model.parallelize import ignore_view_warning, make_mesh
 from quaver.lab.recorder.allocator import Usage, measure_usage

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD_NOTE, dispatch_tokens_evenly
 from quaver.lab.memory.faking.fakes import FakeMode, fake_tensors
-from quaver.lab.memory.predict_module_step import Prediction, predict_module_step
+from quaver.lab.memory.predict_step import Prediction, record_fake_step
 from quaver.lab.model.initialize import allocate
 from quaver.lab.model.parallelize import ignore_view_warning, open_fake_mesh, parallelize
 from quaver.lab.runs.ranks import Ranks
@@ -69,7 +69,7 @@ class RunMemory:
         return {**run, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
 
 
-def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> RunMemory:
+def predict_run_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> RunMemory:
     """Predict the memory of a training step of the first of `ranks` processes on "cpu" or "cuda" devices.
 
     With `job.compare` only the requested model is trained, and the other model's parameters are excluded. Code that the
@@ -86,7 +86,7 @@ def predict_memory(config: TrainConfig, ranks: int = 1, device: str = "cpu") -> 
         )
     with fake_run(config, ranks, fake_tensors(device, compiled=config.training.compile)) as run:
         model = run.trained.model
-        prediction = predict_module_step(
+        prediction = record_fake_step(
             run.train_step,
             model,
             run.trained.optimizer,

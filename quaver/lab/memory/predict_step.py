@@ -181,10 +181,10 @@ def predict_step_memory(
                 if isinstance(tensor, Tensor):
                     tensor.grad = None
 
-        return predict_module_step(run_step, fake, fake_optimizer, fake_mode)
+        return record_fake_step(run_step, fake, fake_optimizer, fake_mode)
 
 
-def predict_module_step(
+def record_fake_step(
     run_step: Callable[[], None],
     model: nn.Module,
     optimizer: Optimizer | None,
