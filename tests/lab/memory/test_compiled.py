@@ -251,37 +251,37 @@ STATEMENTS = [
     ("assert_size_stride(primals_1, (4,), (1,), 'input')", "assert_size_stride(primals_1, (4,), (1,), 'input')"),
     (
         "buf0 = empty_strided_cpu((4,), (1,), torch.float32)",
-        "buf0 = maker_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
+        "buf0 = origin_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
     ),
     ("buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias", "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)"),
-    ("cpp_fused_add_0(primals_1, buf1)", "maker_1.call(cpp_fused_add_0, primals_1, buf1)"),
-    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = maker_2.call(torch.ops.aten.neg.default, buf0)"),
+    ("cpp_fused_add_0(primals_1, buf1)", "origin_1.call(cpp_fused_add_0, primals_1, buf1)"),
+    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = origin_2.call(torch.ops.aten.neg.default, buf0)"),
     ("buf3 = buf2", "buf3 = buf2"),
     ("del buf2", "del buf2"),
     (
         "buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse",
         "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))\n"
         "del buf0\n"
-        "buf4 = maker_3.allocate(*buf4, {'buf3': buf3})",
+        "buf4 = origin_3.allocate(*buf4, {'buf3': buf3})",
     ),
-    ("extern_kernels.mm(buf3, buf3, out=buf4)", "maker_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
+    ("extern_kernels.mm(buf3, buf3, out=buf4)", "origin_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
     ("return (buf4, buf3, )", "return returned((buf4, buf3))"),
 ]
 """Of Inductor's wrapper code, and what each becomes."""
 
 
 def test_each_statement_is_rewritten_as_promised():
-    makers = []
+    origins = []
 
-    def name_maker(buffer, kernel):
-        makers.append((buffer, kernel))
-        return f"maker_{len(makers) - 1}"
+    def add_origin(buffer, kernel):
+        origins.append((buffer, kernel))
+        return f"origin_{len(origins) - 1}"
 
     before, after = zip(*STATEMENTS, strict=True)
     head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
-    code = ast.unparse(rewrite(head + textwrap.indent("\n".join(before), "    "), name_maker))
+    code = ast.unparse(rewrite(head + textwrap.indent("\n".join(before), "    "), add_origin))
     assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
-    assert makers == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
+    assert origins == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code
     kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
     assert {name: name_operator(name) for name in kernels} == kernels

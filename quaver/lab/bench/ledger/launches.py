@@ -20,7 +20,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.memory.compiling.makers import find_module_path, find_node, find_source_line
+from quaver.lab.memory.compiling.buffer_origin import find_module_path, find_node, find_source_line
 from quaver.recipes.formats import FLOAT8_FORMATS
 
 FLOAT8_DTYPES = frozenset(FLOAT8_FORMATS)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.lab.memory.compiling.buffer_origin import BufferOrigin, find_node, find_readers, run_no_kernel
 from quaver.lab.memory.compiling.compiled_tracker import find_recording
-from quaver.lab.memory.compiling.makers import Maker, find_node, find_readers, run_no_kernel
 from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.inductor import count_forward_results, disable_caches, list_enabled, replace_code
@@ -57,12 +57,12 @@ def _make_module_without_kernels(graph: Any, wrapper_code: str) -> ModuleType:
     readers = find_readers(graph)
     names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _get_layout, **_make_reporters(graph)}
 
-    def add_maker(buffer: str, operator: str) -> str:
-        name = f"maker_{len(names)}"
-        names[name] = Maker(operator, find_node(graph.name_to_buffer.get(buffer)), readers)
+    def add_origin(buffer: str, operator: str) -> str:
+        name = f"origin_{len(names)}"
+        names[name] = BufferOrigin(operator, find_node(graph.name_to_buffer.get(buffer)), readers)
         return name
 
-    exec(compile(rewrite(wrapper_code, add_maker), module.__file__, "exec"), names)
+    exec(compile(rewrite(wrapper_code, add_origin), module.__file__, "exec"), names)
     names["reinterpret_tensor"] = _reinterpret
     names |= graph.constants | graph.torchbind_constants | getattr(graph, "opaque_value_type_classes", {})
     return module

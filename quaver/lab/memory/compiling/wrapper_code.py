@@ -3,15 +3,15 @@
 The wrapper is a Python function `call`. It allocates buffers, calls kernels and operators with them, reuses the memory
 of dead buffers, and deletes buffers. Its statements are rewritten as follows:
 
-    buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = maker_7.allocate(size, stride, dtype, {"buf0": buf0})
-    cpp_fused_abs_0(buf0, buf1)                             maker_8.call(cpp_fused_abs_0, buf0, buf1)
-    buf2 = torch.ops.aten.x.default(buf1)                   buf2 = maker_9.call(torch.ops.aten.x.default, buf1)
-    buf3 = buf1; del buf1  # reuse                          buf3 = layout_of(buf1); del buf1
-                                                            buf3 = maker_10.allocate(*buf3, {"buf2": buf2})
-    return (buf2, primals_1, buf3)                          return returned((buf2, primals_1, buf3))
+    buf1 = empty_strided_cpu(size, stride, dtype)  ->  buf1 = origin_7.allocate(size, stride, dtype, {"buf0": buf0})
+    cpp_fused_abs_0(buf0, buf1)                        origin_8.call(cpp_fused_abs_0, buf0, buf1)
+    buf2 = torch.ops.aten.x.default(buf1)              buf2 = origin_9.call(torch.ops.aten.x.default, buf1)
+    buf3 = buf1; del buf1  # reuse                     buf3 = layout_of(buf1); del buf1
+                                                       buf3 = origin_10.allocate(*buf3, {"buf2": buf2})
+    return (buf2, primals_1, buf3)                     return returned((buf2, primals_1, buf3))
 
-Each `maker_` is a `Maker` with the buffer's operator, module and source line (makers.py). In braces are the tensors
-that the buffer's first kernel reads. Reused memory is released and allocated again: the bytes are equal, and the new
+Each `origin_` is a `BufferOrigin` with the buffer's operator, module and source line. In braces are the tensors that
+the buffer's first kernel reads. Reused memory is released and allocated again: the bytes are equal, and the new
 row has the new buffer's origin.
 """
 
@@ -35,18 +35,18 @@ _KERNEL_NAME = re.compile(r"(?:cpp|triton_[a-z]+)_(fused\w*?)(?:_\d+)?")
 _OPERATOR_PREFIXES = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
 _UNUSED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 
-AddMaker = Callable[[str, str], str]
-"""Adds a Maker of a buffer and the first kernel that writes it (either name may be empty) to the code's namespace, and
-returns the Maker's name there."""
+AddOrigin = Callable[[str, str], str]
+"""Adds the origin of a buffer and of the first kernel that writes it to the code's namespace, and returns the origin's
+name there. Either name may be empty."""
 
 
-def rewrite(source: str, add_maker: AddMaker) -> ast.Module:
+def rewrite(source: str, add_origin: AddOrigin) -> ast.Module:
     """Rewrite wrapper code. Its namespace must also have AsyncCompile, RECEIVED, RETURNED and LAYOUT_OF."""
     tree = ast.parse(source)
     tree.body = [statement for statement in tree.body if not _imports_compiler(statement)]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in _UNUSED_FUNCTIONS:
-            _Rewriter(_find_first_writes(node.body), add_maker, node.name == "call").visit_FunctionDef(node)
+            _Rewriter(_find_first_writes(node.body), add_origin, node.name == "call").visit_FunctionDef(node)
     return ast.fix_missing_locations(tree)
 
 
@@ -57,8 +57,8 @@ def name_operator(function: str) -> str:
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, writes: dict[str, ast.Call], add_maker: AddMaker, is_entry: bool) -> None:
-        self._writes, self._add_maker, self._is_entry = writes, add_maker, is_entry
+    def __init__(self, writes: dict[str, ast.Call], add_origin: AddOrigin, is_entry: bool) -> None:
+        self._writes, self._add_origin, self._is_entry = writes, add_origin, is_entry
         self._written = {id(call): buffer for buffer, call in reversed(writes.items())}
         self._assigned: set[str] = set()
 
@@ -78,7 +78,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(value, ast.Call) and _BUFFER_NAME.fullmatch(target):
             if _get_id(value.func) == _ALLOCATE_FUNCTION:
                 arguments = ", ".join([*map(ast.unparse, value.args), self._read_for(target)])
-                node.value = _parse_expression(f"{self._name_maker(target)}.allocate({arguments})")
+                node.value = _parse_expression(f"{self._name_origin(target)}.allocate({arguments})")
             elif _get_id(value.func) != _REINTERPRET_FUNCTION:
                 node.value = self._rewrite_call(target, value)
         return node
@@ -103,12 +103,12 @@ class _Rewriter(ast.NodeTransformer):
         """Return statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
         new, view = _get_id(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
-        allocation = f"{self._name_maker(new)}.allocate(*{new}, {self._read_for(new)})"
+        allocation = f"{self._name_origin(new)}.allocate(*{new}, {self._read_for(new)})"
         return _parse_statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
 
     def _rewrite_call(self, written: str, call: ast.Call) -> ast.Call:
-        maker = self._add_maker(written, name_operator(_get_id(call.func)))
-        return ast.Call(_parse_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
+        origin = self._add_origin(written, name_operator(_get_id(call.func)))
+        return ast.Call(_parse_expression(f"{origin}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
         """Return the source of a dict of the assigned arguments of the first call that writes to `buffer`."""
@@ -117,9 +117,9 @@ class _Rewriter(ast.NodeTransformer):
         names = list(dict.fromkeys(name for name in _list_names(arguments) if name in self._assigned))
         return f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
 
-    def _name_maker(self, buffer: str) -> str:
+    def _name_origin(self, buffer: str) -> str:
         call = self._writes.get(buffer)
-        return self._add_maker(buffer, "" if call is None else name_operator(_get_id(call.func)))
+        return self._add_origin(buffer, "" if call is None else name_operator(_get_id(call.func)))
 
 
 def _find_first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:

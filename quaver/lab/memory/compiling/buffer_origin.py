@@ -1,8 +1,8 @@
 """Attributes the buffers of compiled code to the operators, modules and source lines in Inductor's graph.
 
-Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `Maker`. It reports a buffer
-under the name of the kernel that writes it, calls operators from a frame at the model's source line, and reports the
-module to the recorder. Fused kernels do nothing.
+Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `BufferOrigin`. It reports a
+buffer under the name of the kernel that writes it, calls operators from a frame at the model's source line, and reports
+the module to the recorder. Fused kernels do nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def run_no_kernel(*args: Any) -> None:
     """Do nothing, in place of a fused kernel."""
 
 
-class Maker:
-    """The origin of one buffer."""
+class BufferOrigin:
+    """The kernel or operator that writes one buffer, with its module and source line."""
 
     is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageTracker.on_operator_called`
 
@@ -56,7 +56,7 @@ class Maker:
         """The operator's module, relative to the compiled module. Empty for the compiled module, or if unknown."""
         self._in_line = _make_frame(node)
         self._kernel, self._readers = operator, readers
-        self._reader_makers: dict[str, Maker] = {}
+        self._reader_origins: dict[str, BufferOrigin] = {}
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or report the call of a kernel."""
@@ -83,13 +83,13 @@ class Maker:
             self._in_line(_report_buffer, (self, tensor, tuple(reads.values())), {})
         return tensor
 
-    def _get_reader(self, name: str) -> Maker:
+    def _get_reader(self, name: str) -> BufferOrigin:
         """Return the first reader of a tensor, which is cached, since all blocks of a model run the same code."""
         if name not in self._readers:
             return self
-        if name not in self._reader_makers:
-            self._reader_makers[name] = Maker(self._kernel, self._readers[name], {})
-        return self._reader_makers[name]
+        if name not in self._reader_origins:
+            self._reader_origins[name] = BufferOrigin(self._kernel, self._readers[name], {})
+        return self._reader_origins[name]
 
     def __str__(self) -> str:
         return self.operator
@@ -100,10 +100,10 @@ def _enter_module(module: str) -> AbstractContextManager[None]:
     return nullcontext() if recording is None else recording.tracker.enter_module(module)
 
 
-def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
+def _report_call(origin: BufferOrigin, args: tuple[Any, ...]) -> None:
     with _keep_only_fakes() as trackers:
         for tracker in trackers:
-            tracker.on_operator_called(maker, _list_tensors(args))
+            tracker.on_operator_called(origin, _list_tensors(args))
 
 
 def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -111,11 +111,11 @@ def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
-def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
+def _report_buffer(origin: BufferOrigin, tensor: Tensor, reads: Sequence[Any]) -> None:
     with _keep_only_fakes() as trackers:
         for tracker in trackers:
-            tracker.on_operator_called(maker, _list_tensors(reads))
-            tracker.follow(tensor, maker.operator)
+            tracker.on_operator_called(origin, _list_tensors(reads))
+            tracker.follow(tensor, origin.operator)
 
 
 @contextmanager
