@@ -74,17 +74,17 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
     rows: dict[Key, tuple[str, float, list[Key], str]] = {}
     for stage in range(stages):
         _add_stage(run, cluster, stage, seconds, rows)
-    numbers = {key: number for number, key in enumerate(rows)}
+    task_ids = {key: task_id for task_id, key in enumerate(rows)}
     tasks = TaskList()
     for (part, stage, model_part, micro_batch), (stream, task_s, earlier, kind) in rows.items():
         name = f"stage {stage}: {part} of part {model_part}, microbatch {micro_batch}"
-        dependencies = tuple(sorted(numbers[key] for key in earlier))
-        tasks.append(Task(name, f"{stream}@{stage}", task_s, dependencies, kind))
+        dependencies = tuple(sorted(task_ids[key] for key in earlier))
+        tasks.append(Task(name, stream, task_s, dependencies, kind, rank=stage))
     held = count_held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
     tasks.add(
         "norm, clipping and the optimizer",
-        f"{COMPUTE}@0",
+        COMPUTE,
         predict_move_seconds(moved, cluster.spec),
         range(len(tasks)),
         "optimizer",

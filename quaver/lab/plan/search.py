@@ -21,7 +21,7 @@ from quaver.lab.plan.layouts import Candidate, Layouts
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
-from quaver.lab.plan.simulate import STORAGE, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
+from quaver.lab.plan.simulate import DISK, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import resolve_parallel_dims
@@ -198,7 +198,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes
     checkpoint_s = predict_checkpoint_seconds_per_step(run, cluster, timeline.seconds)
     if not checkpoint_s:
         return timeline
-    return timeline.append(Task("its share of a checkpoint", STORAGE, checkpoint_s, kind="checkpoint"))
+    return timeline.append(Task("its share of a checkpoint", DISK, checkpoint_s, kind="checkpoint"))
 
 
 def make_bfloat16_run(row: FittingLayout) -> PlannedRun:

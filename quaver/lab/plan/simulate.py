@@ -11,13 +11,14 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
-COMPUTE, STORAGE = "compute", "storage"
+from quaver.lab.plan.cluster import NETWORK, NVLINK
+
+COMPUTE, DISK = "compute", "disk"
 CONTENTION_SHARE = 0.12
 """Share of the multiprocessors that a collective occupies. NCCL's rings take 16 to 24 of 132 on Hopper, one per
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
-_STREAMS_WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class Task:
 
     name: str
     stream: str
-    """compute, storage, or a link; followed by "@3" for the fourth rank if several are simulated."""
+    """COMPUTE, DISK, or a link. Collectives run on NVLINK and NETWORK, a pipeline's sends on links of their own."""
     seconds: float
     dependencies: tuple[int, ...] = ()
-    """The numbers of the tasks that must end before this one begins."""
+    """The ids of the tasks that must end before this one begins."""
     kind: str = ""
     """The kind by which times are summed: forward, backward, all_gather, ..."""
     sent_bytes: float = 0.0
     """Bytes that the rank sends."""
+    rank: int = 0
+    """The rank that runs the task; others than 0 only if several are simulated."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,11 @@ class Span:
 
 
 Dependencies = Iterable[int | None]
-"""Numbers of tasks. None is ignored."""
+"""Ids of tasks. None is ignored."""
 
 
 class TaskList(list[Task]):
-    """The tasks of a step, in the order in which a rank issues them. A task's number is its index."""
+    """The tasks of a step, in the order in which a rank issues them. A task's id is its index."""
 
     def add(
         self,
@@ -61,19 +64,19 @@ class TaskList(list[Task]):
         kind: str = "",
         sent_bytes: float = 0.0,
     ) -> int:
-        """Issue a task and return its number."""
-        numbers = tuple(sorted({number for number in dependencies if number is not None}))
-        self.append(Task(name, stream, seconds, numbers, kind, sent_bytes))
+        """Issue a task and return its id."""
+        task_ids = tuple(sorted({task_id for task_id in dependencies if task_id is not None}))
+        self.append(Task(name, stream, seconds, task_ids, kind, sent_bytes))
         return len(self) - 1
 
     def find_last(self, stream: str) -> int | None:
-        """Return the number of the last task on a stream, or None if it has no task."""
+        """Return the id of the last task on a stream, or None if it has no task."""
         return next((i for i in reversed(range(len(self))) if self[i].stream == stream), None)
 
 
 @dataclass(frozen=True)
 class SimulatedTimeline:
-    """The spans of a step, in the order of its tasks."""
+    """The spans of a step, in the order of its tasks. Sums are over all simulated ranks."""
 
     spans: tuple[Span, ...]
 
@@ -111,12 +114,12 @@ class SimulatedTimeline:
     def sum_exposed_seconds(self, *, stream: str | None = None, kind: str | None = None) -> float:
         """Return the time in which tasks on `stream` and of `kind` run while the compute stream is idle."""
         busy = _merge_intervals(self._select_spans(COMPUTE, None))
-        total, number = 0.0, 0
+        total, first = 0.0, 0
         for start, end in _merge_intervals(self._select_spans(stream, kind)):
             total += end - start
-            while number < len(busy) and busy[number][1] <= start:
-                number += 1
-            index = number
+            while first < len(busy) and busy[first][1] <= start:
+                first += 1
+            index = first
             while index < len(busy) and busy[index][0] < end:
                 total -= min(end, busy[index][1]) - max(start, busy[index][0])
                 index += 1
@@ -184,8 +187,8 @@ def simulate(tasks: Sequence[Task], contention: float = CONTENTION_SHARE) -> Sim
 class _RunningTask:
     """A running task: `left_s` seconds of work at the time `since_s`, and the rate at which they pass."""
 
-    def __init__(self, number: int, left_s: float, since_s: float, rate: float) -> None:
-        self.number, self.left_s, self.since_s, self.rate = number, left_s, since_s, rate
+    def __init__(self, task_id: int, left_s: float, since_s: float, rate: float) -> None:
+        self.task_id, self.left_s, self.since_s, self.rate = task_id, left_s, since_s, rate
 
     def change_rate(self, rate: float, now_s: float) -> None:
         self.left_s = max(0.0, self.left_s - (now_s - self.since_s) * self.rate)
@@ -196,77 +199,80 @@ class _RunningTask:
         return self.since_s + self.left_s / self.rate
 
 
+class _RankStream(NamedTuple):
+    """A stream of one rank, with a queue of its own."""
+
+    rank: int
+    stream: str
+
+
 class _Simulation:
     def __init__(self, tasks: Sequence[Task], contention: float) -> None:
         self._tasks, self._shared_rate = tasks, 1 - contention
         self.starts_s, self.ends_s = [0.0] * len(tasks), [0.0] * len(tasks)
-        self._queues: dict[str, deque[int]] = {}
+        self._queues: dict[_RankStream, deque[int]] = {}
         self._dependents: list[list[int]] = [[] for _ in tasks]
         self._unfinished = [len(set(task.dependencies)) for task in tasks]
         """The number of unfinished dependencies of each task."""
-        for number, task in enumerate(tasks):
-            self._queues.setdefault(task.stream, deque()).append(number)
+        self._streams = [_RankStream(task.rank, task.stream) for task in tasks]
+        for task_id, task in enumerate(tasks):
+            self._queues.setdefault(self._streams[task_id], deque()).append(task_id)
             for dependency in set(task.dependencies):
-                self._dependents[dependency].append(number)
-        self._running: dict[str, _RunningTask] = {}
-        self._collectives: Counter[str] = Counter()
+                self._dependents[dependency].append(task_id)
+        self._running: dict[_RankStream, _RunningTask] = {}
+        self._collectives: Counter[int] = Counter()
         """The number of running collectives, by rank."""
         self._events: list[tuple[float, int]] = []
-        """(end, number) of running tasks. A task whose rate changed has several events; the last is valid."""
+        """(end, task id) of running tasks. A task whose rate changed has several events; the last is valid."""
 
     def run(self) -> None:
         """Run until no task can begin."""
         for stream in self._queues:
             self._begin(stream, 0.0)
         while self._events:
-            now_s, number = heapq.heappop(self._events)
-            stream = self._tasks[number].stream
+            now_s, task_id = heapq.heappop(self._events)
+            stream = self._streams[task_id]
             running = self._running.get(stream)
-            if running is None or running.number != number or running.end_s != now_s:
+            if running is None or running.task_id != task_id or running.end_s != now_s:
                 continue
             del self._running[stream]
-            self.ends_s[number] = now_s
+            self.ends_s[task_id] = now_s
             self._queues[stream].popleft()
             self._count_collective(stream, -1, now_s)
-            dependents = self._dependents[number]
+            dependents = self._dependents[task_id]
             for dependent in dependents:
                 self._unfinished[dependent] -= 1
-            for freed in dict.fromkeys((stream, *(self._tasks[dependent].stream for dependent in dependents))):
+            for freed in dict.fromkeys((stream, *(self._streams[dependent] for dependent in dependents))):
                 self._begin(freed, now_s)
         stuck = next((queue[0] for queue in self._queues.values() if queue), None)
         if stuck is not None:
             name = self._tasks[stuck].name
             raise ValueError(f"expected tasks that wait for earlier ones, got {name!r}, which can never begin")
 
-    def _begin(self, stream: str, now_s: float) -> None:
+    def _begin(self, stream: _RankStream, now_s: float) -> None:
         """Begin the stream's next task, if the stream is free and the task need not wait."""
         queue = self._queues[stream]
         if stream in self._running or not queue or self._unfinished[queue[0]]:
             return
-        number = queue[0]
-        is_slow = stream.startswith(COMPUTE) and self._collectives[_parse_rank(stream)] > 0
+        task_id = queue[0]
+        is_slow = stream.stream == COMPUTE and self._collectives[stream.rank] > 0
         rate = self._shared_rate if is_slow else 1.0
-        self.starts_s[number] = now_s
-        self._running[stream] = _RunningTask(number, self._tasks[number].seconds, now_s, rate)
+        self.starts_s[task_id] = now_s
+        self._running[stream] = _RunningTask(task_id, self._tasks[task_id].seconds, now_s, rate)
         self._push_end(stream)
         self._count_collective(stream, 1, now_s)
 
-    def _count_collective(self, stream: str, change: int, now_s: float) -> None:
+    def _count_collective(self, stream: _RankStream, change: int, now_s: float) -> None:
         """Count a collective that began or ended. The first and the last change the rate of the rank's compute."""
-        if stream.startswith(_STREAMS_WITHOUT_KERNELS):
+        if stream.stream not in (NVLINK, NETWORK):
             return
-        rank = _parse_rank(stream)
-        before = self._collectives[rank]
-        self._collectives[rank] += change
-        compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
+        before = self._collectives[stream.rank]
+        self._collectives[stream.rank] += change
+        compute = _RankStream(stream.rank, COMPUTE)
         if (before == 0) != (before + change == 0) and compute in self._running:
             self._running[compute].change_rate(self._shared_rate if change > 0 else 1.0, now_s)
             self._push_end(compute)
 
-    def _push_end(self, stream: str) -> None:
+    def _push_end(self, stream: _RankStream) -> None:
         running = self._running[stream]
-        heapq.heappush(self._events, (running.end_s, running.number))
-
-
-def _parse_rank(stream: str) -> str:
-    return stream.partition("@")[2]
+        heapq.heappush(self._events, (running.end_s, running.task_id))

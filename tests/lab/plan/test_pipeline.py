@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan.pipeline import PipelinedRun, build_pipeline_tasks, order_turns, predict_send_seconds
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.settings import Model
 from quaver.roofline.device_specs import find_device_spec
 
@@ -44,6 +44,6 @@ def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
     )
     fast = replace(CLUSTER, spec=replace(CLUSTER.spec, link_gb_per_s=1e9))
     timeline = simulate(build_pipeline_tasks(run, fast), 0.0)
-    work = sum(s.end_s - s.start_s for s in timeline.spans if s.task.stream == "compute@1")
+    work = sum(s.end_s - s.start_s for s in timeline.spans if (s.task.stream, s.task.rank) == (COMPUTE, 1))
     end = max(s.end_s for s in timeline.spans if s.task.kind in ("forward", "backward"))
     assert end / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches), rel=0.05)

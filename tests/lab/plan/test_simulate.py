@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaver.lab.plan.cluster import NETWORK, NVLINK
 from quaver.lab.plan.picture import draw_step
 from quaver.lab.plan.simulate import COMPUTE, CONTENTION_SHARE, ExtrapolatedTimeline, Task, TaskList, simulate
 
-STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
+STREAMS = [(COMPUTE, 0), (NVLINK, 0), (NETWORK, 0), (COMPUTE, 1), (NVLINK, 1), ("send forward", 1)]
 TINY = 1e-12
 
 
@@ -21,8 +22,13 @@ def task_lists(draw):
     for number in range(draw(st.integers(1, 25))):
         seconds = draw(st.one_of(st.just(0.0), st.floats(1e-9, 10.0)))
         dependencies = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ()
-        tasks.add(f"task {number}", draw(st.sampled_from(STREAMS)), seconds, dependencies)
+        stream, rank = draw(st.sampled_from(STREAMS))
+        tasks.append(Task(f"task {number}", stream, seconds, tuple(dependencies), rank=rank))
     return tasks
+
+
+def find_stream(task):
+    return task.stream, task.rank
 
 
 def sum_longest_path(tasks):
@@ -43,10 +49,10 @@ def test_streams_run_one_task_at_a_time_and_wait_and_take_between_the_longest_pa
         for span in spans:
             assert all(spans[earlier].end_s <= span.start_s for earlier in span.task.dependencies)
         for stream in STREAMS:
-            ordered = [span for span in spans if span.task.stream == stream]
+            ordered = [span for span in spans if find_stream(span.task) == stream]
             assert all(span.end_s <= following.start_s for span, following in pairwise(ordered))
-        longest = max(sum(task.seconds for task in tasks if task.stream == stream) for stream in STREAMS)
-        slowed = [task.seconds / (1 - contention) if "compute" in task.stream else task.seconds for task in tasks]
+        longest = max(sum(task.seconds for task in tasks if find_stream(task) == stream) for stream in STREAMS)
+        slowed = [task.seconds / (1 - contention) if task.stream == COMPUTE else task.seconds for task in tasks]
         assert timeline.seconds >= max(longest, sum_longest_path(tasks)) - TINY
         assert timeline.seconds <= sum(slowed) + 1e-9
         assert all(span.end_s - span.start_s >= span.task.seconds - TINY for span in spans)
@@ -60,18 +66,18 @@ def test_a_simulation_is_deterministic_and_each_task_ends_as_early_as_it_can(tas
     assert spans == simulate(tasks, 0.0).spans
     free = dict.fromkeys(STREAMS, 0.0)
     for span in spans:
-        ready = max([free[span.task.stream], *(spans[earlier].end_s for earlier in span.task.dependencies)])
+        ready = max([free[find_stream(span.task)], *(spans[earlier].end_s for earlier in span.task.dependencies)])
         assert span.start_s == pytest.approx(ready, abs=TINY)
-        free[span.task.stream] = span.end_s
+        free[find_stream(span.task)] = span.end_s
 
 
 def test_a_collective_slows_its_ranks_compute_stream_while_it_runs():
     tasks = TaskList()
     tasks.add("matmul", COMPUTE, 2.0)
-    tasks.add("other rank", "compute@1", 2.0)
+    tasks.append(Task("other rank", COMPUTE, 2.0, rank=1))
     gather = tasks.add("gather", "NVLink", 1.0)
     tasks.add("reduce", "network", 0.5, [gather])
-    tasks.add("send", "send forward@1", 9.0)
+    tasks.append(Task("send", "send forward", 9.0, rank=1))
     ends = [span.end_s for span in simulate(tasks, 0.5).spans]
     assert ends == [2.75, 2.0, 1.0, 1.5, 9.0]  # 1.5 s at half speed leave 1.25
 
