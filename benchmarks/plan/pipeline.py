@@ -137,7 +137,9 @@ def predict_send_seconds(cluster: Cluster, tensor_bytes: float, stride: int) -> 
     """Return the time to send a tensor from a stage to the next one, whose ranks are `stride` away."""
     if stride < cluster.gpus_per_node:
         return NCCL_PROTOCOLS[-1].hop_in_node_s + tensor_bytes / (1e9 * cluster.spec.link_gb_per_s * LINK_SHARE)
-    return NCCL_PROTOCOLS[-1].hop_between_nodes_s + tensor_bytes / (1e9 * cluster.network_gbps / 8 * NETWORK_SHARE)
+    return NCCL_PROTOCOLS[-1].hop_between_nodes_s + tensor_bytes / (
+        1e9 * cluster.network_gbit_per_s / 8 * NETWORK_SHARE
+    )
 
 
 def _add_stage(

@@ -127,7 +127,7 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
     """Return the config of a run, eager for fully recomputed blocks under tensor parallelism."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(
-        settings, recipe, float8_all_gather=run.float8_all_gather and run.shares_weight_codes and run.dp_shard > 1
+        settings, recipe, float8_all_gather=run.float8_all_gather and run.reuses_weight_codes and run.dp_shard > 1
     )
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
     sequences = run.local_batch * run.micro_batches * run.dp_replicate * run.dp_shard
@@ -175,7 +175,7 @@ def _predict_gathers() -> list[dict[str, Any]]:
     """Predict tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
     rows = []
     for (config, layout), gbps in itertools.product(GATHER_LAYOUTS.items(), NETWORKS):
-        cluster = replace(Cluster.from_spec(H100), network_gbps=gbps)
+        cluster = replace(Cluster.from_spec(H100), network_gbit_per_s=gbps)
         rates: dict[str, list[float]] = {}
         for gpus in GATHER_GPU_COUNTS:
             runs = [make_run(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]

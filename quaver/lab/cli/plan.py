@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         options.check_files()
         config = load_config_and_warn(*parse_arguments(run_flags, PlanOptions, prog="quaver plan"))
         spec = options.read_device()
-        cluster = Cluster.from_spec(spec, options.gpus_per_node, options.network_gbps, options.storage)
+        cluster = Cluster.from_spec(spec, options.gpus_per_node, options.network_gbit_per_s, options.storage)
         if options.ledger:
             check_ledger_gpu(spec)
         memory = (
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = result.smallest
     return (
-        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision} on "
+        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision_label} on "
         f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
         "add GPUs with --gpus, or try --less-precise-storage"
     )
@@ -91,11 +91,11 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         row = result.rows[options.explain - 1]
         files.append(Path(options.png))
         with replace_output(files[-1], "--png") as image:
-            draw_step(row.timeline, image, title=f"{row.candidate.precision}, {row.candidate.description}")
+            draw_step(row.timeline, image, title=f"{row.candidate.precision_label}, {row.candidate.description}")
     if options.write is not None:
         row = result.rows[options.row - 1]
         comment = (
-            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
+            f"{row.candidate.precision_label} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
             f"Estimated peak {format_bytes(row.peak_bytes)}; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
         )
         with report_bad_input():
@@ -108,7 +108,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
 
 def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
-        "precision": row.candidate.precision,
+        "precision": row.candidate.precision_label,
         "mesh": row.candidate.dims.mesh,
         "expert_parallel": row.candidate.dims.ep,
         "peak_bytes": row.peak_bytes,

@@ -64,7 +64,7 @@ class PlanOptions(Settings):
         """Raise InputError for numbers without units, and for options that do not fit together."""
         super().check()
         rates = "a rate of 0.001 to 1,000,000 Gb/s with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
-        self.require(1e-3 <= self.network_gbps <= 1e6, "network", rates)
+        self.require(1e-3 <= self.network_gbit_per_s <= 1e6, "network", rates)
         self.require(1e-6 <= self.storage <= 1e6, "storage", "a rate of 0.000001 to 1,000,000 GB/s")
         with reraise_as_input_error("--recipes: "):
             for name in self.recipes:
@@ -87,7 +87,7 @@ class PlanOptions(Settings):
         check_option_files(self, output="JSON result", png="PNG picture", write="config")
 
     @property
-    def network_gbps(self) -> float:
+    def network_gbit_per_s(self) -> float:
         """The rate of the network in Gb/s per GPU; 0 if `network` cannot be parsed."""
         match = _NETWORK_RATE.fullmatch(self.network.strip())
         return float(match[1]) * (8 if match[2].startswith("GB") else 1) if match else 0.0

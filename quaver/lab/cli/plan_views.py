@@ -39,7 +39,8 @@ def iter_views(
     """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
     first = result.rows[0]
     yield (
-        f"{options.gpus} x {cluster.spec.name}, {options.gpus_per_node} to a node, {options.network_gbps:g} Gb/s each; "
+        f"{options.gpus} x {cluster.spec.name}, {options.gpus_per_node} to a node, "
+        f"{options.network_gbit_per_s:g} Gb/s each; "
         f"{first.run.seq_len:,} tokens a sequence; {result.fitting_layouts:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
@@ -49,12 +50,13 @@ def iter_views(
     if memory > has_bytes:
         yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
     yield _LEGEND
-    best_bfloat16 = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
+    best_bfloat16 = next((row for row in result.rows if row.candidate.precision_label == BFLOAT16), None)
     if best_bfloat16 is not None and best_bfloat16 is not first:
         speedup = first.tokens_per_s / best_bfloat16.tokens_per_s
         is_equal = best_bfloat16.run.step_tokens == first.run.step_tokens
         note = "" if is_equal else "; their steps have different numbers of tokens"
-        yield f"{first.candidate.precision} has {speedup:.2f} times the tokens/s of the best layout in bfloat16{note}"
+        label = first.candidate.precision_label
+        yield f"{label} has {speedup:.2f} times the tokens/s of the best layout in bfloat16{note}"
     elif best_bfloat16 is None:
         yield "no bfloat16 layout fits"
     yield f"row 1: {'; '.join(limits[0])}"
@@ -104,12 +106,12 @@ def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str,
     dims = row.candidate.dims
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
-        row.candidate.precision,
+        row.candidate.precision_label,
         _format_degrees(dims.dp_shard, dims.dp_replicate),
         _format_degrees(dims.tp, dims.ep),
-        row.candidate.gathering,
+        row.candidate.gathering_label,
         f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCTION_MARKS[row.candidate.reduction]}",
-        row.candidate.storage,
+        row.candidate.checkpointing_label,
         f"{row.peak_bytes / 2**30:.1f}",
         _format_tokens(row.run.step_tokens),
         f"{row.seconds:.3g}",
@@ -130,7 +132,7 @@ def _format_degrees(first: int, second: int) -> str:
 
 
 def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
-    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.description}"
+    yield f"row {options.explain}: {row.candidate.precision_label}, {row.candidate.description}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
     rows = [

@@ -58,7 +58,7 @@ class Cluster:
 
     spec: DeviceSpec
     gpus_per_node: int = 8
-    network_gbps: float = 400.0
+    network_gbit_per_s: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained_share: float = 1.0
     """The share of the best matmul rate that a long run sustains; see calibration.py."""
@@ -68,10 +68,10 @@ class Cluster:
 
     @classmethod
     def from_spec(
-        cls, spec: DeviceSpec, gpus_per_node: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
+        cls, spec: DeviceSpec, gpus_per_node: int = 8, network_gbit_per_s: float = 400.0, storage_gb_per_s: float = 1.0
     ) -> Cluster:
         """Make a cluster of devices whose `sustained_share` is calibrated."""
-        return cls(spec, gpus_per_node, network_gbps, get_sustained_share(spec), storage_gb_per_s)
+        return cls(spec, gpus_per_node, network_gbit_per_s, get_sustained_share(spec), storage_gb_per_s)
 
     def count_nodes(self, ranks: int, stride: int) -> int:
         """Return the number of nodes that a group of `ranks`, `stride` apart, spans."""
@@ -91,10 +91,13 @@ class Cluster:
         nodes = self.count_nodes(ranks, stride)
         per_node = ranks / nodes
         sent_bytes = count_sent_bytes(kind, tensor_bytes, ranks)
-        node_gb_per_s, network_gb_per_s = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
+        nvlink_gb_per_s, network_gb_per_s = (
+            self.spec.link_gb_per_s * LINK_SHARE,
+            self.network_gbit_per_s / 8 * NETWORK_SHARE,
+        )
         if kind == "all_to_all":
-            return self._predict_all_to_all_seconds(tensor_bytes, ranks, nodes, node_gb_per_s)
-        gb_per_s = node_gb_per_s if nodes == 1 else min(node_gb_per_s, per_node * network_gb_per_s)
+            return self._predict_all_to_all_seconds(tensor_bytes, ranks, nodes, nvlink_gb_per_s)
+        gb_per_s = nvlink_gb_per_s if nodes == 1 else min(nvlink_gb_per_s, per_node * network_gb_per_s)
         return min(
             protocol.start_s
             + RING_PASSES.get(kind, 1) * (ranks - nodes) * protocol.hop_in_node_s
@@ -109,11 +112,11 @@ class Cluster:
             return 2 * min(nodes - 1, log2(nodes)) if nodes > 1 else 0
         return nodes - 1
 
-    def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, node_gb_per_s: float) -> float:
+    def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, nvlink_gb_per_s: float) -> float:
         """Return the time of an all-to-all, in which a rank sends 1 / ranks of its tensor to every other rank."""
         per_node = ranks / nodes
-        in_node_ns = tensor_bytes * (per_node - 1) / ranks / node_gb_per_s
-        between_nodes_ns = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbps / 8)
+        in_node_ns = tensor_bytes * (per_node - 1) / ranks / nvlink_gb_per_s
+        between_nodes_ns = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbit_per_s / 8)
         simple = NCCL_PROTOCOLS[-1]
         hop_s = simple.hop_between_nodes_s if nodes > 1 else simple.hop_in_node_s
         return simple.start_s + hop_s + max(in_node_ns, between_nodes_ns) / (1e9 * ALL_TO_ALL_SHARE)

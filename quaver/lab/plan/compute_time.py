@@ -179,7 +179,7 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
         time = replace(
             time,
             weight_casts_s=predict_move_seconds(bytes_per_element * inputs * outputs, spec)
-            if run.shares_weight_codes
+            if run.reuses_weight_codes
             else 0.0,
         )
     if split > 1 and not is_split_by_input and not run.framework.casts_gathered:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.changes import ACTIVATION_CHECKPOINTS, Change, iter_with_less_precise_storage, with_precision
-from quaver.lab.plan.planned_run import shares_weight_codes
+from quaver.lab.plan.planned_run import reuses_weight_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
@@ -47,13 +47,13 @@ class Candidate:
     is_configured: bool = False
 
     @property
-    def precision(self) -> str:
+    def precision_label(self) -> str:
         """The recipe with its backward and serving engine, or bfloat16."""
         float8 = self.config.float8
         return float8.label if float8.enable_float8_linear else BFLOAT16
 
     @property
-    def storage(self) -> str:
+    def checkpointing_label(self) -> str:
         """Checkpointing, and what is stored in float8: "op", "1/2" (every second block), "full+opt", "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
         every = parse_selective_option(checkpoint.selective_ac_option)
@@ -62,7 +62,7 @@ class Candidate:
         return "+".join([*stored, *(["act"] if checkpoint.store_in_float8 else [])])
 
     @property
-    def gathering(self) -> str:
+    def gathering_label(self) -> str:
         """The dtype in which a block's weights are gathered, and how often in a microbatch; "" without shards.
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
@@ -87,9 +87,9 @@ class Candidate:
         mesh += f" EP {dims.ep}" if dims.ep > 1 else ""  # ranks of a shard group
         micro_batches, sequences = dims.count_micro_batches(training), training.local_batch_size
         batch = f"{format_count(micro_batches, 'microbatch')} of {format_count(sequences, 'sequence')}"
-        gathers = f", gathers {self.gathering}" if self.gathering else ""
+        gathers = f", gathers {self.gathering_label}" if self.gathering_label else ""
         batch += f" with gradients reduced after {self.reduction}" if self.reduction else ""
-        return f"{mesh}{gathers}, {batch}, AC {self.storage}"
+        return f"{mesh}{gathers}, {batch}, AC {self.checkpointing_label}"
 
 
 @dataclass
@@ -114,7 +114,11 @@ class Layouts:
         """Drop the configured run if the GPU does not multiply float8 with the scales of its recipe."""
         for candidate in self.candidates[:1]:
             recipe = candidate.config.float8.recipe
-            if candidate.is_configured and candidate.precision != BFLOAT16 and find_unsupported_scales(spec, recipe):
+            if (
+                candidate.is_configured
+                and candidate.precision_label != BFLOAT16
+                and find_unsupported_scales(spec, recipe)
+            ):
                 message = f"float8.recipe_name {recipe}: {spec.name} does not multiply float8 with such scales"
                 self.count_refusal(InputError(message), is_configured=True)
                 self.candidates.remove(candidate)
@@ -225,7 +229,7 @@ def _list_gatherings(dp_shard: int, precision: str, float8: Float8) -> list[_Gat
     if dp_shard == 1:
         return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
     choices = (
-        [True, False] if precision != BFLOAT16 and shares_weight_codes(float8.append_backward(precision)) else [False]
+        [True, False] if precision != BFLOAT16 and reuses_weight_codes(float8.append_backward(precision)) else [False]
     )
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 

@@ -31,7 +31,7 @@ from quaver.lab.plan.planned_run import (
     count_feed_forwards_per_token,
     find_float8_shares,
     get_itemsize,
-    shares_weight_codes,
+    reuses_weight_codes,
 )
 from quaver.lab.plan.saved_activations import FLOAT32_BYTES, STORED_BYTES, SavedActivations
 from quaver.lab.settings import Model, TrainConfig
@@ -110,8 +110,8 @@ class PeakEstimate:
         self.is_sharded = dims.data_parallel_degree > 1
         self.embedding_bytes = self.residual_bytes if self.is_sharded else self.parameter_bytes
         self.float8_shares = find_float8_shares(config)
-        self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
-        self.saved = SavedActivations(config, dims.tp, self.float8_shares, self.recipe)
+        self.float8_config = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
+        self.saved = SavedActivations(config, dims.tp, self.float8_shares, self.float8_config)
         self.block_weights = [_Weight(*weight) for weight in list_block_weights(self.model)]
         self.outside_weights = _list_outside_weights(self.model)
         self.embedding_elements = self.model.vocab_size * self.model.dim // dims.tp
@@ -352,10 +352,10 @@ class PeakEstimate:
         Autocast holds no cast of weights that have its dtype.
         """
         high_precision = 0 if is_held and self.compute_bytes == self.parameter_bytes else self.compute_bytes
-        if self.recipe is None:
+        if self.float8_config is None:
             return high_precision
         # A GPU multiplies codes along rows only, so that a process holds them in both layouts.
-        codes = 1 if shares_weight_codes(self.config.float8.recipe) and self.is_sharded else 2
+        codes = 1 if reuses_weight_codes(self.config.float8.recipe) and self.is_sharded else 2
         sizes = [(name, prod(shape)) for name, shape in self.block_weights if name in SPLIT_DIMS or name == EXPERTS]
         share = sum(self.float8_shares.get(name, 0.0) * size for name, size in sizes) / sum(size for _, size in sizes)
         return share * codes + (1 - share) * high_precision

@@ -137,9 +137,9 @@ class PlannedRun:
         return None if self.recipe is None else Float8LinearConfig.from_recipe_name(self.recipe).casts
 
     @property
-    def shares_weight_codes(self) -> bool:
+    def reuses_weight_codes(self) -> bool:
         """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
-        return self.recipe is not None and shares_weight_codes(self.recipe)
+        return self.recipe is not None and reuses_weight_codes(self.recipe)
 
     def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
@@ -157,7 +157,7 @@ def count_feed_forwards_per_token(model: Model) -> int:
 
 
 @functools.cache
-def shares_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
+def reuses_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
     """Return whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 

@@ -20,15 +20,19 @@ class SavedActivations:
 
     Args:
         float8_shares: the share of blocks in which each linear is in float8 (`find_float8_shares`).
-        recipe: the config of float8 linears; None for a run in high precision.
+        float8_config: the config of float8 linears; None for a run in high precision.
     """
 
     def __init__(
-        self, config: TrainConfig, ranks: int, float8_shares: Mapping[str, float], recipe: Float8LinearConfig | None
+        self,
+        config: TrainConfig,
+        ranks: int,
+        float8_shares: Mapping[str, float],
+        float8_config: Float8LinearConfig | None,
     ) -> None:
         training = config.training
         self._config, self._model, self._ranks = config, config.model, ranks
-        self._float8_shares, self._recipe = float8_shares, recipe
+        self._float8_shares, self._float8_config = float8_shares, float8_config
         self._is_compiled, self._stores_in_float8 = training.compile, config.activation_checkpoint.store_in_float8
         self._compute_bytes = get_itemsize(training.mixed_precision_param)
         self._residual_bytes = get_itemsize(training.residual_stream_dtype)
@@ -124,9 +128,9 @@ class SavedActivations:
 
     def _count_saved_of_float8(self, ranks: int) -> int:
         """Return the bytes that a float8 linear saves per element of its input, which `ranks` gather."""
-        if self._recipe is None:
+        if self._float8_config is None:
             return 0
-        if self._recipe.casts.input.column_source.is_disabled:
+        if self._float8_config.casts.input.column_source.is_disabled:
             return self._compute_bytes
         saves = ranks > 1 or not self._is_compiled
         return int(saves)

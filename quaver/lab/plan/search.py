@@ -115,7 +115,7 @@ def search(
         raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, peak_bytes = min(estimated, key=lambda estimate: estimate[2])
     fitting = [make_timed_layout(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
-    bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision == BFLOAT16]
+    bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision_label == BFLOAT16]
     chosen = [
         *(timed for timed in fitting if timed.candidate.is_configured),
         *islice(iter_by_speed(bfloat16_layouts, cluster), 1),
@@ -170,7 +170,7 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
     for timed in layouts:
         dims, config = timed.candidate.dims, timed.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
-        precision = timed.candidate.precision
+        precision = timed.candidate.precision_label
         similarity_key = dims.tp, dims.ep, config.training.local_batch_size, precision, *storage
         if similarity_key not in seen:
             seen.add(similarity_key)

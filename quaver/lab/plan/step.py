@@ -90,7 +90,7 @@ def _count_gathered_bytes(run: PlannedRun, parameters: float, float8_parameters:
 
     Two sets of codes take as many bytes as bfloat16.
     """
-    return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.shares_weight_codes else 0)
+    return WEIGHT_BYTES * parameters - (float8_parameters if run.float8_all_gather and run.reuses_weight_codes else 0)
 
 
 def _list_outside_groups(run: PlannedRun) -> tuple[list[ParameterGroup], list[ParameterGroup]]:

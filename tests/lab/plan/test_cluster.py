@@ -16,7 +16,7 @@ GROUPS = [(2, 1), (8, 1), (16, 1), (16, 8), (64, 4), (1024, 1), (1024, 8)]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_bytes_take_longer_and_more_bandwidth_never_does(kind):
-    slow, fast = Cluster(H100, network_gbps=200.0), Cluster(H100, network_gbps=400.0)
+    slow, fast = Cluster(H100, network_gbit_per_s=200.0), Cluster(H100, network_gbit_per_s=400.0)
     for ranks, stride in GROUPS:
         slow_s, fast_s = (
             [cluster.predict_collective_seconds(kind, size, ranks, stride) for size in SIZES]
@@ -66,5 +66,5 @@ def test_bus_bandwidths_are_near_measured_ones(device, kind, size, ranks, bus_gb
 
 def test_two_nodes_with_slow_interfaces_reach_what_google_measured():
     """2 x 8 H100 with 8 x 200 Gb/s: an all-gather of 8 GiB has 188.8 GB/s on the bus."""
-    seconds = Cluster(H100, network_gbps=200.0).predict_collective_seconds("all_gather", 2**33, 16)
+    seconds = Cluster(H100, network_gbit_per_s=200.0).predict_collective_seconds("all_gather", 2**33, 16)
     assert 2**33 * 15 / 16 / seconds / 1e9 == pytest.approx(188.8, rel=0.05)

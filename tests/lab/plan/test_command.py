@@ -130,7 +130,7 @@ def test_the_run_that_fixes_a_cards_share_is_said(gpu, words):
     ("network", "gbps"), {"400gbps": 400, "100Gb/s": 100, "100 Gbit/s": 100, "50GB/s": 400, "12.5GBps": 100}.items()
 )
 def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
-    assert plan_views.PlanOptions(network=network).network_gbps == gbps
+    assert plan_views.PlanOptions(network=network).network_gbit_per_s == gbps
 
 
 @pytest.mark.parametrize("is_counted", [True, False])

@@ -70,19 +70,23 @@ def test_less_precise_storage_is_tried_where_it_is_asked_for():
     )
     assert not any(candidate.config.activation_checkpoint.store_in_float8 for candidate in plain.candidates)
     assert {candidate.config.optimizer.name for candidate in stored.candidates} == {"AdamW", "Float8AdamW"}
-    assert {"none", "1/2", "none+opt", "none+opt+act"} <= {candidate.storage for candidate in stored.candidates}
+    assert {"none", "1/2", "none+opt", "none+opt+act"} <= {
+        candidate.checkpointing_label for candidate in stored.candidates
+    }
 
 
 def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     layouts = load_layouts("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
-    ways = {(candidate.precision, candidate.gathering) for candidate in layouts if candidate.dims.dp_shard > 1}
+    ways = {
+        (candidate.precision_label, candidate.gathering_label) for candidate in layouts if candidate.dims.dp_shard > 1
+    }
     assert ways == {
         *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
         ("tensorwise", "fp8x2"),
         ("tensorwise", "fp8x1"),
     }
     alone = load_layouts("llama3_debug", 1, precisions=["tensorwise"]).candidates
-    assert {candidate.gathering for candidate in alone} == {""}
+    assert {candidate.gathering_label for candidate in alone} == {""}
 
 
 def test_gradients_are_reduced_in_each_way_that_may_be_best():

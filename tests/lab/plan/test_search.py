@@ -76,7 +76,7 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
     assert all(row.peak_bytes <= 45 * GIB for row in rows)
     fitting = [seconds for candidate, _, seconds in timed if searching.estimate_peak(candidate.config, 16) <= 45 * GIB]
     assert speeds[0] == pytest.approx(1 / min(fitting) / 16)
-    assert {row.candidate.precision for row in rows} == {BFLOAT16, "tensorwise"}
+    assert {row.candidate.precision_label for row in rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in rows)
 
 
@@ -94,7 +94,7 @@ def test_the_estimate_counts_every_checkpointed_block(checkpointed):
 
 
 def test_limits_of_a_step_are_described(search_result):
-    rows = {row.candidate.precision: row for row in reversed(search_result.rows)}
+    rows = {row.candidate.precision_label: row for row in reversed(search_result.rows)}
     row = rows["tensorwise"]
     words = " ".join(describe_limits(row, CLUSTER))
     computing_s = sum(span.end_s - span.start_s for span in row.timeline.spans if span.task.stream == COMPUTE)
@@ -105,7 +105,7 @@ def test_limits_of_a_step_are_described(search_result):
 
 
 def test_the_share_of_the_peak_counts_causal_attention(search_result):
-    row = next(row for row in search_result.rows if row.candidate.precision == BFLOAT16)
+    row = next(row for row in search_result.rows if row.candidate.precision_label == BFLOAT16)
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
     flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
@@ -114,10 +114,10 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
 
 
 @pytest.mark.parametrize("ranks", [1, 16, 64])
-@pytest.mark.parametrize("network_gbps", [0.1, 10.0, 400.0])
+@pytest.mark.parametrize("network_gbit_per_s", [0.1, 10.0, 400.0])
 @pytest.mark.parametrize("gpu", ["h100", "b200"])
-def test_no_speedup_is_above_its_bound(ranks, network_gbps, gpu):
-    cluster = Cluster.from_spec(find_device_spec(gpu), network_gbps=network_gbps)
+def test_no_speedup_is_above_its_bound(ranks, network_gbit_per_s, gpu):
+    cluster = Cluster.from_spec(find_device_spec(gpu), network_gbit_per_s=network_gbit_per_s)
     layouts = make_layouts(ranks, precisions=("tensorwise", "rowwise")).candidates
     for candidate in layouts[1 :: max(1, len(layouts) // 12)]:
         run = make_planned_run(candidate.config, candidate.dims)
@@ -169,7 +169,7 @@ def test_the_fastest_are_found_without_simulating_all(monkeypatch, timed):
 @pytest.mark.parametrize(("float8_gradients", "reduction"), [(False, "reduce-scatters"), (True, "all-to-alls")])
 def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
     """At 1/40 of the rate the reduction of gradients is no longer hidden, and each link says how long it waits."""
-    slow = replace(CLUSTER, network_gbps=10.0)
+    slow = replace(CLUSTER, network_gbit_per_s=10.0)
     candidate = make_layouts().candidates[0]
     run = replace(make_planned_run(candidate.config, candidate.dims), float8_gradients=float8_gradients)
     row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))

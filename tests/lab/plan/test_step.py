@@ -17,7 +17,7 @@ from quaver.roofline.device_specs import find_device_spec
 MODEL = Model(vocab_size=32000, dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, hidden_dim=14336)
 MIXTURE = replace(MODEL, dim=2048, n_heads=16, hidden_dim=768, n_experts=64, top_k=8)
 FAST = Cluster.from_spec(find_device_spec("h100"))
-SLOW = replace(FAST, network_gbps=50.0)
+SLOW = replace(FAST, network_gbit_per_s=50.0)
 TENSORWISE = Float8LinearRecipeName.TENSORWISE
 BASE = PlannedRun(MODEL, 8192, 1, dp_shard=16, checkpointing="op", checkpointed_blocks=4)
 RUNS = {
@@ -92,7 +92,7 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     gathers = [task.seconds for task in build_tasks(BASE, FAST) if task.kind == "all_gather"]
     # All but the first two are prefetched.
     assert timeline.sum_exposed_seconds(kind="all_gather") <= sum(gathers[:2]) * 1.001
-    slow = simulate(build_tasks(BASE, replace(SLOW, network_gbps=10.0)))
+    slow = simulate(build_tasks(BASE, replace(SLOW, network_gbit_per_s=10.0)))
     assert slow.sum_exposed_seconds(kind="all_gather") > 0.2 * slow.sum_seconds(stream="network")
 
 
