@@ -10,7 +10,8 @@ equal; then the setting with fewer changes wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -26,10 +27,10 @@ from quaver.lab.plan.changes import (
     with_fewest_gathered_weights,
 )
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR, estimate_peak
-from quaver.lab.plan.planned_run import find_float8_shares
 from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import resolve_parallel_dims
+from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.progress import SetActivity
 from quaver.roofline.device_specs import DeviceSpec, find_machine_spec, require_device_spec
 from quaver.runtime.errors import InputError
@@ -121,17 +122,16 @@ def advise(
     spec = _find_spec(time_on, is_needed=fit_bytes is not None)
     compute_peak = estimate_peak if quick else partial(_predict_peak, device=device)
     search = _AdviceSearch(config, ranks, fit_bytes, spec, compute_peak, set_activity or (lambda activity: None))
-    search.notes += [f"peaks are estimated, within {ESTIMATE_ERROR:.0%}"] if quick else []
+    search.notes += [f"peaks are estimated, typically within {ESTIMATE_ERROR:.0%}"] if quick else []
     search.try_single_changes()
     fastest = None if fit_bytes is None else search.find_fastest_fitting(fit_bytes, can_estimate=device == "cuda")
     rows = search.rows
-    if (
-        quick
-        and fit_bytes
-        and fastest is not None
-        and (rows[fastest].peak_bytes or 0) * (1 + ESTIMATE_ERROR) > fit_bytes
-    ):
-        search.notes.append("the fastest that fits is nearer to the limit than that: predict its peak without --quick")
+    fastest_bytes = 0 if fastest is None else rows[fastest].peak_bytes or 0
+    if quick and fit_bytes and fastest_bytes * (1 + ESTIMATE_ERROR) > fit_bytes:
+        search.notes.append(
+            f"the estimate of the fastest that fits is within {ESTIMATE_ERROR:.0%} of the limit: predict its peak "
+            "without --quick"
+        )
     with_peak = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
     smallest = min(with_peak, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and fastest is None else None
     return Advice(rows, fit_bytes, fastest, smallest, None if spec is None else spec.name, search.notes)
@@ -160,7 +160,7 @@ class _AdviceSearch:
         self._row_by_config: dict[TrainConfig, int] = {}
         self._storage_saving_bytes = 0
         # Unlike `_try` this raises: there is nothing else to compare with.
-        self._add(AS_CONFIGURED, config, self._predict(AS_CONFIGURED, config))
+        self._add(AS_CONFIGURED, config, *self._predict(AS_CONFIGURED, config))
 
     def try_single_changes(self) -> None:
         """Try each single change."""
@@ -178,25 +178,42 @@ class _AdviceSearch:
         """
         changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_sequences)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
+        costs = self._compute_costs(by_config)
         if can_estimate:
-            smallest = {config: self._estimate_smallest(change) for config, change in by_config.items()}
+            smallest = {config: self._estimate_smallest(by_config[config]) for config in costs}
             peak_bytes, change = min(smallest.values(), key=lambda estimate: estimate[0])
             if peak_bytes > (1 + ESTIMATE_ERROR) * fit_bytes:
                 self.notes.append(f"no combination can fit: the smallest is {change.name}, and no other was predicted")
                 self._try(change)
                 return None
-            by_config = {
-                config: change
-                for config, change in by_config.items()
+            costs = {
+                config: cost
+                for config, cost in costs.items()
                 if smallest[config][0] <= (1 + ESTIMATE_ERROR) * fit_bytes
             }
-        costs = [(change, self._compute_cost(config)) for config, change in by_config.items()]
-        return next((index for index in self._try_groups(_sort_by_time(costs)) if self.rows[index].fits), None)
+        untimed = [by_config[config].name for config, cost in costs.items() if cost.simulated_s is None]
+        if 0 < len(untimed) < len(costs):
+            self.notes.append(f"tried last, because their time is not simulated: {', '.join(untimed)}")
+        groups = _sort_by_time([(by_config[config], cost) for config, cost in costs.items()])
+        return next((index for index in self._try_groups(groups) if self.rows[index].fits), None)
+
+    def _compute_costs(self, configs: Iterable[TrainConfig]) -> dict[TrainConfig, StepCost]:
+        """Return the costs of the combinations that the trainer accepts, and note how many it refuses, and why."""
+        costs: dict[TrainConfig, StepCost] = {}
+        refusals = Counter[str]()
+        for config in configs:
+            try:
+                costs[config] = self._compute_cost(config)
+            except (InputError, NotImplementedError) as error:
+                refusals[str(error)] += 1
+        for reason, count in refusals.items():
+            self.notes.append(f"{format_count(count, 'combination')} not possible: {reason}")
+        return costs
 
     def _estimate_smallest(self, change: Change) -> tuple[int, Change]:
-        """Return the lowest estimate of a change, of fewer gathered weights and of less precise storage with it.
+        """Return the lowest estimate of a change that the trainer accepts, and the change with that estimate.
 
-        It is 0 if the trainer refuses the change, which a prediction then reports.
+        Fewer gathered weights and less precise storage are added if the trainer accepts them, too.
         """
         fewer = with_fewest_gathered_weights(change, self._dims)
         variants = [change, *iter_with_less_precise_storage(change), *([] if fewer is None else [fewer])]
@@ -204,7 +221,7 @@ class _AdviceSearch:
         for variant in variants:
             with suppress(InputError, NotImplementedError):
                 estimates += [] if variant.config is None else [(estimate_peak(variant.config, self._ranks), variant)]
-        return min(estimates, key=lambda estimate: estimate[0], default=(0, change))
+        return min(estimates, key=lambda estimate: estimate[0])
 
     def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the index of each change of a group, then of the nearly fitting ones with less precise storage."""
@@ -241,20 +258,19 @@ class _AdviceSearch:
         if change.config in self._row_by_config:
             return self._row_by_config[change.config]
         try:
-            peak_bytes = self._predict(change.name, change.config)
+            peak_bytes, cost = self._predict(change.name, change.config)
         except (InputError, NotImplementedError) as error:
             self._row_by_config[change.config] = len(self.rows)
             return self._add_refused(change.name, format_flags(self._config, change.config), str(error))
-        return self._add(change.name, change.config, peak_bytes)
+        return self._add(change.name, change.config, peak_bytes, cost)
 
-    def _predict(self, name: str, config: TrainConfig) -> int:
-        """Return the bytes of the peak."""
+    def _predict(self, name: str, config: TrainConfig) -> tuple[int, StepCost]:
+        """Return the bytes of the peak, and the cost."""
         self._set_activity(name)
-        return self._compute_peak(config, self._ranks)
+        return self._compute_peak(config, self._ranks), self._compute_cost(config)
 
-    def _add(self, name: str, config: TrainConfig, peak_bytes: int) -> int:
+    def _add(self, name: str, config: TrainConfig, peak_bytes: int, cost: StepCost) -> int:
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
-        cost = self._compute_cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
         self._row_by_config[config] = len(self.rows)
         flags, difference = format_flags(self._config, config), peak_bytes - (configured or 0)
@@ -265,35 +281,35 @@ class _AdviceSearch:
         self.rows.append(AdvisedSetting(name, flags, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 
-    def _compute_cost(self, config: TrainConfig) -> StepCost | None:
-        """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
-        try:
-            resolved, dims = resolve_parallel_dims(config, rank=0, world_size=self._ranks)
-            find_float8_shares(resolved)  # converts the model, and stores the result for the cost
-        except (InputError, NotImplementedError):
-            return None
-        return compute_step_cost(resolved, dims, self._spec)
+    def _compute_cost(self, config: TrainConfig) -> StepCost:
+        """Return the cost. Raises InputError or NotImplementedError if the trainer refuses the setting."""
+        return compute_step_cost(*resolve_parallel_dims(config, rank=0, world_size=self._ranks), self._spec)
 
 
 def _predict_peak(config: TrainConfig, ranks: int, device: str) -> int:
     return predict_run_memory(config, ranks, device).prediction.peak_bytes
 
 
-def _sort_by_time(costs: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
-    """Sort by simulated time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
-    timed = [
-        (cost.simulated_s or float(cost.step_flops), index, change)
-        for index, (change, cost) in enumerate(costs)
-        if cost is not None
-    ]
-    groups: list[list[tuple[int, int, Change]]] = []
-    longest = -1.0
-    for time, index, change in sorted(timed, key=lambda item: item[:2]):
-        if time > longest:
-            groups.append([])
-            longest = time * EQUAL_TIME_RATIO
-        groups[-1].append((sum(label != AS_CONFIGURED for label in change.labels), index, change))
-    return [[change for _, _, change in sorted(group, key=lambda item: item[:2])] for group in groups]
+def _sort_by_time(costs: list[tuple[Change, StepCost]]) -> list[list[Change]]:
+    """Sort by simulated time; changes without one come last, by FLOPs. Nearly equal changes form a group.
+
+    In a group, changes of fewer settings come first.
+    """
+    timed = [(cost.simulated_s, index) for index, (_, cost) in enumerate(costs) if cost.simulated_s is not None]
+    untimed = [(cost.step_flops, index) for index, (_, cost) in enumerate(costs) if cost.simulated_s is None]
+    groups: list[list[int]] = []
+    for measures in (timed, untimed):
+        largest = -1.0
+        for measure, index in sorted(measures):
+            if measure > largest:
+                groups.append([])
+                largest = measure * EQUAL_TIME_RATIO
+            groups[-1].append(index)
+
+    def count_changes(index: int) -> int:
+        return sum(label != AS_CONFIGURED for label in costs[index][0].labels)
+
+    return [[costs[index][0] for index in sorted(sorted(group), key=count_changes)] for group in groups]
 
 
 def _find_spec(time_on: str | None, *, is_needed: bool) -> DeviceSpec | None:

@@ -17,10 +17,17 @@ from quaver.lab.model.loss import compute_next_token_loss
 from quaver.lab.model.parallelize import parallelize
 from quaver.lab.plan import advise as advise_module
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
-from quaver.lab.plan.changes import format_flags, list_combinations, list_single_changes, with_fewest_gathered_weights
+from quaver.lab.plan.changes import (
+    TRIED_RECIPES,
+    Change,
+    format_flags,
+    list_combinations,
+    list_single_changes,
+    with_fewest_gathered_weights,
+)
 from quaver.lab.plan.compute_time import count_recomputed_flops
 from quaver.lab.plan.planned_run import make_planned_run
-from quaver.lab.plan.step_cost import compute_step_cost
+from quaver.lab.plan.step_cost import StepCost, compute_step_cost
 from quaver.lab.settings import ActivationCheckpoint, Float8, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
 from quaver.lab.settings.parallel_dims import resolve_parallel_dims
@@ -245,10 +252,25 @@ def test_an_error_of_the_cost_model_is_no_refusal(peaks, monkeypatch):
         advise_llama(None)
 
 
-def test_a_setting_that_the_trainer_refuses_is_one_row(peaks):
-    nothing_in_float8 = replace(load_config(LLAMA_8B).float8, filter_fqns=("proj", "lm_head"))
-    advice = advise_llama(200, float8=nothing_in_float8)
-    assert advice.rows[0].cost is None
+@pytest.mark.parametrize("quick", [False, True])
+def test_refused_settings_are_rows_and_refused_combinations_a_note(peaks, quick):
+    """Refused combinations have no estimate, which must not count as one that may fit."""
+    float8 = Float8(enable_float8_linear=False, filter_fqns=("proj", "lm_head"))
+    config = replace(load_config(LLAMA_8B), float8=float8, training=EAGER)
+    advice = advise(config, 8, fit_bytes=60, time_on="H100", quick=quick)
+    refused = [row for row in advice.rows if row.peak_bytes is None]
+    assert [row.change for row in refused] == [f"precision: {recipe}" for recipe in TRIED_RECIPES]
+    assert all(row.cost is None and row.note.startswith("not possible: ") for row in refused)
+    assert all(row.cost is not None for row in advice.rows if row not in refused)
+    (note,) = {row.note for row in refused}
+    assert f"24 combinations {note}" in advice.notes
+    assert any(note.startswith("no combination can fit: the smallest is ") for note in advice.notes)
+
+
+def test_combinations_without_a_simulated_time_come_last():
+    slow, fast, untimed = (Change((name,), None) for name in ("slow", "fast", "untimed"))
+    costs = [(untimed, StepCost(1, None, None)), (slow, StepCost(9, 0, 2.0)), (fast, StepCost(9, 0, 1.0))]
+    assert advise_module._sort_by_time(costs) == [[fast], [slow], [untimed]]
 
 
 def test_fewest_gathered_weights_reshards_always_and_gathers_in_float8(tiny_config):
