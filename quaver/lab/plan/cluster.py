@@ -46,8 +46,9 @@ NETWORK_SHARE = 0.94
 """Share of a network interface's rate: 47 of 50 GB/s (NVIDIA/nccl-tests#290), 188 of 200 on two nodes of 8 x 200
 Gb/s."""
 
-ALL_TO_ALL_SHARE = 0.85
-"""Share of the rate in an all-to-all, which has no ring. DeepEP reaches 43 of 50 GB/s between nodes."""
+ALL_TO_ALL_NETWORK_SHARE = 0.85
+"""Share of a network interface's rate in an all-to-all, which has no ring: DeepEP reaches 43 of 50 GB/s on two nodes.
+Inside a node it reaches 153 to 158 of an H800's 200 GB/s, which is LINK_SHARE."""
 
 NVLINK, NETWORK = "NVLink", "network"
 
@@ -115,8 +116,9 @@ class Cluster:
     def _predict_all_to_all_seconds(self, tensor_bytes: float, ranks: int, nodes: int, nvlink_gb_per_s: float) -> float:
         """Return the time of an all-to-all, in which a rank sends 1 / ranks of its tensor to every other rank."""
         per_node = ranks / nodes
+        network_gb_per_s = self.network_gbit_per_s / 8 * ALL_TO_ALL_NETWORK_SHARE
         in_node_ns = tensor_bytes * (per_node - 1) / ranks / nvlink_gb_per_s
-        between_nodes_ns = tensor_bytes * (ranks - per_node) / ranks / (self.network_gbit_per_s / 8)
+        between_nodes_ns = tensor_bytes * (ranks - per_node) / ranks / network_gb_per_s
         simple = NCCL_PROTOCOLS[-1]
         hop_s = simple.hop_between_nodes_s if nodes > 1 else simple.hop_in_node_s
-        return simple.start_s + hop_s + max(in_node_ns, between_nodes_ns) / (1e9 * ALL_TO_ALL_SHARE)
+        return simple.start_s + hop_s + max(in_node_ns, between_nodes_ns) / 1e9

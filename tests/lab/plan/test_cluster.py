@@ -1,6 +1,7 @@
 """Tests the seconds of collectives: orders, limits, and figures that others measured."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,14 @@ def test_bus_bandwidths_are_near_measured_ones(device, kind, size, ranks, bus_gb
     seconds = Cluster(find_device_spec(device)).predict_collective_seconds(kind, size, ranks)
     times = 2 if kind == "all_reduce" else 1
     assert times * size * (ranks - 1) / ranks / seconds / 1e9 == pytest.approx(bus_gb_per_s, rel=0.25)
+
+
+@pytest.mark.parametrize(("ranks", "sent_share", "gb_per_s"), [(8, 7 / 8, 155.5), (16, 1 / 2, 43.0)])
+def test_all_to_alls_reach_the_rates_of_deepep(ranks, sent_share, gb_per_s):
+    """On H800s: 153 and 158 GB/s over NVLink in a node, 43 GB/s between two nodes (DeepEP, docs/legacy.md)."""
+    cluster = Cluster(replace(H100, link_gb_per_s=200.0))
+    seconds = cluster.predict_collective_seconds("all_to_all", 2**30, ranks)
+    assert sent_share * 2**30 / seconds / 1e9 == pytest.approx(gb_per_s, rel=0.04)
 
 
 def test_two_nodes_with_slow_interfaces_reach_what_google_measured():
