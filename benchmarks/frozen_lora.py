@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import statistics
 from pathlib import Path
 
@@ -20,14 +19,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quaver import FrozenFloat8Linear, freeze_to_float8
+from quaver.recipes.sqnr import compute_sqnr_db
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
 BASES = ("bfloat16", "float32", "blockwise", "mxfp8", "rowwise", "tensorwise")
-
-
-def compute_sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    noise = (reference.double() - actual.double()).norm()
-    return float("inf") if not noise else 20 * math.log10(reference.double().norm() / noise)
 
 
 def make_batches(name: str, steps: int) -> list[Tensor]:

@@ -39,7 +39,7 @@ class GpuPart:
     """One command of Python modules and arguments, and the seconds it is given."""
 
     name: str
-    words: list[str]
+    argv: list[str]
     seconds: int
     output: Path | None = None
     """The file to which it writes its result as JSON; None for a part that prints it."""
@@ -50,16 +50,14 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
 
     def make_part(name: str, seconds: int) -> GpuPart:
         output = folder / f"{name}.json"
-        words = ["-m", "benchmarks.gpu_parts", name, "--output", str(output)]
+        argv = ["-m", "benchmarks.gpu_parts", name, "--output", str(output)]
         if dry:
-            return GpuPart(name, [*words, "--dry"], DRY_SECONDS, output)
-        return GpuPart(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
+            return GpuPart(name, [*argv, "--dry"], DRY_SECONDS, output)
+        return GpuPart(name, [*argv, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
 
-    def make_verb_part(name: str, seconds: int, *words: str) -> GpuPart:
+    def make_verb_part(name: str, seconds: int, *argv: str) -> GpuPart:
         output = folder / f"{name}.json"
-        return GpuPart(
-            name, ["-m", "quaver", *words, "--device", "cuda", "--output", str(output)], seconds, output
-        )
+        return GpuPart(name, ["-m", "quaver", *argv, "--device", "cuda", "--output", str(output)], seconds, output)
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
@@ -90,7 +88,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
         ],
     }
     if dry:
-        groups = {name: [part for part in group if "--dry" in part.words] for name, group in groups.items()}
+        groups = {name: [part for part in group if "--dry" in part.argv] for name, group in groups.items()}
     return groups
 
 
@@ -121,14 +119,14 @@ _TRAIN_1B = (
 """Llama 3.2 1B's blocks with the debug model's bytes for tokens, in float8 and in bfloat16."""
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the groups and parts named, or `DEFAULT_GROUPS`; return 0 if all pass, 1 if not, 2 if nothing can run."""
     parser = argparse.ArgumentParser(
         "make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="groups or parts")
     parser.add_argument("--dry", action="store_true", help="small sizes on a CPU; times mean nothing")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     dry, names = options.dry, options.names
     if not dry and not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
@@ -172,13 +170,13 @@ def run_all(todo: list[GpuPart], results: Path) -> dict[str, dict[str, Any]]:
                 continue
             for stream in (sys.stdout, log):
                 print(
-                    f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", file=stream, flush=True
+                    f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.argv)}", file=stream, flush=True
                 )
             if part.output is not None:
                 part.output.parent.mkdir(parents=True, exist_ok=True)
                 part.output.unlink(missing_ok=True)
             before = log.tell()
-            failure = run(part.words, deadline - start, log)
+            failure = run(part.argv, deadline - start, log)
             printed = _read_log_from(Path(log.name), before)
             is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {EXIT_WRONG_GRADIENTS}")
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
@@ -207,14 +205,14 @@ def _read_result(part: GpuPart, printed: str) -> Any:
         return None
 
 
-def run(words: list[str], limit_s: float, log: TextIO) -> str:
-    """Run python with these words in the repository root; returns the reason of a failure, or "".
+def run(argv: list[str], limit_s: float, log: TextIO) -> str:
+    """Run python with these arguments in the repository root; returns the reason of a failure, or "".
 
     GRACE_S before the limit the process is interrupted as by Ctrl-C, to save its results.
     """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *argv],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         stdout=log,

@@ -9,16 +9,17 @@ the bytes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.record import run_on_ranks
 from quaver.export import iter_float8_weights
 
 RECIPES = (None, "rowwise", "tensorwise", "blockwise", "mxfp8")
@@ -36,37 +37,35 @@ def build_llama(width: int, layers: int) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def measure(mesh: DeviceMesh | None, width: int, layers: int, rounds: int) -> None:
+    """Print a line per recipe on the first rank."""
     model = build_llama(width, layers)
-    if ranks > 1:
+    if mesh is not None:
         for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     masters = next(iter_float8_weights(model, recipe="rowwise", format="high-precision"))[1].dtype
     seconds: dict[str | None, list[float]] = {recipe: [] for recipe in RECIPES}
     counts = {}
     for _ in range(rounds):  # alternating
         for recipe in RECIPES:
             options = {"recipe": recipe} if recipe else {"recipe": "rowwise", "format": "high-precision"}
-            dist.barrier()
+            if mesh is not None:
+                dist.barrier()
             start = time.perf_counter()
             weights = iter_float8_weights(model, forward_dtype="bfloat16", dtype=torch.bfloat16, **options)
             for _ in weights:
                 pass
             seconds[recipe].append(time.perf_counter() - start)
             counts[recipe] = weights.bytes_yielded, weights.bytes_moved
-    if rank == 0:
+    if mesh is None or mesh.get_rank() == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{ranks} rank(s), {count / 1e6:.0f}M parameters in {masters}")
+        print(f"{1 if mesh is None else mesh.size()} rank(s), {count / 1e6:.0f}M parameters in {masters}")
         for recipe, (yielded, moved) in counts.items():
             print(
                 f"| {recipe or 'bfloat16'} | {yielded / 1e6:.0f} MB | {moved / 1e6:.0f} MB "
                 f"| {statistics.median(seconds[recipe]):.2f} s |"
             )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -76,8 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="samples of the seconds")
     options = parser.parse_args()
     for ranks in (1, 2):
-        arguments = (ranks, options.width, options.layers, options.rounds)
-        torch.multiprocessing.spawn(measure, arguments, ranks)
+        run_on_ranks(ranks, measure, options.width, options.layers, options.rounds)
 
 
 if __name__ == "__main__":

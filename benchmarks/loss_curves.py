@@ -192,7 +192,9 @@ def main() -> None:
     parser = make_page_parser(__doc__)
     parser.add_argument("--mixture", action="store_true", help="the debug model with experts")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(6)), help="of weights and samples")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=list(range(6)), help="seeds of the weights and of the order of samples"
+    )
     parser.add_argument("--runs", type=Path, help="folder of the runs")
     options = parser.parse_args()
     kind = get_kind(options)

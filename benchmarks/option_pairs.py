@@ -26,6 +26,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 from quaver.lab.cli import main
@@ -62,7 +63,7 @@ LAYOUTS = {
 """The number of ranks and the flags, by name."""
 
 FREE = {
-    "layout": {name: words for name, (_, words) in LAYOUTS.items()},
+    "layout": {name: flags for name, (_, flags) in LAYOUTS.items()},
     "gather": {
         "high_precision": [],
         "float8": [GATHER],
@@ -106,16 +107,23 @@ NUMERIC = {
     },
 }
 OPTIONS = {**FREE, **NUMERIC}
-SUMS, CODES, MUON = (1e-5, 1e-5), (2e-4, 5e-3), (2e-3, 5e-2)
-"""The largest relative differences of losses and gradient norms from the reference; see the top of the file."""
-CASTS = CODES, (5e-3, 5e-2)
-"""The tolerances in the first step and in later ones."""
 
 
-def choose_tolerances(row: dict[str, str]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the tolerances of a row's losses and gradient norms, in the first step and in later ones."""
+class Tolerance(NamedTuple):
+    """The largest relative differences of losses and of gradient norms from the reference."""
+
+    loss: float
+    grad_norm: float
+
+
+SUMS, CODES, MUON, CASTS = Tolerance(1e-5, 1e-5), Tolerance(2e-4, 5e-3), Tolerance(2e-3, 5e-2), Tolerance(5e-3, 5e-2)
+"""The top of the file says what differs by each."""
+
+
+def choose_tolerances(row: dict[str, str]) -> tuple[Tolerance, Tolerance]:
+    """Return the tolerances of a row in the first step and in later ones."""
     if "experts" in row["layout"] and row["recipe"] == "tensorwise":
-        return CASTS
+        return CODES, CASTS
     return SUMS, MUON if "Muon" in row["optimizer"] else CODES
 
 
@@ -138,7 +146,7 @@ def is_possible(row: dict[str, str]) -> bool:
 
 def make_covering_array(seed: int) -> list[dict[str, str]]:
     """Return rows that cover each possible pair of values, chosen greedily among random rows."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     names = list(OPTIONS)
     missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in OPTIONS[a] for y in OPTIONS[b]}
     rows, vain = [], 0
@@ -146,8 +154,8 @@ def make_covering_array(seed: int) -> list[dict[str, str]]:
         best: dict[str, str] = {}
         wanted = sorted(missing)
         for _ in range(200):
-            (a, x), (b, y) = draw.choice(wanted)
-            row = {name: draw.choice(list(values)) for name, values in OPTIONS.items()} | {a: x, b: y}
+            (a, x), (b, y) = rng.choice(wanted)
+            row = {name: rng.choice(list(values)) for name, values in OPTIONS.items()} | {a: x, b: y}
             if is_possible(row) and len(missing & _list_pairs(row)) > len(missing & _list_pairs(best)):
                 best = row
         vain = 0 if best else vain + 1
@@ -173,8 +181,8 @@ class Runs:
     def check(self, index: int, row: dict[str, str]) -> str:
         """Train a row, and return how it differs from its reference or fails, or ""."""
         name, ranks = f"row_{index}", LAYOUTS[row["layout"]][0]
-        words = [word for option, value in row.items() for word in OPTIONS[option][value]]
-        launches = [[*self._make_words(name), *words, "--training.steps=3"]]
+        flags = [flag for option, value in row.items() for flag in OPTIONS[option][value]]
+        launches = [[*self._make_flags(name), *flags, "--training.steps=3"]]
         if index % 3 == 0:
             resumed = [f"--resume={self.folder / 'runs' / name}", "--training.steps=3"]
             launches = [[*launches[0][:-1], "--training.steps=2", "--checkpoint.enable"], resumed]
@@ -188,26 +196,26 @@ class Runs:
                 return error
         return self._find_difference(row, name, self._train_reference(row))
 
-    def _make_words(self, name: str) -> list[str]:
+    def _make_flags(self, name: str) -> list[str]:
         return [*BASE, f"--data={self.text}", f"--job.dump_folder={self.folder / 'runs'}", f"--job.name={name}"]
 
     def _train_reference(self, row: dict[str, str]) -> str:
         options = [*NUMERIC, *(["checkpoint"] if row["besides"] == "stored" else [])]
         name = "one_" + "_".join(row[option] for option in options)
         if not (self.folder / "runs" / name).exists():
-            words = [word for option in options for word in OPTIONS[option][row[option]]]
-            error = self._train(1, [*self._make_words(name), *words, "--training.steps=3", "--checkpoint.no-enable"])
+            flags = [flag for option in options for flag in OPTIONS[option][row[option]]]
+            error = self._train(1, [*self._make_flags(name), *flags, "--training.steps=3", "--checkpoint.no-enable"])
             if error:
                 raise RuntimeError(f"the reference {name}: {error}")
         return name
 
-    def _train(self, ranks: int, words: list[str]) -> str:
+    def _train(self, ranks: int, flags: list[str]) -> str:
         try:
             if ranks == 1:
                 with mock.patch.object(Block, "compile", compile_quickly):
-                    code = main(["train", *words])
+                    code = main(["train", *flags])
                 return f"exit code {code}" if code else ""
-            done = train_on_ranks(ranks, [("row", words)])
+            done = train_on_ranks(ranks, [("row", flags)])
         except SystemExit as stopped:
             return f"exit code {stopped.code}"
         except Exception as error:  # noqa: BLE001 - whatever ends a row is its finding
@@ -219,12 +227,12 @@ class Runs:
 
     def _find_difference(self, row: dict[str, str], name: str, reference: str) -> str:
         first, later = choose_tolerances(row)
-        for key, tolerance_index in (("loss", 0), ("grad_norm", 1), ("validation_loss", 0)):
+        for key, kind in (("loss", "loss"), ("grad_norm", "grad_norm"), ("validation_loss", "loss")):
             ours, theirs = (self._read_numbers(run, key) for run in (name, reference))
             limits = [later if key == "validation_loss" or step else first for step in range(len(theirs))]
             pairs = zip(ours, theirs, limits, strict=False)
             if len(ours) != len(theirs) or any(
-                abs(a - b) > tolerances[tolerance_index] * abs(b) for a, b, tolerances in pairs
+                abs(a - b) > getattr(tolerance, kind) * abs(b) for a, b, tolerance in pairs
             ):
                 return f"{key} {ours[:6]}, expected {theirs[:6]}"
         return ""
@@ -238,10 +246,10 @@ class Runs:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the choice of rows")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of the random choice of rows")
     parser.add_argument("--first", type=int, default=0, help="the row to begin with")
-    parser.add_argument("--rows", type=int, help="how many; all that follow if not given")
-    parser.add_argument("--only", default="", help="option=value,...: rows that have these")
+    parser.add_argument("--rows", type=int, help="the number of rows; by default all from --first on")
+    parser.add_argument("--only", default="", help="run only rows with these values: option=value,...")
     return parser.parse_args()
 
 

@@ -35,6 +35,7 @@ import torch
 
 import quaver.lab.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.lab.cli import main
+from quaver.lab.cli.errors import EXIT_NOT_WRITTEN
 from quaver.lab.huggingface.weights import make_meta_state
 from quaver.lab.runs.checkpoint import Checkpointer
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder
@@ -67,8 +68,6 @@ PHASES = (
 )
 """The steps of a save in their order; a process is killed when it calls one of them."""
 
-EXIT_NOT_WRITTEN = 4
-
 
 class Runs:
     """Starts runs on one text in a folder, and checks their files."""
@@ -80,13 +79,13 @@ class Runs:
     def get_path(self, name: str) -> Path:
         return self.folder / "runs" / name
 
-    def make_words(self, name: str, *more: str) -> list[str]:
+    def make_argv(self, name: str, *more: str) -> list[str]:
         return [*RUN_FLAGS, f"--data={self.folder / 'text.txt'}", f"--job.dump_folder={self.folder / 'runs'}"] + [
             f"--job.name={name}",
             *more,
         ]
 
-    def start(self, words: list[str], prepare: Callable[[], object] = lambda: None) -> int:
+    def start(self, argv: list[str], prepare: Callable[[], object] = lambda: None) -> int:
         """Fork `quaver train` after `prepare`, with its output in a file; return the process id."""
         child = os.fork()
         if child:
@@ -96,15 +95,15 @@ class Runs:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 os.dup2(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             prepare()
-            code = main(["train", *words])
+            code = main(["train", *argv])
         except SystemExit as stopped:
             code = int(stopped.code or 0)
         finally:
             os._exit(code)
 
-    def run(self, words: list[str], prepare: Callable[[], object] = lambda: None) -> int:
+    def run(self, argv: list[str], prepare: Callable[[], object] = lambda: None) -> int:
         """Run to the end and return the exit code, negative for a signal."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.start(words, prepare), 0)[1])
+        return os.waitstatus_to_exitcode(os.waitpid(self.start(argv, prepare), 0)[1])
 
     @property
     def errors(self) -> list[str]:
@@ -125,8 +124,8 @@ class Runs:
     def check_same(self, name: str, newest: int) -> None:
         """Resume `name`, and require numbers bit-identical to those of a run that was never interrupted."""
         last = f"--training.steps={newest + 3}"
-        require(self.run(self.make_words(name, last)) == 0, f"the last resume failed: {self.errors}")
-        require(self.run(self.make_words("whole", last)) == 0, f"the whole run failed: {self.errors}")
+        require(self.run(self.make_argv(name, last)) == 0, f"the last resume failed: {self.errors}")
+        require(self.run(self.make_argv("whole", last)) == 0, f"the whole run failed: {self.errors}")
         require(
             self.read_numbers(name) == self.read_numbers("whole"),
             "a resumed run has other losses than an uninterrupted one",
@@ -157,10 +156,10 @@ def require(holds: bool, what: str) -> None:
         raise SystemExit(f"benchmarks.reliability: {what}")
 
 
-def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> None:
+def kill_in_phases(runs: Runs, tries: int, rng: random.Random) -> None:
     newest = 0
     for number in range(tries):
-        phase, calls = PHASES[number % len(PHASES)], chance.randint(1, 3)
+        phase, calls = PHASES[number % len(PHASES)], rng.randint(1, 3)
 
         original = pkgutil.resolve_name(phase)
 
@@ -174,17 +173,17 @@ def kill_in_phases(runs: Runs, tries: int, chance: random.Random) -> None:
 
             mock.patch(phase, die).start()
 
-        code = runs.run(runs.make_words("phases", "--training.steps=1000000"), kill_in_phase)
+        code = runs.run(runs.make_argv("phases", "--training.steps=1000000"), kill_in_phase)
         require(code == -signal.SIGKILL, f"a run to be killed in {phase} ended with {code}: {runs.errors}")
         newest = runs.check_checkpoints("phases", newest)
     runs.check_same("phases", newest)
 
 
-def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> None:
+def kill_at_random(runs: Runs, tries: int, rng: random.Random) -> None:
     newest = 0
     for _ in range(tries):
-        child = runs.start(runs.make_words("random", "--training.steps=1000000"))
-        time.sleep(chance.uniform(0.1, 2.0))
+        child = runs.start(runs.make_argv("random", "--training.steps=1000000"))
+        time.sleep(rng.uniform(0.1, 2.0))
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         require(code == -signal.SIGKILL, f"a run to be killed ended with {code}: {runs.errors}")
@@ -192,12 +191,12 @@ def kill_at_random(runs: Runs, tries: int, chance: random.Random) -> None:
     runs.check_same("random", newest)
 
 
-def send_signals(runs: Runs, tries: int, chance: random.Random) -> None:
+def send_signals(runs: Runs, tries: int, rng: random.Random) -> None:
     newest = 0
     for number in range(tries):
         not_by_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
         written_bytes = runs.count_metrics_bytes("signals")
-        child = runs.start(runs.make_words("signals", "--training.steps=1000000"), not_by_nohup)
+        child = runs.start(runs.make_argv("signals", "--training.steps=1000000"), not_by_nohup)
         runs.wait_for_step("signals", written_bytes, child)
         os.kill(child, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3])
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -206,8 +205,8 @@ def send_signals(runs: Runs, tries: int, chance: random.Random) -> None:
     runs.check_same("signals", newest)
 
 
-def fill_disks(runs: Runs, tries: int, chance: random.Random) -> None:
-    require(runs.run(runs.make_words("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
+def fill_disks(runs: Runs, tries: int, rng: random.Random) -> None:
+    require(runs.run(runs.make_argv("full", "--training.steps=4")) == 0, f"the first run failed: {runs.errors}")
     largest = max(path.stat().st_size for path in (runs.get_path("full") / "checkpoint").rglob("*"))
     newest = 4
     for number in range(tries):
@@ -217,71 +216,69 @@ def fill_disks(runs: Runs, tries: int, chance: random.Random) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        code = runs.run(runs.make_words("full", f"--training.steps={newest + 2}"), limit_file_size)
+        code = runs.run(runs.make_argv("full", f"--training.steps={newest + 2}"), limit_file_size)
         require(code in (2, EXIT_NOT_WRITTEN), f"with files of at most {limit} bytes the exit code is {code}")
         newest = runs.check_checkpoints("full", newest)
     runs.check_same("full", newest)
 
 
-def damage_checkpoints(runs: Runs, tries: int, chance: random.Random) -> None:
-    require(runs.run(runs.make_words("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+def damage_checkpoints(runs: Runs, tries: int, rng: random.Random) -> None:
+    require(runs.run(runs.make_argv("damage", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     checkpoint = runs.get_path("damage") / "checkpoint" / "step-00000002"
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
     for number in range(tries):
         path = files[number % len(files)]
         content = path.read_bytes()
-        path.write_bytes(_damage_bytes(content, number // len(files) % 3, chance))
-        code = runs.run(runs.make_words("damage", "--training.steps=3"))
+        path.write_bytes(_damage_bytes(content, number // len(files) % 3, rng))
+        code = runs.run(runs.make_argv("damage", "--training.steps=3"))
         require(code == 2, f"a run with a damaged {path.name} has exit code {code}")
         require(len(runs.errors) == 1 and str(path) in runs.errors[0], f"no line names {path}: {runs.errors}")
         path.write_bytes(content)
-    require(
-        runs.run(runs.make_words("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}"
-    )
+    require(runs.run(runs.make_argv("damage", "--training.steps=3")) == 0, f"the whole checkpoint fails: {runs.errors}")
 
 
-def _damage_bytes(content: bytes, kind: int, chance: random.Random) -> bytes:
-    place = chance.randrange(len(content))
+def _damage_bytes(content: bytes, kind: int, rng: random.Random) -> bytes:
+    place = rng.randrange(len(content))
     if kind == 0:
-        return content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :]
-    return content[:place] if kind == 1 else chance.randbytes(len(content))
+        return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+    return content[:place] if kind == 1 else rng.randbytes(len(content))
 
 
-def give_bad_inputs(runs: Runs, tries: int, chance: random.Random) -> None:
+def give_bad_inputs(runs: Runs, tries: int, rng: random.Random) -> None:
     """Alternate between bad settings on the command line, bad settings in TOML, and damaged files of a run."""
-    require(runs.run(runs.make_words("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
+    require(runs.run(runs.make_argv("inputs", "--training.steps=2")) == 0, f"the first run failed: {runs.errors}")
     settings = [
         name for name in _iter_strict_settings() if not any(word.startswith(f"--{name}=") for word in RUN_FLAGS)
     ]
     bad_values = ("", "x", "1 2", "[[", "0x", "--", "1e", "{}", "none at all", "\u2460")
     toml = runs.folder / "bad.toml"
     for number in range(tries):
-        name, value = chance.choice(settings), chance.choice(bad_values)
+        name, value = rng.choice(settings), rng.choice(bad_values)
         section, _, field = name.partition(".")
         folder = runs.get_path("inputs")
         metrics, config = folder / "metrics.jsonl", folder / "config.toml"
-        path, content, words, named = toml, b"", runs.make_words("new", str(toml)), name
+        path, content, argv, named = toml, b"", runs.make_argv("new", str(toml)), name
         match number % 6:
             case 0:
-                words = runs.make_words("new", f"--{name}={value}")
+                argv = runs.make_argv("new", f"--{name}={value}")
             case 1:
-                words, named = runs.make_words("new", f"--{section}.{field[:-1]}=1"), f"{section}.{field[:-1]}"
+                argv, named = runs.make_argv("new", f"--{section}.{field[:-1]}=1"), f"{section}.{field[:-1]}"
             case 2:
                 content = f"[{section}]\n{field} = {value!r}\n".encode()
             case 3:
-                content, named = _insert_bytes(b"[training]\nsteps = 2\n", b"\xff", chance), str(toml)
+                content, named = _insert_bytes(b"[training]\nsteps = 2\n", b"\xff", rng), str(toml)
             case 4:
-                path, content, named = config, _insert_bytes(config.read_bytes(), b"\xff", chance), str(config)
-                words = ["--resume", str(folder), "--training.steps=3"]
+                path, content, named = config, _insert_bytes(config.read_bytes(), b"\xff", rng), str(config)
+                argv = ["--resume", str(folder), "--training.steps=3"]
             case 5:
                 lines = metrics.read_bytes().splitlines(keepends=True)
-                lines.insert(chance.randrange(len(lines)), chance.randbytes(8).replace(b"\n", b"?") + b"\n")
+                lines.insert(rng.randrange(len(lines)), rng.randbytes(8).replace(b"\n", b"?") + b"\n")
                 path, content, named = metrics, b"".join(lines), str(metrics)
-                words = ["--resume", str(folder), "--training.steps=3"]
+                argv = ["--resume", str(folder), "--training.steps=3"]
         before = _read_content(path)
         path.write_bytes(content)
-        code = runs.run(words)
-        require(code == 2, f"the exit code of {words[-1]} with {content[-80:]!r} is {code}: {runs.errors}")
+        code = runs.run(argv)
+        require(code == 2, f"the exit code of {argv[-1]} with {content[-80:]!r} is {code}: {runs.errors}")
         require(len(runs.errors) == 1 and named in runs.errors[0], f"no line names {named}: {runs.errors}")
         path.write_bytes(before)
     require(not runs.get_path("new").exists(), "a refused run left a folder")
@@ -298,8 +295,8 @@ def _iter_strict_settings() -> Iterator[str]:
                 yield f"{section.name}.{field.name}"
 
 
-def _insert_bytes(content: bytes, more: bytes, chance: random.Random) -> bytes:
-    place = chance.randrange(len(content))
+def _insert_bytes(content: bytes, more: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(content))
     return content[:place] + more + content[place:]
 
 
@@ -309,10 +306,8 @@ def run_soak(minutes: float) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder))
-        words = runs.make_words(
-            "soak", "--training.steps=100000000", "--checkpoint.interval=20", "--validation.freq=50"
-        )
-        child, began = runs.start(words), time.monotonic()
+        argv = runs.make_argv("soak", "--training.steps=100000000", "--checkpoint.interval=20", "--validation.freq=50")
+        child, began = runs.start(argv), time.monotonic()
         for title, share in (("begin", 0.1), ("middle", 0.5), ("end", 1.0)):
             while time.monotonic() < began + 60 * minutes * share:
                 time.sleep(1)
@@ -329,18 +324,18 @@ def run_soak(minutes: float) -> Iterator[str]:
         require(code == 130, f"the run ends with exit code {code}: {runs.errors}")
 
 
-def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
+def run_two_ranks(runs: Runs, tries: int, rng: random.Random) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
     for number in range(tries):
-        command = [*launcher, "-m", "quaver", "train", *runs.make_words("ranks", "--training.steps=1000000")]
+        command = [*launcher, "-m", "quaver", "train", *runs.make_argv("ranks", "--training.steps=1000000")]
         written_bytes = runs.count_metrics_bytes("ranks")
         with (runs.folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         runs.wait_for_step("ranks", written_bytes, process.pid)
-        time.sleep(chance.uniform(0, 1))
+        time.sleep(rng.uniform(0, 1))
         ranks = [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        killed = ([ranks[chance.randrange(2)]], [process.pid], [process.pid, *ranks])[number % 3]
+        killed = ([ranks[rng.randrange(2)]], [process.pid], [process.pid, *ranks])[number % 3]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -350,7 +345,7 @@ def run_two_ranks(runs: Runs, tries: int, chance: random.Random) -> None:
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
     for name in ("ranks", "whole"):
-        command = [*launcher, "-m", "quaver", "train", *runs.make_words(name, f"--training.steps={newest + 3}")]
+        command = [*launcher, "-m", "quaver", "train", *runs.make_argv(name, f"--training.steps={newest + 3}")]
         require(subprocess.run(command, capture_output=True).returncode == 0, f"the last run of {name} failed")
     require(
         runs.read_numbers("ranks") == runs.read_numbers("whole"),
@@ -457,8 +452,8 @@ def make_row(part: Part) -> str:
     return f"| {part.statement} | {part.tries} / {part.tries} |"
 
 
-def run_parts(words: list[str] | None = None) -> None:
-    """Run the parts that the command line, or `words`, names, and print their lines."""
+def run_parts(argv: list[str] | None = None) -> None:
+    """Run the parts that the command line, or `argv`, names, and print their lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--part", choices=[*PARTS, "soak", "cost"], action="append", help="default: all but the last two"
@@ -466,7 +461,7 @@ def run_parts(words: list[str] | None = None) -> None:
     parser.add_argument("--tries", type=int, help="of each part, in place of its own number")
     parser.add_argument("--seed", type=int, default=1, help="of what each try does")
     parser.add_argument("--minutes", type=float, default=15, help="of --part soak")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     if options.part not in (None, ["soak"], ["cost"]) and not PARTS.keys() >= set(options.part):
         parser.error("soak and cost run alone, without another --part")
     torch.set_num_threads(1)

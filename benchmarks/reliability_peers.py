@@ -73,7 +73,7 @@ class Module(lightning.LightningModule):
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The newest checkpoint, by the step in its name."""
+    """Return the newest checkpoint, by the step in its name."""
     return max(folder.glob("*step*"), key=lambda path: int(path.stem.rpartition("=")[2]), default=None)
 
 
@@ -231,14 +231,14 @@ def fill_disk(peer: Peer) -> str:
 
 
 def flip_bits(peer: Peer) -> str:
-    chance, noticed, same = random.Random(1), 0, 0
+    rng, noticed, same = random.Random(1), 0, 0
     for number in range(FLIPPED_CHECKPOINTS):
         run = f"flipped{number}"
         peer.run(run, 2)
         files = peer.list_files(run)
         path = files[number % len(files)]
         content = bytearray(path.read_bytes())
-        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
         outcome = peer.resume(run)
         noticed += outcome.startswith("error")

@@ -40,14 +40,14 @@ PARTS: dict[str, Callable[[PartContext], Iterator[Row]]] = {
 EXIT_INTERRUPTED = 130
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run a part. Returns 0, 1 if a row failed, 2 without a GPU, `EXIT_WRONG_GRADIENTS`, or `EXIT_INTERRUPTED`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_parts", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the part")
     parser.add_argument("--dry", action="store_true", help="small sizes on a CPU; times mean nothing")
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     if not options.dry and not torch.cuda.is_available():
         print("benchmarks.gpu_parts needs a GPU, or --dry", file=sys.stderr)
         return 2

@@ -101,7 +101,7 @@ class PartContext:
             torch.cuda._sleep(int(min(1.5 * host_s, 0.02) * CYCLES_PER_S))
 
     def time_back_to_back(self, function: Call, seconds: float = 1.0) -> float:
-        """Seconds of one call, of as many in a row as fill `seconds`: with the clock of a card that is busy."""
+        """Return the seconds of one of the calls that fill `seconds` in a row, at the clock of a busy card."""
         calls = 1 if self.dry else max(1, round(seconds / self._sample(function)))
         return self._sample(lambda: [function() for _ in range(calls)]) / calls
 
@@ -118,9 +118,9 @@ class PartContext:
         return start.elapsed_time(end) / 1e3
 
     def read_state(self) -> Row:
-        """The card's clocks (MHz), power (W), temperature (degrees Celsius) and reasons of throttling, as it reports.
+        """Return the clocks (MHz), power (W), temperature (degrees Celsius) and throttling that the card reports.
 
-        Empty on a CPU; has an "error" if nvidia-smi fails.
+        It is empty on a CPU, and has an "error" if nvidia-smi fails.
         """
         if self.dry:
             return {}

@@ -79,8 +79,8 @@ def make_batches(size: int, length: int, seed: int) -> Callable[[int], Tensor]:
     data = read_text()
 
     def batch(number: int) -> Tensor:
-        chance = torch.Generator().manual_seed(1000 * seed + number)
-        starts = torch.randint(len(data) - length, (size,), generator=chance)
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        starts = torch.randint(len(data) - length, (size,), generator=generator)
         return torch.stack([data[start : start + length] for start in starts.tolist()]).long()
 
     return batch

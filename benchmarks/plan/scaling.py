@@ -190,7 +190,7 @@ SCALING_LABELS = {"weak": "8,192 tokens of each GPU", "fixed batch": "a fixed gl
 
 
 def find_best(curves: Curves, config: str, precision: str, scaling: str, gpus: int) -> tuple[float, str] | None:
-    """The most tokens/s and their layout; None where nothing fits."""
+    """Return the most tokens/s and their layout; None where nothing fits."""
     found = [
         (curve["tokens_per_s"][str(gpus)], curve["layout"])
         for curve in _select_curves(curves, config, precision, scaling)

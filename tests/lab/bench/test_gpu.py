@@ -36,9 +36,9 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     message = "make gpu: unknown part 'matmul'; choose from quiet, tests, second, doctor"
     assert capsys.readouterr().err.startswith(message)
     ran = []
-    monkeypatch.setattr(gpu, "run", lambda words, limit_s, log: ran.append(words) or "exit code 1")
+    monkeypatch.setattr(gpu, "run", lambda argv, limit_s, log: ran.append(argv) or "exit code 1")
     assert gpu.main(["tests", "kernels", "rates"]) == 1
-    assert [words[2] for words in ran] == ["rates", "kernels", "-q"]  # in the order of the plan, tests last
+    assert [argv[2] for argv in ran] == ["rates", "kernels", "-q"]  # in the order of the plan, tests last
     assert "FAILED: rates (exit code 1), kernels (exit code 1), tests (exit code 1)" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == {"rates", "kernels", "tests"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.log"]
@@ -53,7 +53,7 @@ def test_every_group_but_the_second_fits_in_ten_minutes_with_a_minute_to_spare(t
         assert sum(part.seconds for part in group) <= 9 * 60
     names = [part.name for group in groups.values() for part in group]
     assert len(set(names)) == len(names)
-    own = {part.words[2] for group in groups.values() for part in group if part.words[1] == "benchmarks.gpu_parts"}
+    own = {part.argv[2] for group in groups.values() for part in group if part.argv[1] == "benchmarks.gpu_parts"}
     assert own == set(gpu_parts.PARTS)
     dry = gpu.make_parts(tmp_path, dry=True)
     assert {part.name for group in dry.values() for part in group} == own
@@ -64,31 +64,31 @@ EVERY_PART = [part for group in gpu.make_parts(gpu.ROOT).values() for part in gr
 
 @pytest.mark.parametrize("part", EVERY_PART, ids=lambda part: part.name)
 def test_every_command_is_understood(part):
-    spec = importlib.util.find_spec(part.words[1])
+    spec = importlib.util.find_spec(part.argv[1])
     assert spec
     assert spec.submodule_search_locations is None or importlib.util.find_spec(f"{spec.name}.__main__")
     if spec.name != "quaver":
         return
-    verb, *words = part.words[2:]
+    verb, *argv = part.argv[2:]
     if verb == "doctor":
-        assert words == ["--json"]
+        assert argv == ["--json"]
         return
     if verb == "bench":
-        kind = words.pop(0)
+        kind = argv.pop(0)
         benchmark = getattr(importlib.import_module(f"quaver.lab.bench.{kind}"), f"{kind.capitalize()}Benchmark")
-        values, words = split_flags(benchmark, words)
+        values, argv = split_flags(benchmark, argv)
         assert benchmark(**values).device == "cuda"
-    if words:
-        config_path, flags = parse_arguments(words)
+    if argv:
+        config_path, flags = parse_arguments(argv)
         assert load_config(gpu.ROOT / config_path, flags).model.dim == 2048
 
 
 def test_wrong_gradients_stop_the_timings_and_nothing_else(tmp_path, monkeypatch):
     ran = []
 
-    def run(words, limit_s, log):
-        ran.append(words[2])  # of doctor, too: python -m quaver doctor
-        return {"gradients": "exit code 3", "kernels": "exit code 3"}.get(words[2], "")
+    def run(argv, limit_s, log):
+        ran.append(argv[2])  # of doctor, too: python -m quaver doctor
+        return {"gradients": "exit code 3", "kernels": "exit code 3"}.get(argv[2], "")
 
     monkeypatch.setattr(gpu, "run", run)
     groups = gpu.make_parts(tmp_path)
