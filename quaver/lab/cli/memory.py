@@ -51,15 +51,16 @@ class MemoryOptions(Settings):
         None, "Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."
     )
     vs: str | None = setting(
-        None, 'Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word.'
+        None,
+        'Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", quoted as one argument.',
     )
     advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
     time_on: str | None = setting(None, "GPU whose step time --advise and --fit simulate, such as h100 or b200.")
     quick: bool = setting(
         False,
-        f"Estimate the peak in closed form, within {ESTIMATE_ERROR:.0%}, instead of predicting it; --advise and --fit "
-        "do so too.",
+        f"Estimate the peak in closed form, typically within {ESTIMATE_ERROR:.0%}, instead of predicting it; --advise "
+        "and --fit do so too.",
     )
     measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
     traffic: bool = setting(
@@ -159,7 +160,9 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
                 set_activity=set_activity,
             )
     place = "" if options.ranks == 1 else f" of one of {options.ranks:,} ranks"
-    print_views([f"about {format_bytes(estimate)} at the peak{place}, estimated within {ESTIMATE_ERROR:.0%}"])
+    print_views(
+        [f"about {format_bytes(estimate)} at the peak{place}, estimated, typically within {ESTIMATE_ERROR:.0%}"]
+    )
     if advice is not None:
         print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
             step_sequences=options.count_step_sequences(config),
             less_precise_storage=options.less_precise_storage,
         )
-        layouts.drop_unmultiplied(spec)
+        layouts.drop_configured_if_unsupported(spec)
         if options.write is not None:
             check_run_files(config, options.gpus, options.gpus_per_node, Path(options.write))
         with show_progress("planning") as set_activity:

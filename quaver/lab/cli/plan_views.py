@@ -63,8 +63,8 @@ def iter_views(
     if options.explain is not None:
         yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
-        f"memory is estimated within {ESTIMATE_ERROR:.0%}: a layout near the limit may not fit. To check a row, write "
-        f"it with --write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
+        f"memory is estimated, typically within {ESTIMATE_ERROR:.0%}: a layout near the limit may not fit. "
+        f"To check a row, write it with --write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
     )
     share = describe_sustained_share(cluster.spec)
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"

@@ -113,7 +113,7 @@ def advise(
         device: the kind of device whose memory is predicted, "cuda" or "cpu".
         time_on: the name of a GPU, such as "H100", for which times are simulated. The default is this machine's GPU. If
             that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are simulated.
-        quick: estimate peaks on a GPU in closed form, within ESTIMATE_ERROR, instead of predicting them.
+        quick: estimate peaks on a GPU in closed form, typically within ESTIMATE_ERROR, instead of predicting them.
         set_activity: called with the name of each setting before its prediction.
     Raises:
         InputError: an unknown GPU, or an error of the run itself.

@@ -110,18 +110,15 @@ class Layouts:
             return
         self.candidates.append(Candidate(resolved, dims, is_configured))
 
-    def drop_unmultiplied(self, spec: DeviceSpec) -> None:
+    def drop_configured_if_unsupported(self, spec: DeviceSpec) -> None:
         """Drop the configured run if the GPU does not multiply float8 with the scales of its recipe."""
-        for candidate in self.candidates[:1]:
-            recipe = candidate.config.float8.recipe
-            if (
-                candidate.is_configured
-                and candidate.precision_label != BFLOAT16
-                and find_unsupported_scales(spec, recipe)
-            ):
-                message = f"float8.recipe_name {recipe}: {spec.name} does not multiply float8 with such scales"
-                self.count_refusal(InputError(message), is_configured=True)
-                self.candidates.remove(candidate)
+        if not self.candidates or not self.candidates[0].is_configured:
+            return
+        float8 = self.candidates[0].config.float8
+        if float8.enable_float8_linear and find_unsupported_scales(spec, float8.recipe):
+            message = f"float8.recipe_name {float8.recipe}: {spec.name} does not multiply float8 with such scales"
+            self.count_refusal(InputError(message), is_configured=True)
+            del self.candidates[0]
 
     def count_refusal(self, error: InputError, *, is_configured: bool = False) -> None:
         """Count a run that the trainer refuses."""
@@ -165,8 +162,16 @@ def list_layouts(
             _list_reductions(dims, local_batch, step_sequences),
         ):
             try:
-                changed = _configure(config, dims, local_batch, checkpoint, precision, gathering, step_sequences)
-                changed = replace(changed, training=replace(changed.training, reduce=reduce))
+                changed = _configure(
+                    config,
+                    dims,
+                    precision=precision,
+                    local_batch=local_batch,
+                    step_sequences=step_sequences,
+                    checkpoint=checkpoint,
+                    gathering=gathering,
+                    reduce=reduce,
+                )
             except InputError as error:
                 layouts.count_refusal(error)
                 continue
@@ -249,11 +254,13 @@ def _list_reductions(dims: ParallelDims, local_batch: int, step_sequences: int |
 def _configure(
     config: TrainConfig,
     dims: ParallelDims,
-    local_batch: int,
-    checkpoint: ActivationCheckpoint,
+    *,
     precision: str,
-    gathering: _Gathering,
+    local_batch: int,
     step_sequences: int | None,
+    checkpoint: ActivationCheckpoint,
+    gathering: _Gathering,
+    reduce: str,
 ) -> TrainConfig:
     changed = with_precision(config, precision, float8_all_gather=gathering.float8_all_gather)
     return replace(
@@ -265,6 +272,7 @@ def _configure(
             config.training,
             local_batch_size=local_batch,
             global_batch_size=-1 if step_sequences is None else step_sequences,
+            reduce=reduce,
         ),
         activation_checkpoint=replace(checkpoint, store_in_float8=config.activation_checkpoint.store_in_float8),
     )

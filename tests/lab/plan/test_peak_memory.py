@@ -197,14 +197,14 @@ DRAWN = [
 ]
 
 
-def draw_config(random: Random) -> tuple[TrainConfig, int]:
+def draw_config(rng: Random) -> tuple[TrainConfig, int]:
     """Return a config that the trainer accepts, with its ranks."""
     while True:
-        ranks, layers, vocab_size = random.choice([1, 2, 8, 64]), random.choice([2, 4, 6]), random.choice([2048, 32000])
-        training = {"seq_len": random.choice([64, 512, 2048]), "local_batch_size": random.choice([1, 2, 4])}
+        ranks, layers, vocab_size = rng.choice([1, 2, 8, 64]), rng.choice([2, 4, 6]), rng.choice([2048, 32000])
+        training = {"seq_len": rng.choice([64, 512, 2048]), "local_batch_size": rng.choice([1, 2, 4])}
         try:
             config = with_settings(WIDE, model={"n_layers": layers, "vocab_size": vocab_size}, training=training)
-            for sections in random.sample(DRAWN, random.choice([0, 1, 2, 3])):
+            for sections in rng.sample(DRAWN, rng.choice([0, 1, 2, 3])):
                 config = with_settings(config, **sections)
             resolve_parallel_dims(config, rank=0, world_size=ranks)
         except InputError:
