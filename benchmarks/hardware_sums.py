@@ -1,6 +1,6 @@
 """The precision of the sums in a GPU's float8 matmuls, by operands and K, without a GPU: a table of docs/numerics.md.
 
-    python -m benchmarks.hardware_sums [--hardware h100] [--update-docs]
+    python -m benchmarks.hardware_sums [--sums-of h100] [--update-docs]
 
 Casts two float32 matrices [64, K] tensorwise to e4m3. The SQNR of the sums is against exact sums of the same codes,
 with and without fast accumulation; the SQNR of the casts is beside it. K is not split, as for results of a linear's
@@ -36,7 +36,7 @@ OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]
 }
 
 
-def measure_sums(operands: str, k: int, hardware: str) -> MatmulSqnrs:
+def measure_sums(operands: str, k: int, gpu: str) -> MatmulSqnrs:
     """Return the SQNR of the sums and the casts of `operands`."""
     torch.manual_seed(0)
     rows = []
@@ -45,16 +45,16 @@ def measure_sums(operands: str, k: int, hardware: str) -> MatmulSqnrs:
         codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
         rows.append(SampledRows(hp, Operand(codes, dequant_scale)))
     left, right = rows
-    sums = MatmulSqnrs.from_values(observe_sums(left, right, get_accumulation(hardware)).tolist())
+    sums = MatmulSqnrs.from_values(observe_sums(left, right, get_accumulation(gpu)).tolist())
     assert sums is not None
     return sums
 
 
-def make_table(hardware: str) -> str:
+def make_table(gpu: str) -> str:
     """Return the table in Markdown."""
     rows = []
     for operands in OPERANDS:
-        by_size = [measure_sums(operands, k, hardware) for k in SIZES]
+        by_size = [measure_sums(operands, k, gpu) for k in SIZES]
         decibels = zip(*([sums.fast, sums.exact, sums.casts] for sums in by_size), strict=True)
         rows.append([operands, *(" / ".join(f"{value:.1f}" for value in of_sizes) for of_sizes in decibels)])
     sizes = " / ".join(map(str, SIZES))
@@ -63,10 +63,10 @@ def make_table(hardware: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
+    parser.add_argument("--sums-of", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
     options = parser.parse_args()
-    show_tables({"sums": make_table(options.hardware)}, PAGE, update=options.update_docs)
+    show_tables({"sums": make_table(options.sums_of)}, PAGE, update=options.update_docs)
 
 
 if __name__ == "__main__":

@@ -50,16 +50,16 @@ _CHUNK_PRODUCTS = 1 << 21
 """Products in memory at a time."""
 
 
-def get_accumulation(hardware: str) -> Accumulation:
+def get_accumulation(gpu: str) -> Accumulation:
     """Return how a GPU accumulates, by its name, such as "h100".
 
     Raises:
         ValueError: the GPU's accumulation is unknown.
     """
-    accumulation = ACCUMULATION_BY_GPU.get(hardware.lower()) if isinstance(hardware, str) else None
+    accumulation = ACCUMULATION_BY_GPU.get(gpu.lower()) if isinstance(gpu, str) else None
     if accumulation is None:
         raise ValueError(
-            f"hardware: expected a GPU whose sums are known ({', '.join(ACCUMULATION_BY_GPU)}), got {hardware!r}"
+            f"sums_of: expected a GPU whose sums are known ({', '.join(ACCUMULATION_BY_GPU)}), got {gpu!r}"
         )
     return accumulation
 

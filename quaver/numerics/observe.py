@@ -294,12 +294,12 @@ def _observe_result(
     if name != "grad_weight":
         result = result[: bounds[-1][2] if bounds else 0]  # later rows belong to no group
     pairs = [compare(*bound) for bound in bounds if _is_compared(bound[0], num_groups)]
-    if sampling.hardware is not None:
+    if sampling.accumulation is not None:
         for group, _, _ in bounds:
             left, right = (sampling.rows.get(((number, group), *operand)) for operand in MATMULS[name])
             if left is not None and right is not None:
                 site = number, f"{name}.result"
-                extras = compute_result_extras(left, right, sampling.hardware)
+                extras = compute_result_extras(left, right, sampling.accumulation)
                 sampling.extras[site] = extras + sampling.extras.get(site, 0)
     merge_tallies(tally, observe_result(result, [pair for pair in pairs if pair is not None]))
 

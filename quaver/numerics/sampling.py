@@ -27,14 +27,14 @@ class SampledInput(NamedTuple):
 class Sampling:
     """The state of one monitor that its operations read and write. Numbers of weights are unique in the process."""
 
-    hardware: Accumulation | None = None
-    """The GPU whose sums the monitor computes."""
+    accumulation: Accumulation | None = None
+    """How the GPU accumulates whose sums the monitor computes."""
     is_on: bool = False
     """Whether this step is sampled."""
     with_extras: frozenset[int] = frozenset()
     """The numbers of the linears whose casts get extra statistics (extra_statistics.py)."""
     with_sums: frozenset[int] = frozenset()
-    """The numbers of the linears whose sums on `hardware` are computed in this step."""
+    """The numbers of the linears whose sums by `accumulation` are computed in this step."""
     has_run: bool = False
     """Whether a linear with a probe ran on this rank since the last step."""
     has_run_backward: bool = False

@@ -1,7 +1,7 @@
-"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--output recipes.toml] [--hardware h100]`.
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--output recipes.toml] [--sums-of h100]`.
 
 The table has the worst linears first. `--output` writes the chosen recipes as a config, which `LayerRecipes.read` and,
-if it can train the model, `quaver train` read. `--hardware` adds a table of the precision that the GPU's sums lose.
+if it can train the model, `quaver train` read. `--sums-of` adds a table of the precision that the GPU's sums lose.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def survey_and_write(options: DoctorOptions, model: str) -> ModelSurvey:
         surveyed = open_surveyed_model(
             Path(model), data=options.data, sequences=options.sequences, seq_len=options.seq_len
         )
-        survey = survey_model(surveyed, budget_db=options.budget_db, hardware=options.hardware)
+        survey = survey_model(surveyed, budget_db=options.budget_db, sums_of=options.sums_of)
     if options.output is not None:
         _write_recipes(Path(options.output), surveyed, survey)
     return survey
@@ -76,8 +76,8 @@ def iter_views(survey: ModelSurvey, output: str | None) -> Iterator[str | Table]
             f"not surveyed: {format_count(len(survey.not_surveyed), 'layer')} of experts, in {recipe}: "
             f"{', '.join(survey.not_surveyed)}"
         )
-    if survey.hardware is not None:
-        yield from iter_sum_views(survey.sums, survey.hardware)
+    if survey.sums_of is not None:
+        yield from iter_sum_views(survey.sums, survey.sums_of)
     if output is not None:
         yield f"saved {output}"
 

@@ -1,4 +1,4 @@
-"""The table of `quaver doctor --model --hardware`: the precision that a GPU's sums lose in each matmul."""
+"""The table of `quaver doctor --model --sums-of`: the precision that a GPU's sums lose in each matmul."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ MAX_SHOWN_MATMULS, MAX_NAMED_MATMULS = 12, 4
 """The numbers of matmuls in the table and in the sentence below it. --json has all."""
 
 
-def iter_sum_views(sums: list[MatmulSums], hardware: str) -> Iterator[str | Table]:
+def iter_sum_views(sums: list[MatmulSums], gpu: str) -> Iterator[str | Table]:
     """Yield a table of the matmuls that lose most to sums, and what to do about them."""
-    yield f"decibels of the casts, and of the sums of one {hardware.upper()} with and without fast accumulation"
+    yield f"decibels of the casts, and of the sums of one {gpu.upper()} with and without fast accumulation"
     columns = ("matmul\n  its accumulation", "casts", "fast", "exact")
     rows = [
         (
@@ -23,13 +23,13 @@ def iter_sum_views(sums: list[MatmulSums], hardware: str) -> Iterator[str | Tabl
         for matmul in sums[:MAX_SHOWN_MATMULS]
     ]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=columns[1:])
-    yield _describe_verdict(sums, hardware)
+    yield _describe_verdict(sums, gpu)
 
 
-def _describe_verdict(sums: list[MatmulSums], hardware: str) -> str:
+def _describe_verdict(sums: list[MatmulSums], gpu: str) -> str:
     costly = [matmul for matmul in sums if matmul.margin_db < 0]
     if not sums:
-        return f"no matmul of these recipes runs in float8 on {hardware.upper()}"
+        return f"no matmul of these recipes runs in float8 on {gpu.upper()}"
     if not costly:
         return f"in all {len(sums)} float8 matmuls the sums lose less than the casts, or than rounding to bfloat16"
     names = ", ".join(f"{matmul.name} {matmul.matmul}" for matmul in costly[:MAX_NAMED_MATMULS])

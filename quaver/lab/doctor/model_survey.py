@@ -1,7 +1,7 @@
 """Surveys a model for `quaver doctor --model`, and chooses the recipes that meet an SQNR budget.
 
 One batch runs forward and backward in high precision, and each operand of each linear is cast by every recipe. The
-chosen recipes meet the budget with as many float8 FLOPs as possible. With `hardware` the batch runs again, for the
+chosen recipes meet the budget with as many float8 FLOPs as possible. With `sums_of` the batch runs again, for the
 precision that a GPU's sums lose in each matmul.
 """
 
@@ -36,9 +36,9 @@ class ModelSurvey:
     not_surveyed: list[str]
     """The layers of experts."""
     data: str
-    hardware: str | None
+    sums_of: str | None
     sums: list[MatmulSums]
-    """Sorted by the precision lost to the sums of `hardware`; empty without it."""
+    """Sorted by the precision lost to the sums of that GPU; empty without it."""
 
     def get_recipe(self, name: str) -> str:
         """Return the recipe of a linear, or "skipped"."""
@@ -56,7 +56,7 @@ class ModelSurvey:
             }
             for linear in self.linears
         ]
-        sums = {"hardware": self.hardware, "sums": [matmul.to_dict() for matmul in self.sums]}
+        sums = {"sums_of": self.sums_of, "sums": [matmul.to_dict() for matmul in self.sums]}
         return {
             "data": self.data,
             "budget_db": self.budget_db,
@@ -64,16 +64,16 @@ class ModelSurvey:
             "float8_share": self.float8_share,
             "not_surveyed": self.not_surveyed,
             "linears": linears,
-            **(sums if self.hardware else {}),
+            **(sums if self.sums_of else {}),
         }
 
 
-def survey_model(surveyed: SurveyedModel, *, budget_db: float, hardware: str | None = None) -> ModelSurvey:
+def survey_model(surveyed: SurveyedModel, *, budget_db: float, sums_of: str | None = None) -> ModelSurvey:
     """Survey the linears of a model, and choose their recipes.
 
     Args:
         budget_db: the SQNR that each operand of a linear in float8 must reach.
-        hardware: a key of `quaver.numerics.accumulation.ACCUMULATION_BY_GPU`, whose sums are surveyed too.
+        sums_of: a key of `quaver.numerics.accumulation.ACCUMULATION_BY_GPU`, whose sums are surveyed too.
     Raises:
         InputError: no linear runs forward and backward.
     """
@@ -92,16 +92,16 @@ def survey_model(surveyed: SurveyedModel, *, budget_db: float, hardware: str | N
         skipped=[linear.name for linear in linears if surveyed.is_skipped(linear.name)],
         not_surveyed=experts,
         data=surveyed.data,
-        hardware=hardware,
-        sums=[] if hardware is None else _survey_sums(surveyed, recipes, hardware),
+        sums_of=sums_of,
+        sums=[] if sums_of is None else _survey_sums(surveyed, recipes, sums_of),
     )
 
 
-def _survey_sums(surveyed: SurveyedModel, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
+def _survey_sums(surveyed: SurveyedModel, recipes: LayerRecipes, sums_of: str) -> list[MatmulSums]:
     """Survey the sums of the linears under their recipes and the run's settings."""
 
     def make_config(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if surveyed.is_skipped(name) else recipes.get_recipe(name)
         return None if recipe == HIGH_PRECISION else make_linear_config(surveyed.config.float8, recipe)
 
-    return survey_sums(surveyed.model, surveyed.forward_backward, make_config, get_accumulation(hardware))
+    return survey_sums(surveyed.model, surveyed.forward_backward, make_config, get_accumulation(sums_of))
