@@ -65,25 +65,25 @@ class ActiveExperts:
         owners = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         return next((self._active_shares[owner] for owner in owners if owner in self._active_shares), 1.0)
 
-    def count_stack(self, name: str, module: nn.Module, matrices: int) -> float:
+    def count_stack(self, name: str, module: nn.Module, num_matrices: int) -> float:
         """Return how many matrices of a 3-D parameter of `module` multiply a token. `name`: its full name."""
         owner = name.rpartition(".")[0]
         if isinstance(module, nn.Bilinear) or _SHARED_NAME.search(owner):
-            return float(matrices)
+            return float(num_matrices)
         if not _EXPERTS_NAME.search(f"{name} {type(module).__name__}"):
             if not self._has_experts:
-                return float(matrices)
+                return float(num_matrices)
             self.unknown.append(name)
             return 1.0
-        return self._count_active(name, owner, matrices)
+        return self._count_active(name, owner, num_matrices)
 
-    def _count_active(self, name: str, path: str, experts: int) -> float:
+    def _count_active(self, name: str, path: str, num_experts: int) -> float:
         parts = path.split(".") if path else []
         for length in range(len(parts), -1, -1):
             module = self._model.get_submodule(".".join(parts[:length]))
             for source, names in _iter_sources(module):
                 for count in (getattr(source, attribute, None) for attribute in names):
-                    if type(count) is int and 0 < count <= experts:
+                    if type(count) is int and 0 < count <= num_experts:
                         return float(count)
         self.unknown.append(name)
         return 1.0

@@ -399,7 +399,7 @@ def _check_recipe(plan: ExportPlan, format: str) -> None:
 
 
 def store_matrix(
-    weight: Tensor | None, forward_operand: Operand, casts: OperandCasts, parts: int, format: WeightFormat
+    weight: Tensor | None, forward_operand: Operand, casts: OperandCasts, num_parts: int, format: WeightFormat
 ) -> tuple[list[Operand], bool]:
     """Return a matrix as the checkpoint stores it: with the forward's codes if the format holds them, else requantized.
 
@@ -407,19 +407,20 @@ def store_matrix(
         weight: [N, K], as the forward reads it; None if the format holds the codes of the forward.
         forward_operand: the operand of the forward's matmul.
         casts: the casts of the weight.
-        parts: the number of matrices of N / parts rows in the checkpoint.
+        num_parts: the number of matrices of N / num_parts rows in the checkpoint.
         format: the format of the checkpoint.
     Returns:
         The parts, and whether their codes or scales differ from the forward's.
     """
-    converted, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // parts
-    if converted is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
+    converted, rows = format.convert_operand(forward_operand, casts.row), forward_operand.data.shape[0] // num_parts
+    if converted is None or (num_parts > 1 and format.block_size is not None and rows % format.block_size[0]):
         power_of_2 = converted is not None and casts.power_of_2
-        matrices = require(weight, "the high-precision weight").chunk(parts)
+        matrices = require(weight, "the high-precision weight").chunk(num_parts)
         return [format.quantize(matrix, power_of_2=power_of_2) for matrix in matrices], True
     scale = require(converted.dequant_scale, "the dequant_scale")
-    scales = scale.chunk(parts) if scale.dim() else [scale] * parts
-    return [Operand(*part, converted.layout) for part in zip(converted.data.chunk(parts), scales, strict=True)], False
+    scales = scale.chunk(num_parts) if scale.dim() else [scale] * num_parts
+    parts = zip(converted.data.chunk(num_parts), scales, strict=True)
+    return [Operand(*part, converted.layout) for part in parts], False
 
 
 def _quantize_matrix(weight: ModuleWeight, matrix: Tensor, scales: CastScales | None = None) -> Operand:

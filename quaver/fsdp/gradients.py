@@ -83,18 +83,18 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
         )
 
 
-def _check_reduction(elements: int, ranks: int, dtype: torch.dtype, owner: str) -> None:
-    if ranks == 1:
+def _check_reduction(num_elements: int, num_ranks: int, dtype: torch.dtype, owner: str) -> None:
+    if num_ranks == 1:
         return
     if dtype not in HP_DTYPES:
         raise ValueError(
             f"{owner} has gradients in {dtype}; expected {', '.join(map(str, HP_DTYPES))} to reduce in float8: set "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32) of FSDP2, or convert the parameters"
         )
-    if elements < MIN_GRADIENTS:
+    if num_elements < MIN_GRADIENTS:
         raise ValueError(
-            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {MIN_GRADIENTS:,} to "
-            "reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce in high "
+            f"{owner} has {num_elements:,} gradients for each of {num_ranks} ranks; expected at least {MIN_GRADIENTS:,} "
+            "to reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce in high "
             "precision"
         )
 

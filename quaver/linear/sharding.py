@@ -287,9 +287,9 @@ def check_ranks_agree_on_linear(linear: ShardedLinear, group: ProcessGroup) -> N
 
 
 def check_can_be_sharded(
-    linear: ShardedLinear, weight_dim: int, ranks: int, config: Float8LinearConfig | None = None
+    linear: ShardedLinear, weight_dim: int, num_ranks: int, config: Float8LinearConfig | None = None
 ) -> None:
-    """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale.
+    """Raise ValueError if sharding the weight's `weight_dim` over `num_ranks` would split blocks that share a scale.
 
     `config`: instead of the linear's.
     """
@@ -301,12 +301,12 @@ def check_can_be_sharded(
     lengths = [cast.require_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
     block = max([1, *lengths])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
-    rank_features = -(-features // ranks)
-    if ranks > 1 and rank_features % block:
-        fitting_features = ranks * block * -(-rank_features // block)
+    rank_features = -(-features // num_ranks)
+    if num_ranks > 1 and rank_features % block:
+        fitting_features = num_ranks * block * -(-rank_features // block)
         raise ValueError(
             f"tensor parallelism expects parts of whole blocks, a multiple of {block} features on each rank, got "
-            f"{rank_features} ({name}_features {features} on {ranks} ranks); {fitting_features} in all "
+            f"{rank_features} ({name}_features {features} on {num_ranks} ranks); {fitting_features} in all "
             "would fit, and rowwise recipes take any number"
         )
 

@@ -33,11 +33,11 @@ class BlockAmaxes(NamedTuple):
     """float32 [moments, rows, blocks of a whole row]; 0 for blocks without elements on this rank."""
 
     @classmethod
-    def zeros(cls, parameter: Tensor, moments: int) -> BlockAmaxes:
+    def zeros(cls, parameter: Tensor, num_moments: int) -> BlockAmaxes:
         """Make amaxes of zero."""
         grid = make_grid(parameter)
         device = parameter.device if not is_dtensor(parameter) else parameter.to_local().device
-        zeros = torch.zeros(moments, grid.rows, grid.blocks_per_whole_row, dtype=torch.float32, device=device)
+        zeros = torch.zeros(num_moments, grid.rows, grid.blocks_per_whole_row, dtype=torch.float32, device=device)
         return cls(parameter, grid, zeros)
 
     @property
