@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -110,34 +111,62 @@ def save_float8(
     read_tensors = itertools.chain(model.parameters(), (weights or {}).values())
     is_sharded = any(isinstance(tensor, DTensor) for tensor in read_tensors)
     tensors = _plan_on_every_rank(make_tensors, format) if is_sharded else make_tensors()
-
-    def open_target() -> AbstractContextManager[SafetensorsWriter]:
-        """Open the folder or file on the rank that writes, which alone may have the options."""
-        path, weight_format, copied = Path(folder), tensors.plan.format, _parse_files(files)
-        check_is_new(path)  # before the logits are measured
-        _check_types(config, origin, make_hp_model)
-        check_positive_integer("max_shard_bytes", max_shard_bytes)
-        weight_format.check_target(path, tensors.plan.names, config=config, files=copied, make_hp_model=make_hp_model)
-        check_copied_files(copied)
-        record = {"format": format, "recipe": tensors.plan.recipe, **(origin or {})}
-        encode_json("origin", record)  # raises before anything is written, as rank 0 alone may have it
-        if weight_format.is_file:
-            return _create_file(path, model, tensors, record)
-        config_json = _encode_quantized_config(config, model, tensors, dtype)
-        logits = None if make_hp_model is None else _LogitsMeasurement(make_hp_model, measure_tokens, exported=model)
-        return _create_folder(path, model, tensors, record, config_json, max_shard_bytes, copied, logits)
-
-    _write(tensors, open_target, is_sharded=is_sharded)
+    target = _Target(
+        folder=folder,
+        format=format,
+        config=config,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        origin=origin,
+        files=files,
+        make_hp_model=make_hp_model,
+        measure_tokens=measure_tokens,
+    )
+    _write(tensors, functools.partial(target.open, model, tensors), is_sharded=is_sharded)
     return tensors
 
 
-def _check_types(config: object, origin: object, make_hp_model: object) -> None:
-    for name, value, content in (("config", config, "the content of config.json"), ("origin", origin, "a mapping")):
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{name}: expected {content}, got a {type(value).__name__}")
-    if make_hp_model is not None and (isinstance(make_hp_model, nn.Module) or not callable(make_hp_model)):
-        got = type(make_hp_model).__name__
-        raise TypeError(f"make_hp_model: expected a function that returns the model, got a {got}")
+@dataclass(frozen=True)
+class _Target:
+    """The folder or file to write, with the arguments of `save_float8` that only the rank that writes needs."""
+
+    folder: Path | str
+    format: str
+    config: Mapping[str, Any] | None
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    origin: Mapping[str, Any] | None
+    files: Sequence[Path | str]
+    make_hp_model: Callable[[], nn.Module] | None
+    measure_tokens: int
+
+    def open(self, model: nn.Module, tensors: CheckpointTensors) -> AbstractContextManager[SafetensorsWriter]:
+        """Check the arguments, measure the logits of the high-precision model, and return the writer's context."""
+        path, files, plan = Path(self.folder), _parse_files(self.files), tensors.plan
+        self._check(path, files, plan)
+        record = {"format": self.format, "recipe": plan.recipe, **(self.origin or {})}
+        encode_json("origin", record)
+        if plan.format.is_file:
+            return _create_file(path, model, tensors, record)
+        config_json = _encode_quantized_config(self.config, model, tensors, self.dtype)
+        logits = None
+        if self.make_hp_model is not None:
+            logits = _LogitsMeasurement(self.make_hp_model, self.measure_tokens, exported=model)
+        return _create_folder(path, model, tensors, record, config_json, self.max_shard_bytes, files, logits)
+
+    def _check(self, path: Path, files: list[Path], plan: ExportPlan) -> None:
+        check_is_new(path)
+        for name, content in (("config", "the content of config.json"), ("origin", "a mapping")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(f"{name}: expected {content}, got a {type(value).__name__}")
+        make_model = self.make_hp_model
+        if make_model is not None and (isinstance(make_model, nn.Module) or not callable(make_model)):
+            got = type(make_model).__name__
+            raise TypeError(f"make_hp_model: expected a function that returns the model, got a {got}")
+        check_positive_integer("max_shard_bytes", self.max_shard_bytes)
+        plan.format.check_target(path, plan.names, config=self.config, files=files, make_hp_model=make_model)
+        check_copied_files(files)
 
 
 def _parse_files(files: Any) -> list[Path]:
