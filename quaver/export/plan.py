@@ -66,36 +66,16 @@ def get_linear_name(name: str) -> str:
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> ExportPlan:
     """Decide which tensors an export of `model` writes; see `iter_float8_weights` for arguments and errors."""
     format_class = find_format_class(format)
-    weights_of_model = find_float8_weights(model).items()
-    converted = {name: weight for name, weight in weights_of_model if not weight.config.casts.weight.row.is_disabled}
+    converted = {
+        name: weight
+        for name, weight in find_float8_weights(model).items()
+        if not weight.config.casts.weight.row.is_disabled
+    }
     _check_experts(converted)
-    stacks = [name for name, weight in converted.items() if isinstance(weight.module, Float8Experts)]
-    transposed = [
-        name for name, weight in converted.items() if getattr(weight.module, "state_dict_is_transposed", False)
-    ]
-    linears = [get_linear_name(name) for name in converted if name not in (*stacks, *transposed)]
-    high_precision_linears = format_class.list_unsupported(model, linears, stacks)
-    checkpoint_names, report = (
-        make_checkpoint_names(model, has_linears=format_class.has_linears),
-        conversion_report(model),
-    )
-    whole_stacks = [name for name in stacks if name not in checkpoint_names.stacks]
-    left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
-    float8 = {name: weight for name, weight in converted.items() if name not in left_out}
-    if transposed and not float8:
-        raise InputError(
-            f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
-            f"({join_names(list(map(get_linear_name, transposed)))}); save_pretrained writes them in high precision"
-        )
+    checkpoint_names = make_checkpoint_names(model, has_linears=format_class.has_linears)
+    float8, whole_stacks, high_precision_linears = _select_weights(model, converted, format_class, checkpoint_names)
     config, weight_format = _choose_common_format(format, float8)
-    names, tied = _list_names(model)
-    _check_names(model, names, [name for name in tied if name in float8])
-    names_in_weights = {} if weights is None else _match_given_names(names, weights, checkpoint_names, float8)
-    untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
-    missing = [name for name in untied if name not in names_in_weights]
-    if weights is not None and missing:
-        logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(missing))
-    names = names if weights is None else list(names_in_weights)
+    names, tied, names_in_weights = _select_names(model, weights, float8, checkpoint_names)
     ignore = _list_ignored_modules(model, names, tied, float8, checkpoint_names)
     sizes = {name: _compute_matrix_size(name, weight, checkpoint_names) for name, weight in float8.items()}
     weight_format.check_weights(model, sizes, ignore)
@@ -114,8 +94,48 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         ragged=[get_linear_name(name) for name in ragged],
         ragged_inputs=list(dict.fromkeys(itertools.chain(*map(checkpoint_names.list_modules, with_ragged_inputs)))),
         recipe=config.recipe_name.value if config.recipe_name else find_serving_name(config) or str(config),
-        report=report,
+        report=conversion_report(model),
     )
+
+
+def _select_weights(
+    model: nn.Module,
+    converted: Mapping[str, ModuleWeight],
+    format_class: type[WeightFormat],
+    checkpoint_names: CheckpointNames,
+) -> tuple[dict[str, ModuleWeight], list[str], list[str]]:
+    """Return `float8`, `whole_stacks` and `high_precision_linears` of an `ExportPlan`."""
+    stacks = [name for name, weight in converted.items() if isinstance(weight.module, Float8Experts)]
+    transposed = [
+        name for name, weight in converted.items() if getattr(weight.module, "state_dict_is_transposed", False)
+    ]
+    linears = [get_linear_name(name) for name in converted if name not in (*stacks, *transposed)]
+    high_precision_linears = format_class.list_unsupported(model, linears, stacks)
+    whole_stacks = [name for name in stacks if name not in checkpoint_names.stacks]
+    left_out = {*transposed, *whole_stacks, *(f"{name}.weight" for name in high_precision_linears)}
+    float8 = {name: weight for name, weight in converted.items() if name not in left_out}
+    if transposed and not float8:
+        raise InputError(
+            f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
+            f"({join_names(list(map(get_linear_name, transposed)))}); save_pretrained writes them in high precision"
+        )
+    return float8, whole_stacks, high_precision_linears
+
+
+def _select_names(
+    model: nn.Module, weights: Mapping[str, Tensor] | None, float8: Iterable[str], checkpoint_names: CheckpointNames
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """Return the names of the tensors to write, all names of tied parameters, and `names_in_weights` of the plan."""
+    names, tied = _list_names(model)
+    _check_names(model, names, [name for name in tied if name in float8])
+    if weights is None:
+        return names, tied, {}
+    names_in_weights = _match_given_names(names, weights, checkpoint_names, float8)
+    untied = [strip_wrappers(name) for name, _ in model.named_parameters() if strip_wrappers(name) not in tied]
+    missing = [name for name in untied if name not in names_in_weights]
+    if missing:
+        logger.warning("weights: got none for %s of the model, which the export lacks, too", join_names(missing))
+    return list(names_in_weights), tied, names_in_weights
 
 
 def _check_experts(float8: Mapping[str, ModuleWeight]) -> None:
