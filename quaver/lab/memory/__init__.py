@@ -5,14 +5,14 @@ from quaver.lab.memory.reports.compare import Comparison, compare
 from quaver.lab.memory.reports.html import write_html
 from quaver.lab.recorder.draw import draw_timeline
 from quaver.lab.recorder.recorder import CATEGORIES
-from quaver.lab.recorder.storages import TensorBytes
+from quaver.lab.recorder.storages import TensorByteCounter
 from quaver.lab.recorder.timeline import Timeline, record_timeline
 
 __all__ = [
     "CATEGORIES",
     "Comparison",
     "Prediction",
-    "TensorBytes",
+    "TensorByteCounter",
     "Timeline",
     "compare",
     "draw_timeline",

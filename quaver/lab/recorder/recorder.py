@@ -105,7 +105,7 @@ class AllocationState(NamedTuple):
 class Recorder(StorageTracker):
     """The log of one step."""
 
-    def __init__(self, modules: ModuleTracker, open_phases: list[OpenPhase]) -> None:
+    def __init__(self, modules: ModuleTracker, open_float8_phases: list[OpenPhase]) -> None:
         super().__init__()
         self.initial: dict[Allocation, int] = {}
         """The allocations that are older than the recording, with their bytes."""
@@ -114,7 +114,7 @@ class Recorder(StorageTracker):
         self.spans: list[tuple[str, int]] = [("other", 0)]
         """Each phase, with the length of the log at its beginning."""
         self.in_optimizer = False
-        self.modules, self._open_phases = modules, open_phases
+        self.modules, self._open_float8_phases = modules, open_float8_phases
         self._live: dict[int, Allocation] = {}
         self._save_counts: dict[int, int] = {}
         self._operand: Allocation | None = None  # the largest operand of the last operator
@@ -188,8 +188,8 @@ class Recorder(StorageTracker):
             under_policy=caller.under_policy,
         )
         self._live[key] = allocation
-        if self._open_phases:
-            self._attribute_to_phase(allocation, tensor)
+        if self._open_float8_phases:
+            self._attribute_to_float8_phase(allocation, tensor)
         elif operator.startswith(CAST_PREFIX):
             _categorize_weight_cast(allocation, tensor)
         self._log_state(key, size_bytes)
@@ -219,7 +219,7 @@ class Recorder(StorageTracker):
             from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE_RECORDING)
             if reads and from_forward and phase in _AFTER_FORWARD:
                 line = find_caller().line or self._find_line_of_node()
-                name = self._name_with_phase(str(operator).removesuffix(".default"))
+                name = self._name_with_float8_phase(str(operator).removesuffix(".default"))
                 allocation.first_use = Use(name, self.modules.current, phase, line)
         if phase == "forward" and torch.is_grad_enabled():
             self.modules.record_line(find_caller().line)
@@ -274,12 +274,12 @@ class Recorder(StorageTracker):
             allocation.module = self.modules.current
             allocation.shape, allocation.dtype = _get_shape_and_dtype(part)
 
-    def _name_with_phase(self, operator: str) -> str:
-        return f"{self._open_phases[-1].name} ({operator})" if self._open_phases else operator
+    def _name_with_float8_phase(self, operator: str) -> str:
+        return f"{self._open_float8_phases[-1].name} ({operator})" if self._open_float8_phases else operator
 
-    def _attribute_to_phase(self, allocation: Allocation, tensor: Tensor | None) -> None:
-        name, arguments = self._open_phases[-1]
-        allocation.operator = self._name_with_phase(allocation.operator or "")
+    def _attribute_to_float8_phase(self, allocation: Allocation, tensor: Tensor | None) -> None:
+        name, arguments = self._open_float8_phases[-1]
+        allocation.operator = self._name_with_float8_phase(allocation.operator or "")
         matrix = arguments[0] if arguments else None
         operand = self._find_largest([matrix]) if isinstance(matrix, Tensor) else None
         allocation.operand = operand or allocation.operand

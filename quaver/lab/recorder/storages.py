@@ -177,7 +177,7 @@ class StorageTracker(TorchDispatchMode):
                 self.on_storage_released(key, size_bytes)
 
 
-class TensorBytes(StorageTracker):
+class TensorByteCounter(StorageTracker):
     """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
 
     A storage counts from the operator that returns it until its release, also after the mode. A storage older than the

@@ -69,9 +69,9 @@ def record_timeline(
     has_compiled = any(is_compiled(module) for _, module in iter_visible_modules(model))
     is_exact = tracker.follows_compiled_code or not has_compiled
     with ExitStack() as stack:
-        open_phases = stack.enter_context(track_phases())
+        open_float8_phases = stack.enter_context(track_phases())
         stack.enter_context(tracker)
-        recorder = Recorder(tracker, open_phases)
+        recorder = Recorder(tracker, open_float8_phases)
         _categorize_residents(recorder, model, optimizer, persistent_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quaver.lab.model.plain_tensors import list_plain_tensors
 from quaver.lab.recorder.allocator import measure_usage
-from quaver.lab.recorder.storages import TensorBytes
+from quaver.lab.recorder.storages import TensorByteCounter
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.memory import storage_key
@@ -51,7 +51,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, is_countab
         peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
         peak.source = "torch.cuda.max_memory_allocated"
     elif is_countable:
-        with TensorBytes() as counted:
+        with TensorByteCounter() as counted:
             yield peak
         peak.peak_bytes = resident_bytes + counted.peak_bytes
         peak.source = "tensors of one step, exact"

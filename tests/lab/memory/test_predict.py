@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure, predict
 from quaver import convert_to_float8_training, float8_scaling_state
-from quaver.lab.memory import TensorBytes, predict_step_memory
+from quaver.lab.memory import TensorByteCounter, predict_step_memory
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.model.parallelize import open_fake_mesh
@@ -119,7 +119,7 @@ def test_what_gloo_copies_is_counted():
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     with open_fake_mesh(ParallelDims(dp_shard=4)), fake_tensors():
         part, whole = torch.empty(1000), torch.empty(4000)
-        with TensorBytes() as counted, GlooBuffers():
+        with TensorByteCounter() as counted, GlooBuffers():
             gather(whole, part)
             gathering_bytes = counted.peak_bytes
             kept = torch.empty(500)

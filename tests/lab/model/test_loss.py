@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from quaver.lab.model import loss as losses
 from quaver.lab.model.loss import IGNORE_INDEX, compute_next_token_loss
-from quaver.lab.recorder.storages import TensorBytes
+from quaver.lab.recorder.storages import TensorByteCounter
 from quaver.runtime.float8_collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import get_cached_mesh, on_ranks
@@ -56,7 +56,7 @@ def test_neither_direction_has_all_logits_in_float32(monkeypatch):
     monkeypatch.setattr(losses, "SLICE_ELEMENTS", 4 * words)
     logits = torch.randn(1, rows, words, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(words, (1, rows))
-    with TensorBytes() as tensors:
+    with TensorByteCounter() as tensors:
         loss = compute_next_token_loss(logits, targets)
         forward = tensors.peak_bytes
         assert tensors.live_bytes <= 64  # the logits are kept as they are
@@ -127,7 +127,7 @@ def test_ranks_gather_three_numbers_of_a_token_and_have_one_slice_in_float32():
     targets = torch.randint(2 * words, (1, tokens))
     slice_bytes, numbers = 4 * words * 4, 4 * tokens
     with patch.object(losses, "SLICE_ELEMENTS", 4 * words), CollectiveCounter() as counter:
-        with TensorBytes() as tensors:
+        with TensorByteCounter() as tensors:
             loss = compute_next_token_loss(logits, targets)
             assert tensors.peak_bytes <= slice_bytes + 30 * numbers
             assert counter.collectives == [("all_gather", torch.float32, 2 * 3 * numbers)]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
-from quaver.lab.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
+from quaver.lab.memory import CATEGORIES, TensorByteCounter, draw_timeline, record_timeline
 from quaver.lab.recorder.allocator import measure_usage, pause_garbage_collection
 from quaver.lab.recorder.storages import StorageTracker
 from quaver.recipes.config import ScalingGranularity
@@ -142,14 +142,14 @@ def test_a_resized_storage_counts_its_bytes():
         model(gathered.add_(1))
     report = timeline.report()
     assert read_column(report, "gathered_weights") == [1024, 0, 2048]
-    with TensorBytes() as counted:
+    with TensorByteCounter() as counted:
         gathered.untyped_storage().resize_(0)
         assert counted.live_bytes == -2048
         gathered.untyped_storage().resize_(4096)
-        with pytest.raises(RuntimeError, match="this TensorBytes is on already"):
+        with pytest.raises(RuntimeError, match="this TensorByteCounter is on already"):
             counted.__enter__()
     assert (counted.live_bytes, counted.peak_bytes) == (2048, 2048)
-    with TensorBytes() as counted:
+    with TensorByteCounter() as counted:
         grown = torch.zeros(256)
         grown.resize_(512)  # an operator
     assert counted.live_bytes == 2048
@@ -238,7 +238,7 @@ def test_recording_changes_nothing(monkeypatch):
     record_step(model, input)
     assert all(map(torch.equal, take_gradients(model), expected))
     train_step(model, input)
-    with TensorBytes() as counted:  # gradients are added to others, here and in what is recorded
+    with TensorByteCounter() as counted:  # gradients are added to others, here and in what is recorded
         train_step(model, input)
     report = record_step(model, input)
     assert len(calls) == 5 * without
@@ -295,7 +295,7 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
         return measured.usage.peak_bytes
 
     def count_bytes():
-        with TensorBytes() as tensors:
+        with TensorByteCounter() as tensors:
             train_step(model, input, optimizer)
         return tensors.peak_bytes, tensors.live_bytes
 
