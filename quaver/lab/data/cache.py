@@ -18,7 +18,7 @@ from quaver.lab.data.token_files import (
     CacheEntry,
     DamagedEntryError,
     count_entry_bytes,
-    name_cache_in_errors,
+    explain_cache_errors,
     open_entry,
 )
 from quaver.lab.data.tokenizer import Tokenizer
@@ -68,12 +68,12 @@ class TokenCache:
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
-        with name_cache_in_errors(self.folder):
+        with explain_cache_errors(self.folder):
             make_folder(self.folder)
             is_locked = _acquire(lock, timeout_s=0)
         if not is_locked:
             self.progress.print_line(f"waiting for another process, which makes the tokens and holds {lock.lock_file}")
-            with name_cache_in_errors(self.folder):
+            with explain_cache_errors(self.folder):
                 is_locked = _acquire(lock, timeout_s=LOCK_TIMEOUT_S)
         if not is_locked:
             raise TimeoutError(
@@ -120,11 +120,11 @@ class TokenCache:
         """Build aside, then rename: an entry is whole or absent."""
         partial = self.folder / f"{self.key}.partial"
         try:
-            with name_cache_in_errors(self.folder):
+            with explain_cache_errors(self.folder):
                 _remove_folder(partial)  # left by a process that was killed
                 partial.mkdir()
             build(partial, advance)
-            with name_cache_in_errors(self.folder):
+            with explain_cache_errors(self.folder):
                 _remove_folder(self.entry_folder)
                 partial.rename(self.entry_folder)
         finally:

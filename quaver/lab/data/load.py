@@ -15,7 +15,7 @@ from quaver.lab.data.token_files import (
     ENTRY_FORMAT,
     CacheEntry,
     choose_token_dtype,
-    name_cache_in_errors,
+    explain_cache_errors,
     open_split_writers,
     write_description,
 )
@@ -77,12 +77,12 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
     with open_split_writers(folder, dtype) as writers:
         for batch in _batch_pieces(source.read_pieces(skipped, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
-            with name_cache_in_errors(folder.parent):
+            with explain_cache_errors(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
                     writers[piece.split].append(tokens)
                     if piece.ends_document:
                         writers[piece.split].end_document(tokenizer.eos_id)
-        with name_cache_in_errors(folder.parent):
+        with explain_cache_errors(folder.parent):
             splits = {split: writer.finish() for split, writer in writers.items()}
     description = {
         "format": ENTRY_FORMAT,
@@ -100,7 +100,7 @@ def build_entry(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Da
         raise InputError(f"data.path {data.path!r} holds no text; give a file or a folder with some{end}")
     if find_source(data).identity != source.identity:
         raise InputError(f"the files of data.path {data.path!r} changed while they were read; try again")
-    with name_cache_in_errors(folder.parent):
+    with explain_cache_errors(folder.parent):
         write_description(folder, description)
 
 

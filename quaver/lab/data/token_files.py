@@ -42,7 +42,7 @@ ENDS_DTYPE = np.dtype("<i8")
 
 
 @contextmanager
-def name_cache_in_errors(folder: Path) -> Iterator[None]:
+def explain_cache_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError of the block into one that says that the cache in `folder` cannot be written.
 
     It is a NotWrittenError if the disk or the quota is full.
@@ -101,14 +101,14 @@ def open_split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[st
     """Open the files of every split for writing, in `folder`, which exists."""
     stack = ExitStack()
     try:
-        with name_cache_in_errors(folder.parent):
+        with explain_cache_errors(folder.parent):
             writers = {}
             for split in SPLITS:
                 tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in SPLIT_PARTS)
                 writers[split] = SplitWriter(tokens, ends, dtype)
         yield writers
     finally:
-        with name_cache_in_errors(folder.parent):  # closing flushes the buffers
+        with explain_cache_errors(folder.parent):  # closing flushes the buffers
             stack.close()
 
 

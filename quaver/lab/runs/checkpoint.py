@@ -33,7 +33,13 @@ from quaver.lab.runs.checkpoint_folder import RECORD_FORMAT, CheckpointFolder, R
 from quaver.lab.runs.dcp import call_converting_errors, describe_innermost_cause, load_state
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, check_manifest, hash_files_of_rank
-from quaver.lab.runs.model_state import SavedModel, collect_rng_states, collect_state, load_model, load_rng_states
+from quaver.lab.runs.model_state import (
+    CheckpointedModel,
+    collect_rng_states,
+    collect_state,
+    load_model,
+    load_rng_states,
+)
 from quaver.lab.runs.ranks import Ranks
 from quaver.lab.runs.safe_dcp import CheckpointReader, check_readable
 from quaver.lab.settings import Checkpoint
@@ -78,7 +84,7 @@ class Checkpointer:
         """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
-    def save(self, progress: RunProgress, models: Sequence[SavedModel]) -> None:
+    def save(self, progress: RunProgress, models: Sequence[CheckpointedModel]) -> None:
         """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
 
         Raises CheckpointError on every rank if this save, or the one before it in the background, failed.
@@ -122,7 +128,7 @@ class Checkpointer:
         return str(error) if error else ""
 
     def load(
-        self, step: int, models: Sequence[SavedModel], restore_recipes: Callable[[RunProgress], None]
+        self, step: int, models: Sequence[CheckpointedModel], restore_recipes: Callable[[RunProgress], None]
     ) -> tuple[RunProgress, list[str]]:
         """Load the checkpoint of `step` into `models`.
 
@@ -235,7 +241,7 @@ class Checkpointer:
         return run_on_every_rank(partial(call_converting_errors, action), self._group)
 
 
-def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
+def load_weights(path: Path, models: Sequence[CheckpointedModel]) -> None:
     """Load the weights of the checkpoint at `path`. A model whose name it lacks gets the weights of its first model.
 
     Raises CheckpointError on every rank if they cannot be read or do not fit.

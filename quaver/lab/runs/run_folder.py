@@ -76,7 +76,7 @@ class RunFolder:
         """
         path, is_new = _make_folder(config)
         lock = RunLock(path)
-        with _name_lock_file(path):
+        with _explain_lock_errors(path):
             lock.acquire()
         try:
             resume_state = _check_and_find_resume_state(path, config)  # again: a run may have ended in between
@@ -194,7 +194,7 @@ def check_run_folder(config: TrainConfig) -> Path:
     """Refuse what `RunFolder.open` refuses, and return the path of the run folder. Writes nothing."""
     path = expand_user(config.job.dump_folder) / (config.job.name or _name_by_time(config))
     if config.job.name:
-        with _name_lock_file(path):
+        with _explain_lock_errors(path):
             RunLock(path).check_is_free()  # first: the advice for a folder that has files would harm a run
         _check_and_find_resume_state(path, config)
     else:
@@ -241,7 +241,7 @@ def _name_by_time(config: TrainConfig) -> str:
 
 
 @contextmanager
-def _name_lock_file(path: Path) -> Iterator[None]:
+def _explain_lock_errors(path: Path) -> Iterator[None]:
     """Turn an OSError of the lock of `path` into one with a fix, except for BlockingIOError, which has one."""
     try:
         yield
