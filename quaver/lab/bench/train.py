@@ -138,7 +138,7 @@ def _train(models: list[TrainedModel], setup: RunSetup, steps: int) -> Iterator[
 
 def _make_row(model: TrainedModel, timings: dict[str, Timing], baseline: TrainedModel, tokens: int) -> Row:
     """Return the row of a model, with a ratio of peaks if both were measured."""
-    timing, peak, baseline_peak = timings[model.name], model.peak, baseline.peak
+    timing, peak, baseline_peak = timings[model.name], model.peak_memory, baseline.peak_memory
     ratio = peak.peak_bytes / baseline_peak.peak_bytes if peak.peak_bytes and baseline_peak.peak_bytes else None
     return {
         "precision": model.name,

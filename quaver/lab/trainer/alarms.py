@@ -87,7 +87,7 @@ def apply_fallbacks(run: TrainingRun, alarms: RunAlarms) -> None:
     step, trained = run.progress.step, run.models[0]
     if alarms.config.on_alarm != "fallback" or trained.monitor is None or not trained.monitor.is_sampled(step):
         return
-    with run.watch_phase(f"the fallback after step {step}"):
+    with run.watch_for_hangs(f"the fallback after step {step}"):
         layers: dict[str, str] = run.ranks.all_gather_objects(alarms.pop_fallbacks())[0]
         if not layers:
             return

@@ -49,7 +49,7 @@ class Outputs:
             self.write_nonfinite(RecordKind.SKIPPED_STEP, trained, step, result.nonfinite_reason)
             self.display.print_skipped_step(step, trained.name, result.nonfinite_reason)
             return
-        scaling = trained.scaling.report() if self.run.ranks.is_first and trained.precision == trained.name else []
+        scaling = trained.scaling.report() if self.run.ranks.is_first and trained.step_label == trained.name else []
         record = _make_step_record(self.run, trained, step, result) | summarize_saturation(scaling)
         record["loss_spike"] = is_loss_spike
         self.write(record)
@@ -68,7 +68,7 @@ class Outputs:
             "kind": RecordKind.VALIDATION,
             "step": self.run.progress.step,
             "model": trained.name,
-            "precision": trained.precision,
+            "precision": trained.step_label,
             "validation_loss": result.loss,
         }
         if trained.expert_load is not None:
@@ -108,7 +108,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
                 loggers.open(config, folder, asdict(run.config))
                 if config.float8_scales_freq > 0 and any(trained.scaling for trained in run.models):
                     scales = stack.enter_context(closing(JsonLinesWriter(folder.float8_scales_path)))
-        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak.source)
+        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak_flops.source)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
         if run.config.numerics.every:
             if is_first:
@@ -124,20 +124,20 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
 def _make_step_record(run: TrainingRun, trained: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s, load = run.config.training.step_tokens / result.seconds, trained.expert_load
     flops = trained.flops_per_token
-    if trained.precision != trained.name:  # float8.high_precision_schedule
+    if trained.step_label != trained.name:  # float8.high_precision_schedule
         flops = trained.count_flops_per_token()
     return {
         "kind": RecordKind.STEP,
         "step": step,
         "model": trained.name,
-        "precision": trained.precision,
+        "precision": trained.step_label,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "step_seconds": result.seconds,
         "tokens_per_s": tokens_per_s,
         **({"measures_memory": True} if result.is_memory_measured else {}),
-        **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
+        **compute_utilization(flops, tokens_per_s / run.ranks.world_size, run.peak_flops),
         **read_device_memory(run.device),
         **({} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}),  # relative to the mean
     }

@@ -16,8 +16,8 @@ class PrecisionSchedule:
         self._name, self._model, self._config = name, model, config
         has_float8 = any(True for _ in iter_float8_modules(model))
         self._entries = config.float8.parse_schedule() if has_float8 else ()
-        self.precision = name
-        """The precision of the last step: the name, the high-precision dtype, or both if some matmuls run in it."""
+        self.step_label = name
+        """The label of the last step: the name, the high-precision dtype, or both if some matmuls run in it."""
 
     def apply(self, step: int) -> None:
         """Run the matmuls of `step` (from 1) in the precision that the schedule names."""
@@ -33,8 +33,8 @@ class PrecisionSchedule:
         switch_high_precision_matmuls(self._model, matmuls_by_module.__getitem__)
         matmul_sets = set(matmuls_by_module.values())
         if matmul_sets == {()}:
-            self.precision = self._name
+            self.step_label = self._name
         elif matmul_sets == {tuple(MATMULS)}:
-            self.precision = hp_name
+            self.step_label = hp_name
         else:
-            self.precision = f"{self._name} and {hp_name}"
+            self.step_label = f"{self._name} and {hp_name}"

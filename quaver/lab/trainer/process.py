@@ -137,7 +137,7 @@ def _install_handlers(signals: tuple[signal.Signals, ...], handler: "signal._HAN
 
 @dataclass
 class Watchdog:
-    """Writes the stacks of all threads to `path` while a step, or another phase of the loop, hangs, to show where.
+    """Writes the stacks of all threads to `path` while a step, or another task of the loop, hangs, to show where.
 
     Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too. A thread
     reads the stacks and holds the GIL, because reading frames that change has crashed processes. So a kernel that hangs
@@ -147,17 +147,17 @@ class Watchdog:
     path: Path
 
     @contextmanager
-    def watch(self, seconds: float, phase: str) -> Iterator[None]:
+    def watch(self, seconds: float, task: str) -> Iterator[None]:
         """Append all stacks of this process to the file each time that the block has taken `seconds` more; 0 disables.
 
-        The first time, a line on stderr says that `phase` is late. The step continues until a collective times out or
+        The first time, a line on stderr says that `task` is late. The step continues until a collective times out or
         the user ends it.
         """
         if not seconds:
             yield
             return
         is_done = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(seconds, phase, is_done), name="watchdog", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(seconds, task, is_done), name="watchdog", daemon=True)
         watcher.start()
         try:
             yield
@@ -165,7 +165,7 @@ class Watchdog:
             is_done.set()
             watcher.join()
 
-    def _watch(self, seconds: float, phase: str, is_done: threading.Event) -> None:
+    def _watch(self, seconds: float, task: str, is_done: threading.Event) -> None:
         is_reported = False
         while not is_done.wait(seconds):
             outcome = f"its stacks are in {self.path}"
@@ -176,7 +176,7 @@ class Watchdog:
             except OSError as error:
                 outcome = f"its stacks could not be written to {self.path}: {error.strerror or error}"
             if not is_reported:
-                print_to_stderr(f"{phase} takes longer than {seconds:g} s; {outcome}")
+                print_to_stderr(f"{task} takes longer than {seconds:g} s; {outcome}")
                 is_reported = True
 
 
@@ -209,10 +209,10 @@ def use_determinism(*, enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def raise_recompile_limit(config: TrainConfig, models: Iterable[Llama]) -> Iterator[None]:
-    """Raise Dynamo's recompile limit in the block, if the run compiles: blocks with different recipes share no code.
+def use_fresh_compiler(config: TrainConfig, models: Iterable[Llama]) -> Iterator[None]:
+    """Discard all compiled code, and extend Dynamo's recompile limit in the block, if the run compiles.
 
-    Discards all code that this process has compiled: the run would reuse it, and `compiled_graphs` would miss it.
+    The run would reuse the code, and `compiled_graphs` would miss it. Blocks with different recipes share no code.
     """
     if not config.training.compile:
         yield

@@ -46,11 +46,11 @@ def print_run_description(run: TrainingRun, display: Display) -> None:
         display.print_line(f"ranks        {run.dims}")
         for note in dict.fromkeys(note for trained in run.models for note in list_model_notes(trained)):
             display.print_line(f"{'':<12} {note}")
-    peaks = {"bfloat16": run.peak.flops_per_s}
-    if run.peak.float32_flops_per_s and any("float32" in trained.flops_per_token for trained in run.models):
-        peaks["float32"] = run.peak.float32_flops_per_s
+    peaks = {"bfloat16": run.peak_flops.flops_per_s}
+    if run.peak_flops.float32_flops_per_s and any("float32" in trained.flops_per_token for trained in run.models):
+        peaks["float32"] = run.peak_flops.float32_flops_per_s
     for name, flops_per_s in peaks.items():
-        display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
+        display.print_line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak_flops.source})")
 
 
 def list_model_notes(trained: TrainedModel) -> list[str]:

@@ -19,7 +19,7 @@ from quaver.runtime.files import replace_file
 
 
 class RunEnd:
-    """How a run ended. `summary` is set after the block of `write_run_end`."""
+    """How a run ended. `summary` is set after the block of `write_summary_on_exit`."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -45,7 +45,7 @@ class RunEnd:
 
     def close_checkpoints(self, *, waits: bool) -> None:
         """Finish the save in progress, or with `waits` false leave it partial. Prints its error and appends it."""
-        with self._run.watch_phase("the end of the last checkpoint", is_slow=True):
+        with self._run.watch_for_hangs("the end of the last checkpoint", is_slow=True):
             unsaved = self._run.checkpoints.close(waits=waits)
         if unsaved:
             self.reason = f"{self.reason}; {unsaved}" if self.reason else unsaved
@@ -64,7 +64,7 @@ class RunEnd:
 
 
 @contextmanager
-def write_run_end(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
+def write_summary_on_exit(run: TrainingRun, failures: OutputFailures) -> Iterator[RunEnd]:
     """Write the summary and the curves after the block, which trains, however it ends; print them if it did not raise.
 
     A KeyboardInterrupt, the second Ctrl-C, ends a single process like the first one, without waiting for a checkpoint.

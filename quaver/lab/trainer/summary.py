@@ -26,9 +26,9 @@ def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dic
         "mesh": run.dims.mesh,
         "notes": [*run.notes, *dict.fromkeys(note for trained in run.models for note in list_model_notes(trained))],
         "models": models,
-        "bfloat16_peak": {"flops_per_s": run.peak.flops_per_s, "source": run.peak.source},
-        "float8_peak_flops_per_s": run.peak.float8_flops_per_s,
-        "float32_peak_flops_per_s": run.peak.float32_flops_per_s,
+        "bfloat16_peak": {"flops_per_s": run.peak_flops.flops_per_s, "source": run.peak_flops.source},
+        "float8_peak_flops_per_s": run.peak_flops.float8_flops_per_s,
+        "float32_peak_flops_per_s": run.peak_flops.float32_flops_per_s,
         "environment": describe_environment(run.device),
     }
     if len(models) == 2:
@@ -42,7 +42,7 @@ def _summarize_model(run: TrainingRun, trained: TrainedModel) -> dict[str, Any]:
     tokens_per_s = config.training.step_tokens / seconds if seconds else None
     utilization: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
     if tokens_per_s:
-        utilization = compute_utilization(trained.flops_per_token, tokens_per_s / dims.world_size, run.peak)
+        utilization = compute_utilization(trained.flops_per_token, tokens_per_s / dims.world_size, run.peak_flops)
     rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
     return {
         "skipped_steps": run.progress.skipped_steps.get(trained.name, 0),
@@ -52,8 +52,8 @@ def _summarize_model(run: TrainingRun, trained: TrainedModel) -> dict[str, Any]:
         "tokens_per_s": tokens_per_s,
         **utilization,
         "compiled_graphs": trained.compiled_graphs if config.training.compile else None,
-        "peak_memory_bytes": trained.peak.peak_bytes,
-        "peak_memory_source": trained.peak.source + rank,
+        "peak_memory_bytes": trained.peak_memory.peak_bytes,
+        "peak_memory_source": trained.peak_memory.source + rank,
     }
 
 

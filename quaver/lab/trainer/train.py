@@ -22,13 +22,13 @@ from quaver.lab.trainer.outputs import Outputs, open_outputs
 from quaver.lab.trainer.process import (
     SignalRequests,
     catch_stop_signals,
-    raise_recompile_limit,
     silence_other_ranks,
     use_determinism,
+    use_fresh_compiler,
 )
 from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_description import explain_eager_blocks, print_nothing_left, print_run_description
-from quaver.lab.trainer.run_end import write_run_end
+from quaver.lab.trainer.run_end import write_summary_on_exit
 from quaver.lab.trainer.step_statistics import append_recent_loss, is_spike
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.lab.trainer.training_run import TrainingRun
@@ -65,9 +65,9 @@ def train(run: TrainingRun) -> dict[str, Any]:
             silence_other_ranks(is_first=run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),
-            write_run_end(run, failures) as end,
+            write_summary_on_exit(run, failures) as end,
             use_determinism(enabled=run.config.training.deterministic),
-            raise_recompile_limit(run.config, [trained.model for trained in run.models]),
+            use_fresh_compiler(run.config, [trained.model for trained in run.models]),
             open_outputs(run, failures) as outputs,
         ):
             print_run_description(run, outputs.display)
@@ -94,7 +94,7 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
             _validate(run, outputs)
         if run.checkpoints.is_due(progress.step):
             _save(run)
-    with run.watch_phase("the agreement after the last step"):
+    with run.watch_for_hangs("the agreement after the last step"):
         outputs.failures.raise_on_all_ranks()
     if progress.step > run.began_at_step:
         _save(run, waits=True)
@@ -106,7 +106,7 @@ def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> b
     has_error = run.checkpoints.has_error or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
     is_first_in_process = step == run.began_at_step  # ranks load at different speeds
-    with run.watch_phase(f"the agreement before step {step + 1}", is_slow=is_first_in_process):
+    with run.watch_for_hangs(f"the agreement before step {step + 1}", is_slow=is_first_in_process):
         return run.ranks.holds_on_any(must_end, run.device)
 
 
@@ -119,7 +119,7 @@ def _train_step(run: TrainingRun, step: int, outputs: Outputs) -> None:
     for trained in models:
         reset_device_peaks(run.device)
         with (
-            run.watch_phase(f"step {step} of {trained.name}", is_slow=is_first_in_process),
+            run.watch_for_hangs(f"step {step} of {trained.name}", is_slow=is_first_in_process),
             outputs.profiler.profile(step, trained.name, trained.model, trained.optimizer),
         ):
             measure_memory = is_memory_due(run, trained, step, outputs.profiler)
@@ -152,13 +152,13 @@ def _validate(run: TrainingRun, outputs: Outputs) -> None:
     config, step = run.config, run.progress.step
     batches = _to_device(run.data.make_validation_batches(config.training, config.validation, run.dims), run.device)
     is_first = step - run.began_at_step <= config.validation.freq
-    with run.watch_phase(f"the validation after step {step}", is_slow=is_first):
+    with run.watch_for_hangs(f"the validation after step {step}", is_slow=is_first):
         for trained in run.models:
             outputs.record_validation(trained, trained.validate(batches))
 
 
 def _save(run: TrainingRun, *, waits: bool = False) -> None:
-    with run.watch_phase(f"the checkpoint of step {run.progress.step}", is_slow=True):
+    with run.watch_for_hangs(f"the checkpoint of step {run.progress.step}", is_slow=True):
         run.checkpoints.save(run.progress, run.models)
         if waits:
             run.checkpoints.wait()
@@ -189,7 +189,7 @@ def is_memory_due(run: TrainingRun, trained: TrainedModel, step: int, profiler: 
     earliest = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= earliest
     is_countable = trained.has_countable_memory or not profiler.is_traced(step)
-    return run.ranks.is_first and is_reached and is_countable and trained.peak.peak_bytes is None
+    return run.ranks.is_first and is_reached and is_countable and trained.peak_memory.peak_bytes is None
 
 
 def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:

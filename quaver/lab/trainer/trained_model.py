@@ -101,7 +101,7 @@ class TrainedModel:
     config: TrainConfig
     device: torch.device
     ranks: Ranks = field(default_factory=Ranks)
-    peak: PeakMemory = field(init=False, default_factory=PeakMemory)
+    peak_memory: PeakMemory = field(init=False, default_factory=PeakMemory)
     step_seconds: list[float] = field(init=False, default_factory=list)
     validation: ValidationResult = field(init=False, default=ValidationResult())
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
@@ -157,9 +157,9 @@ class TrainedModel:
         return build_optimizer(self.model, Optimizer(name=name))
 
     @property
-    def precision(self) -> str:
-        """The precision of the last step: `name`, or what `PrecisionSchedule` made it."""
-        return self._schedule.precision
+    def step_label(self) -> str:
+        """The label of the last step in metrics: `name`, or the precision that `PrecisionSchedule` gave it."""
+        return self._schedule.step_label
 
     @property
     def has_countable_memory(self) -> bool:
@@ -176,8 +176,8 @@ class TrainedModel:
                 them in a row.
         """
         self._schedule.apply(step)
-        peak_context: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
-        is_memory_measured = measure_memory and self.precision == self.name
+        peak_context: AbstractContextManager[PeakMemory] = nullcontext(self.peak_memory)
+        is_memory_measured = measure_memory and self.step_label == self.name
         if is_memory_measured:
             peak_context = measure_peak(
                 self.iter_resident_tensors(), device=self.device, is_countable=self.has_countable_memory
@@ -189,9 +189,9 @@ class TrainedModel:
             synchronize(self.device)
         seconds = time.perf_counter() - start
         if not nonfinite_reason:  # the peak of a skipped step includes its repetition in `_skip_step`
-            self.peak = peak
+            self.peak_memory = peak
         is_late_measurement = is_memory_measured and len(self.step_seconds) >= WARMUP_STEPS
-        if self.precision == self.name and not nonfinite_reason and not is_late_measurement:
+        if self.step_label == self.name and not nonfinite_reason and not is_late_measurement:
             self.step_seconds.append(seconds)
         return StepResult(loss, grad_norm, rate, seconds, nonfinite_reason, is_memory_measured)
 
@@ -265,14 +265,14 @@ class TrainedModel:
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Batch]) -> ValidationResult:
-        """Compute the loss over the validation batches in `precision`, and set `validation`.
+        """Compute the loss over the validation batches in the precision of the last step, and set `validation`.
 
         Raises NonFiniteError if a loss is not finite.
         """
         loss, loss_hp = self._compute_mean_loss(batches), None
         if self.config.validation.high_precision_too:
             loss_hp = loss
-            if self.precision != self.config.training.mixed_precision_param:
+            if self.step_label != self.config.training.mixed_precision_param:
                 with in_high_precision(self.model):
                     loss_hp = self._compute_mean_loss(batches)
         self.validation = ValidationResult(loss, loss_hp)

@@ -26,7 +26,7 @@ from quaver.roofline.device_specs import get_peak_flops
 from quaver.runtime.agreement import run_on_every_rank
 from quaver.runtime.errors import InputError
 
-SLOW_PHASE_FACTOR = 10
+SLOW_TASK_FACTOR = 10
 """The watchdog's factor for the first step and the first validation, which may compile, and for checkpoints."""
 
 
@@ -49,23 +49,23 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.began_at_step = self.progress.step
-        self.peak = get_peak_flops(self.device)
+        self.peak_flops = get_peak_flops(self.device)
 
     @property
     def has_ended(self) -> bool:
         """Whether the run is after its last step."""
         return self.progress.step >= self.config.training.steps
 
-    def watch_phase(self, phase: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
+    def watch_for_hangs(self, task: str, *, is_slow: bool = False) -> AbstractContextManager[None]:
         """Write the stacks of this process if the block takes longer than comm.watchdog_seconds.
 
         Args:
-            phase: what the block does, for the line on stderr.
-            is_slow: whether it may take `SLOW_PHASE_FACTOR` times as long.
+            task: what the block does, for the line on stderr.
+            is_slow: whether it may take `SLOW_TASK_FACTOR` times as long.
         """
         watchdog = Watchdog(self.folder.get_stacks_path(self.ranks.rank))
-        seconds = self.config.comm.watchdog_seconds * (SLOW_PHASE_FACTOR if is_slow else 1)
-        return watchdog.watch(seconds, f"{phase} on rank {self.ranks.rank}")
+        seconds = self.config.comm.watchdog_seconds * (SLOW_TASK_FACTOR if is_slow else 1)
+        return watchdog.watch(seconds, f"{task} on rank {self.ranks.rank}")
 
 
 def prepare_run(config: TrainConfig) -> TrainingRun:

@@ -99,7 +99,7 @@ def test_the_trainer_reports_the_predicted_peak(tiny_float8_config):
     prediction = predict_run_memory(config).prediction
     (model,) = run_to_end(config).models
     inputs = prediction.report["resident_bytes"]["inputs"]
-    assert prediction.peak_bytes - inputs == pytest.approx(model.peak.peak_bytes, rel=0.03)
+    assert prediction.peak_bytes - inputs == pytest.approx(model.peak_memory.peak_bytes, rel=0.03)
 
 
 def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
@@ -112,7 +112,7 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
     (model,) = run_to_end(with_settings(config, training={"compile": True})).models  # what the trainer's table shows
     inputs = eager.prediction.by_category["inputs"]
-    assert model.peak.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=WITHIN)
+    assert model.peak_memory.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=WITHIN)
     assert measured.prediction.saved_by_forward_bytes > 0
     resident = measured.prediction.report["resident_bytes"]
     assert resident["parameters"] == eager.prediction.by_category["parameters"]

@@ -31,7 +31,7 @@ def test_every_mode_trains_to_the_same_bits_and_full_needs_the_least_memory(reci
     for name, run in runs.items():
         assert read_numbers(run) == expected, name
     for index in range(2):
-        peaks = {name: run.models[index].peak for name, run in runs.items()}
+        peaks = {name: run.models[index].peak_memory for name, run in runs.items()}
         sizes = {name: peak.peak_bytes for name, peak in peaks.items()}
         assert sizes["none"] > max(sizes["op"], sizes["2"]) >= min(sizes["op"], sizes["2"]) > sizes["full"]
 

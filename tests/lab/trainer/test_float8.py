@@ -59,7 +59,7 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
     float8, baseline = run.models
     for number in (1, 2, 3):
         train_step(run, float8, number)
-    assert float8.precision == recipe
+    assert float8.step_label == recipe
     copy_state(float8, baseline)
     scales = copy.deepcopy(float8.scaling.state_dict())
 
@@ -70,7 +70,7 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
     assert isinstance(float8.model.model.layers[0].mlp.up_proj, Float8Linear)
 
     assert train_step(run, float8, 4) == train_step(run, baseline, 4)
-    assert float8.precision == "bfloat16"
+    assert float8.step_label == "bfloat16"
     assert_same(list(float8.model.parameters()), list(baseline.model.parameters()))
     assert_same(float8.scaling.state_dict(), scales)
 

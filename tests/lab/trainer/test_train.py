@@ -62,7 +62,7 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
     (model,) = run_to_end(with_settings(tiny_config, profiling=traced)).models
     assert steps == [4]
-    assert model.peak.peak_bytes
+    assert model.peak_memory.peak_bytes
 
 
 def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
@@ -95,6 +95,6 @@ def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_f
 
 def test_a_peak_is_not_compared_with_one_that_was_not_measured(tiny_float8_config):
     run = prepare_run(tiny_float8_config)
-    run.models[0].peak = PeakMemory(100, "tensors of one step, exact")
+    run.models[0].peak_memory = PeakMemory(100, "tensors of one step, exact")
     summary = summarize(run, status="finished", reason=None)
     assert summary["comparison"]["peak_memory_ratio"] is None

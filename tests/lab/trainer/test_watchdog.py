@@ -1,4 +1,4 @@
-"""Tests what a run that hangs leaves: the stacks of a slow phase, and the timeout of a collective."""
+"""Tests what a run that hangs leaves: the stacks of a slow task, and the timeout of a collective."""
 
 import os
 import socket
@@ -69,14 +69,14 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
             time.sleep(0.01)
 
     before_each_step(hang_in_step_2)
-    monkeypatch.setattr(training_run, "SLOW_PHASE_FACTOR", 30)
+    monkeypatch.setattr(training_run, "SLOW_TASK_FACTOR", 30)
     assert train(run)["status"] == "finished"
     line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
     assert capsys.readouterr().err.splitlines().count(line) == 1  # other steps may be late, too, on a busy machine
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "steps_before", "phase"),
+    ("owner", "method", "steps_before", "task"),
     [
         (Ranks, "holds_on_any", 0, "the agreement before step 1"),
         (RunAlarms, "pop_fallbacks", 1, "the fallback after step 1"),
@@ -85,8 +85,8 @@ def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, 
         (OutputFailures, "raise_on_all_ranks", 1, "the agreement after the last step"),
     ],
 )
-def test_a_phase_that_is_stuck_leaves_its_stack(
-    tiny_float8_config, monkeypatch, capsys, owner, method, steps_before, phase
+def test_a_task_that_is_stuck_leaves_its_stack(
+    tiny_float8_config, monkeypatch, capsys, owner, method, steps_before, task
 ):
     numerics = {"every": 1, "on_alarm": "fallback"}
     config = with_settings(tiny_float8_config, job={"compare": False}, training={"steps": 1}, numerics=numerics)
@@ -103,9 +103,9 @@ def test_a_phase_that_is_stuck_leaves_its_stack(
         return work(*arguments)
 
     monkeypatch.setattr(owner, method, hang_and_work)
-    monkeypatch.setattr(training_run, "SLOW_PHASE_FACTOR", 1)
+    monkeypatch.setattr(training_run, "SLOW_TASK_FACTOR", 1)
     assert train(run)["status"] == "finished"
-    assert f"quaver: {phase} on rank 0 takes longer than 1 s; its stacks are in {path}" in capsys.readouterr().err
+    assert f"quaver: {task} on rank 0 takes longer than 1 s; its stacks are in {path}" in capsys.readouterr().err
 
 
 def wait_in_a_collective(rank: int, port: int, folder: Path) -> None:
