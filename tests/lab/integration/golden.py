@@ -42,14 +42,14 @@ def describe_machine() -> str:
 @functools.cache
 def make_text() -> str:
     """Return about 300 kB of words from a Markov chain; Python's generator is the same in every version."""
-    chance = random.Random(8)
-    words = ["".join(chance.choices("aeioubcdfghlmnprst", k=chance.randint(2, 8))) for _ in range(400)]
-    follows = {word: chance.choices(words, k=6) for word in words}
+    rng = random.Random(8)
+    words = ["".join(rng.choices("aeioubcdfghlmnprst", k=rng.randint(2, 8))) for _ in range(400)]
+    follows = {word: rng.choices(words, k=6) for word in words}
     lines, word = [], words[0]
     for _ in range(5000):
         line = []
         for _ in range(10):
-            word = chance.choice(follows[word])
+            word = rng.choice(follows[word])
             line.append(word)
         lines.append(" ".join(line))
     return "\n".join(lines) + "\n"
