@@ -16,7 +16,7 @@ class SortedTable {
     this.order = null;
     this.status = make("p", { class: "status", role: "status" });
     this.body = make("tbody", { role: "rowgroup" });
-    this.more = make("button", { type: "button", class: "more", onclick: () => this.all() });
+    this.more = make("button", { type: "button", class: "more", onclick: () => this.showAll() });
     this.heads = this.columns.map((column) => this.head(column));
     const title = make("h3", { id: `${name}-caption`, text: caption });
     const table = make("table", { class: "rows", role: "table", id: `${name}-table`, "aria-labelledby": title.id },
@@ -29,17 +29,17 @@ class SortedTable {
   controls(name) {
     const parts = [make("label", { for: `${name}-filter`, text: "Filter" }), make("input", {
       type: "search", id: `${name}-filter`, placeholder: "words that a row must have", autocomplete: "off",
-      oninput: (event) => this.change({ text: event.target.value.toLowerCase() }),
+      oninput: (event) => this.changeFilter({ text: event.target.value.toLowerCase() }),
     })];
     const names = [...new Set(this.unfolded.map((row) => row.category).filter(Boolean))];
     if (names.length > 1) {
       const options = [["", "all"], ...names.map((category) => [category, words(category)])];
       parts.push(make("label", { for: `${name}-category`, text: "Category" }), make("select", {
-        id: `${name}-category`, onchange: (event) => this.change({ category: event.target.value }),
+        id: `${name}-category`, onchange: (event) => this.changeFilter({ category: event.target.value }),
       }, ...options.map(([value, text]) => make("option", { value, text }))));
     }
     if (this.folded) {
-      const switched = (event) => this.change({ rows: event.target.checked ? this.folded : this.unfolded });
+      const switched = (event) => this.changeFilter({ rows: event.target.checked ? this.folded : this.unfolded });
       parts.push(make("label", {}, make("input", { type: "checkbox", checked: true, onchange: switched }),
         " layers that are alike as one, *"));
     }
@@ -52,12 +52,12 @@ class SortedTable {
     }, ...breakable(column.label)));
   }
 
-  change(what) {
-    Object.assign(this, what);
+  changeFilter(changes) {
+    Object.assign(this, changes);
     this.render();
   }
 
-  all() {
+  showAll() {
     this.limit = Infinity;
     this.render();
     this.body.parentElement.parentElement.focus();
@@ -69,7 +69,7 @@ class SortedTable {
     this.render();
   }
 
-  chosen() {
+  chosenRows() {
     const wanted = this.text.split(/\s+/).filter(Boolean);
     const rows = this.rows.filter((row) => (!this.category || row.category === this.category)
       && wanted.every((word) => this.textOf(row).includes(word)));
@@ -83,7 +83,7 @@ class SortedTable {
   }
 
   render() {
-    const rows = this.chosen();
+    const rows = this.chosenRows();
     this.heads.forEach((head, at) => {
       const sign = this.order?.column === this.columns[at] ? this.order.sign : 0;
       if (sign) head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");

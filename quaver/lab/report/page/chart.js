@@ -5,11 +5,11 @@ const SERIES = 6;
 class Chart {
   /**
    * lines: {label, steps, values, series, isDashed}; marks: {step, kind, text}, kind "alarm" or "event";
-   * show: a value as text; span: the first and the last step; chosen(step): called with the user's choice;
-   * moved(step): called with the step of the cursor, or null when the pointer leaves.
+   * show: a value as text; span: the first and the last step; onChosen(step): called with the user's choice;
+   * onMoved(step): called with the step of the cursor, or null when the pointer leaves.
    */
-  constructor({ name, title, about, lines, marks, show, span, moved, chosen, isFromZero = false }) {
-    Object.assign(this, { lines, marks, show, span, moved, chosen });
+  constructor({ name, title, about, lines, marks, show, span, onMoved, onChosen, isFromZero = false }) {
+    Object.assign(this, { lines, marks, show, span, onMoved, onChosen });
     const values = lines.flatMap((line) => line.values);
     this.isLog = !isFromZero && Math.min(...values) > 0 && Math.max(...values) > 100 * Math.min(...values);
     this.range = padded(values.map((value) => this.scaled(value)));
@@ -21,7 +21,7 @@ class Chart {
       "aria-valuemin": this.steps[0], "aria-valuemax": this.steps.at(-1), "aria-valuenow": this.steps.at(-1),
       "aria-valuetext": this.say(this.steps.at(-1)),
       onpointermove: (event) => this.select(this.stepAt(event)), onpointerleave: () => this.leave(), onblur: () => this.leave(),
-      onclick: (event) => this.chosen(this.select(this.stepAt(event))), onkeydown: (event) => this.key(event),
+      onclick: (event) => this.onChosen(this.select(this.stepAt(event))), onkeydown: (event) => this.onKey(event),
     });
     const caption = [about, this.isLog ? "logarithmic" : ""].filter(Boolean).join(", ");
     this.element = make("figure", {}, make("figcaption", {}, make("strong", { text: title }), caption && ` ${caption}`), this.plot);
@@ -97,7 +97,7 @@ class Chart {
     return wanted - this.steps[before] <= this.steps[after] - wanted ? this.steps[before] : this.steps[after];
   }
 
-  key(event) {
+  onKey(event) {
     const most = this.steps.length - 1;
     const at = this.step === undefined ? most : lastUpTo(this.steps, this.step);
     const page = Math.ceil(most / 20);
@@ -106,7 +106,7 @@ class Chart {
       Home: 0, End: most,
     };
     if (event.key === "Escape") this.leave();
-    if (event.key === "Enter" && this.step !== undefined) this.chosen(this.step);
+    if (event.key === "Enter" && this.step !== undefined) this.onChosen(this.step);
     if (!(event.key in places) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     this.select(this.steps[Math.min(most, Math.max(0, places[event.key]))]);
@@ -114,7 +114,7 @@ class Chart {
 
   leave() {
     this.tip.hidden = true;
-    this.moved(null);
+    this.onMoved(null);
   }
 
   /** Shows the cursor at a step, or hides it for null. */
@@ -143,7 +143,7 @@ class Chart {
     this.step = step;
     this.plot.setAttribute("aria-valuenow", step);
     this.plot.setAttribute("aria-valuetext", this.say(step));
-    this.moved(step);
+    this.onMoved(step);
     const rows = this.rows(step).map(({ label, value, series }) => make("tr", {},
       make("td", {}, seriesKey(series), label), make("td", { text: this.show(value) })));
     this.tip.replaceChildren(make("p", { text: `step ${exact(step)}` }), make("table", {}, ...rows),

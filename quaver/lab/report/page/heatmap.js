@@ -14,7 +14,7 @@ class HeatMap {
       class: "plot heat", role: "application", tabindex: 0, "aria-label": `Heat map of ${run.label}`,
       "aria-describedby": "maps-about", onpointerdown: (event) => this.press(event), onpointermove: (event) => this.move(event),
       onpointerup: (event) => this.release(event), onpointercancel: () => this.drop(), onpointerleave: () => this.leave(),
-      ondblclick: () => maps.whole(), onkeydown: (event) => maps.key(event),
+      ondblclick: () => maps.showAll(), onkeydown: (event) => maps.onKey(event),
     });
     this.plot.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.element = make("figure", {}, make("figcaption", {}, make("strong", { text: run.label }),

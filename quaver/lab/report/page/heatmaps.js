@@ -2,15 +2,15 @@ const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
 /** What the heat maps of all runs show: a statistic, rows, a zoomed part of them, and the chosen cell. */
 class HeatMaps {
-  /** runs: {label, samples, cells, alarms}; chosen(row, step): called for each choice. */
-  constructor({ statistics, colors, special, runs, chosen }) {
-    Object.assign(this, { statistics, colors, special, runs, onChosen: chosen });
+  /** runs: {label, samples, cells, alarms}; onChosen(row, step): called for each choice. */
+  constructor({ statistics, colors, special, runs, onChosen }) {
+    Object.assign(this, { statistics, colors, special, runs, onChosen });
     this.filter = { statistic: statistics[0].name, kind: "", order: "model", text: "" };
     this.status = make("p", { class: "status", role: "status" });
     this.legend = make("p", { class: "scale" });
     this.panel = make("div", { class: "panel", role: "region", "aria-live": "polite", "aria-label": "The chosen cell" });
     this.panel.append(make("p", { text: "Choose a cell to see its numbers and, where it was recorded, its distribution." }));
-    this.all = joinedRows(runs);
+    this.allRows = joinedRows(runs);
     this.worstOf = new Map();
     this.maps = runs.map((run) => new HeatMap(this, run));
     this.refresh();
@@ -21,9 +21,9 @@ class HeatMaps {
 
   controls() {
     const choice = (label, name, options) => [make("label", { for: `maps-${name}`, text: label }), make("select", {
-      id: `maps-${name}`, onchange: (event) => this.change({ [name]: event.target.value }),
+      id: `maps-${name}`, onchange: (event) => this.changeFilter({ [name]: event.target.value }),
     }, ...options.map(([value, text]) => make("option", { value, text })))];
-    const kinds = [...new Set(this.all.map((row) => row.operand))];
+    const kinds = [...new Set(this.allRows.map((row) => row.operand))];
     const button = (text, label, onclick) => make("button", { type: "button", class: "more", "aria-label": label, title: label, text, onclick });
     return make("div", { class: "controls" },
       ...choice("Show", "statistic", this.statistics.map(({ name, title }) => [name, title])),
@@ -31,13 +31,13 @@ class HeatMaps {
       ...choice("Order", "order", [["model", "as in the model"], ["worst", "worst first"]]),
       make("label", { for: "maps-text", text: "Filter" }), make("input", {
         type: "search", id: "maps-text", placeholder: "words in a layer's name", autocomplete: "off",
-        oninput: (event) => this.change({ text: event.target.value.toLowerCase() }) }),
+        oninput: (event) => this.changeFilter({ text: event.target.value.toLowerCase() }) }),
       button("+", "Zoom in", () => this.zoom(0.5)), button("\u2212", "Zoom out", () => this.zoom(2)),
-      button("Whole", "Zoom out to the whole run", () => this.whole()), this.status);
+      button("Whole", "Zoom out to the whole run", () => this.showAll()), this.status);
   }
 
-  change(what) {
-    Object.assign(this.filter, what);
+  changeFilter(changes) {
+    Object.assign(this.filter, changes);
     this.refresh();
   }
 
@@ -52,7 +52,7 @@ class HeatMaps {
       this.rows.forEach((row, at) => row.tensors.forEach(({ layer, operand }) => {
         if (!this.places.has(`${layer} ${operand}`)) this.places.set(`${layer} ${operand}`, at);
       }));
-      this.whole();
+      this.showAll();
     } else {
       this.render();
     }
@@ -61,7 +61,7 @@ class HeatMaps {
   chosenRows() {
     const { kind, order, text } = this.filter;
     const wanted = text.split(/\s+/).filter(Boolean);
-    const rows = this.all.filter((row) => (!kind || row.operand === kind)
+    const rows = this.allRows.filter((row) => (!kind || row.operand === kind)
       && this.runs.some((run) => run.cells.line(this.statistic.name, row.key))
       && row.tensors.some(({ name }) => wanted.every((word) => name.toLowerCase().includes(word))));
     return order === "worst" ? rows.sort((a, b) => this.worst(b) - this.worst(a)) : rows;
@@ -105,7 +105,7 @@ class HeatMaps {
     return Math.max(...this.runs.map((run) => run.cells.lasts.at(-1)));
   }
 
-  whole() {
+  showAll() {
     this.setView(0, this.rows.length, this.limits());
   }
 
@@ -145,7 +145,7 @@ class HeatMaps {
     const [first, end] = this.span;
     const last = Math.min(Math.ceil(end) - 1, this.lastStep());
     this.status.textContent = this.rows.length
-      ? `${exact(this.to - this.from)} of ${plural(this.all.length, "row")}, steps ${exact(Math.ceil(first))} to ${exact(last)}`
+      ? `${exact(this.to - this.from)} of ${plural(this.allRows.length, "row")}, steps ${exact(Math.ceil(first))} to ${exact(last)}`
       : "no row has all these words";
     this.maps.forEach((map) => map.render());
   }
@@ -180,7 +180,7 @@ class HeatMaps {
     }
     const row = this.rowOf({ layer, operand });
     if (row < 0) return;
-    if (row < this.from || row >= this.to || step < this.span[0] || step >= this.span[1]) this.whole();
+    if (row < this.from || row >= this.to || step < this.span[0] || step >= this.span[1]) this.showAll();
     this.choose({ row, step });
   }
 
@@ -188,7 +188,7 @@ class HeatMaps {
   goToStep(step) {
     const row = this.placeOfChosen()?.row ?? 0;
     if (!this.rows.length) return;
-    if (row < this.from || row >= this.to || step < this.span[0] || step >= this.span[1]) this.whole();
+    if (row < this.from || row >= this.to || step < this.span[0] || step >= this.span[1]) this.showAll();
     this.choose({ row, step });
   }
 
@@ -211,10 +211,10 @@ class HeatMaps {
       ...alarms.map(({ message }) => make("div", { class: "said", text: message }))];
   }
 
-  key(event) {
+  onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || !this.rows.length) return;
-    const actions = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.whole(),
-      Escape: () => this.whole(), w: () => this.chooseWorst() };
+    const actions = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.showAll(),
+      Escape: () => this.showAll(), w: () => this.chooseWorst() };
     const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], PageUp: [-10, 0], PageDown: [10, 0],
       Home: [0, -Infinity], End: [0, Infinity] };
     if (!(event.key in actions) && !(event.key in moves)) return;
@@ -232,7 +232,7 @@ class HeatMaps {
     const column = Math.min(cells.firsts.length - 1, Math.max(0, at));
     const step = cells.firsts[column];
     const [first, end] = this.span;
-    const [down, across] = [moved(this.from, this.to, row, row + 1), moved(first, end, step, cells.firsts[column + 1] ?? cells.end)];
+    const [down, across] = [findShift(this.from, this.to, row, row + 1), findShift(first, end, step, cells.firsts[column + 1] ?? cells.end)];
     if (down || across) this.setView(this.from + down, this.to + down, [first + across, end + across]);
     this.choose({ row, step });
   }
@@ -259,7 +259,7 @@ function isOf({ layer, operand }, row) {
 }
 
 /** How far a window must move to contain an interval. */
-function moved(from, to, low, high) {
+function findShift(from, to, low, high) {
   return low < from ? low - from : high > to ? high - to : 0;
 }
 

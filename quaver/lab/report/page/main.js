@@ -60,7 +60,7 @@ function marksOf(runs) {
   ]);
 }
 
-function showCurves(runs, chosen) {
+function showCurves(runs, onChosen) {
   const curves = CURVES.map(([key, ...about]) => [key, about, linesOf(runs, key)]).filter(([, , lines]) => lines.length);
   if (!curves.length) return;
   byId("curves").hidden = false;
@@ -69,8 +69,8 @@ function showCurves(runs, chosen) {
   const span = [Math.min(...steps), Math.max(...steps)];
   const marks = marksOf(runs).filter(({ step }) => step >= span[0] && step <= span[1]);
   const charts = curves.map(([name, [title, about, show], lines]) => new Chart({
-    name, title, about: name === "memory" ? runs[0].memory_label : about, lines, marks, show, span, chosen, isFromZero: FROM_ZERO.includes(name),
-    moved: (step) => charts.forEach((chart) => chart.point(step)) }));
+    name, title, about: name === "memory" ? runs[0].memory_label : about, lines, marks, show, span, onChosen, isFromZero: FROM_ZERO.includes(name),
+    onMoved: (step) => charts.forEach((chart) => chart.point(step)) }));
   byId("curves-plots").append(...charts.map((chart) => chart.element));
   const keys = new Map(curves.flatMap(([, , lines]) => lines.filter((line) => !line.isDashed)).map(({ label, series }) => [series, label]));
   byId("curves-key").append(...[...keys].map(([series, label]) => make("span", {}, seriesKey(series), label)),
@@ -95,13 +95,13 @@ function showNumerics(runs, { statistics, colors, special }) {
   const sentence = byId("distribution-about");
   if (distributions) byId("distribution-place").append(distributions.element);
   else sentence.textContent = "The record has no histograms.";
-  const chosen = (row, step) => {
+  const onChosen = (row, step) => {
     if (!distributions) return;
     sentence.textContent = distributions.show(row, step) ? DISTRIBUTION_ABOUT
       : `There is no histogram of ${row.name} on this page. The one below is of another tensor.`;
   };
   if (distributions) sentence.textContent = DISTRIBUTION_ABOUT;
-  const maps = new HeatMaps({ statistics, colors, special, runs: measured, chosen });
+  const maps = new HeatMaps({ statistics, colors, special, runs: measured, onChosen });
   byId("maps-place").append(maps.element);
   const goTo = (layer, operand, step) => {
     maps.goTo(layer, operand, step);
