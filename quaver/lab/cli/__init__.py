@@ -15,7 +15,13 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 
 from quaver.lab.cli.dispatch import find_verb
-from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
+from quaver.lab.cli.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_CLOSED_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_WRITTEN,
+    print_error,
+)
 from quaver.lab.terminal.escape import print_to_stderr
 from quaver.lab.terminal.progress import show_progress
 from quaver.runtime.errors import NotWrittenError, has_no_room
@@ -83,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         _discard_stdout()
-        return 141
+        return EXIT_CLOSED_PIPE
     except NotWrittenError as error:
         print_error(error)
         return EXIT_NOT_WRITTEN
@@ -101,14 +107,12 @@ def _run_verb(argv: list[str]) -> int:
         print(f"quaver {version('quaver')}")
         return 0
     usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
-    verb = find_verb(VERBS, argv, kind="command", usage=usage)
-    if isinstance(verb, int):
-        return verb
-    with show_progress("starting"):
-        module = importlib.import_module(f"{__name__}.{_MODULE_OF_VERB.get(verb, verb.replace('-', '_'))}")
     try:
+        verb = find_verb(VERBS, argv, kind="command", usage=usage)
+        with show_progress("starting"):
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF_VERB.get(verb, verb.replace('-', '_'))}")
         return int(module.main(argv[1:]))
-    except SystemExit as stopped:  # a verb's --help
+    except SystemExit as stopped:  # --help
         if stopped.code:
             raise
         return 0

@@ -46,8 +46,6 @@ def main(argv: list[str]) -> int:
     """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     usage = "quaver convert DIRECTION [--help] [options] SOURCE TARGET"
     conversion = find_verb(CONVERSIONS, argv, kind="conversion", usage=usage)
-    if isinstance(conversion, int):
-        return conversion
     with report_bad_input():
         (_import if conversion == "hf-to-quaver" else _export)(argv[1:])
     return 0

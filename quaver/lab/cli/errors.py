@@ -13,6 +13,7 @@ EXIT_NONFINITE = 3
 EXIT_NOT_WRITTEN = 4
 EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
 
 BAD_INPUT_ERRORS = (InputError, NotImplementedError, OSError, MissingDeviceError)
 """Exceptions for bad input. A ValueError that is no InputError is a bug."""
