@@ -1,14 +1,21 @@
 """`quaver bench VERB`: parses the options of a benchmark, runs it, saves its result and prints a table."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 from rich.table import Table
 
+from quaver.lab.bench.block import BlockBenchmark
+from quaver.lab.bench.cast import CastBenchmark
+from quaver.lab.bench.gemm import GemmBenchmark
+from quaver.lab.bench.host import HostBenchmark
+from quaver.lab.bench.linear import LinearBenchmark
 from quaver.lab.bench.options import BenchOptions
 from quaver.lab.bench.results import Result, UnfinishedError, format_table, format_title, group_cases
+from quaver.lab.bench.train import TrainBenchmark
+from quaver.lab.cli import bench_ledger, bench_roofline
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_config_and_warn
@@ -30,6 +37,16 @@ VERBS = {
     "host": "what a tiny linear costs the host: time, operations, kernels",
 }
 
+TIMED: dict[str, type[Any]] = {
+    "linear": LinearBenchmark,
+    "cast": CastBenchmark,
+    "gemm": GemmBenchmark,
+    "block": BlockBenchmark,
+    "train": TrainBenchmark,
+    "host": HostBenchmark,
+}
+"""The benchmarks that measure on this machine."""
+
 
 def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` begins with, save its result, and print it as a table with a note below.
@@ -39,12 +56,12 @@ def main(argv: list[str]) -> int:
     """
     usage = "quaver bench VERB [options]      quaver bench VERB --help"
     verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
-    if isinstance(verb, int):
-        return verb
-    if verb in ("roofline", "ledger"):
-        return importlib.import_module(f"{__name__}_{verb}").main(argv[1:])
+    return BENCHMARKS[verb](argv[1:])
+
+
+def _run(prepare: Callable[[list[str]], tuple[BenchOptions, Callable[[], Result]]], argv: list[str]) -> int:
     with report_bad_input():
-        options, measure = _prepare(verb, argv[1:])
+        options, measure = prepare(argv)
     try:
         _measure_and_save(options, measure)
     except NonFiniteError as error:
@@ -81,15 +98,26 @@ def iter_views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
 
 def _prepare(verb: str, argv: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
     """Parse and prepare the options of a benchmark. Return them, and the function that measures."""
-    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
-    if verb != "train":
-        options = parse_options(kind, argv, prog=f"quaver bench {verb}")
-        options.prepare()
-        return options, options.measure
-    options, run_flags = split_options(kind, argv, prog="quaver bench train [CONFIG.toml]")
-    path, flags = parse_arguments(run_flags, kind, prog="quaver bench train")
+    options = parse_options(TIMED[verb], argv, prog=f"quaver bench {verb}")
+    options.prepare()
+    return options, options.measure
+
+
+def _prepare_training(argv: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
+    """Parse the options of `quaver bench train` and the flags of its run, as `_prepare` does."""
+    options, run_argv = split_options(TrainBenchmark, argv, prog="quaver bench train [CONFIG.toml]")
+    path, flags = parse_arguments(run_argv, TrainBenchmark, prog="quaver bench train")
     if options.device != "auto":
         flags.setdefault("training", {})["device"] = options.device
     config = load_config_and_warn(path, flags)
     options.prepare()
     return options, partial(options.measure_steps, options.set_up(config))
+
+
+BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
+    **{verb: partial(_run, partial(_prepare, verb)) for verb in TIMED},
+    "train": partial(_run, _prepare_training),
+    "roofline": bench_roofline.main,
+    "ledger": bench_ledger.main,
+}
+"""The function that runs each benchmark with the arguments after its verb, and returns its exit code."""

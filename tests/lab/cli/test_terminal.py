@@ -178,7 +178,6 @@ def test_progress_in_a_pipe_has_whole_lines(count_twice, capsys):
 
 
 def make_bench_views(verb):
-    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
     row = {"timing": {"median_us": 9998.9, "p10_us": 1234.5, "p90_us": 99999.9}, "mode": "compiled"}
     row |= {"shape": "2048 x 8192 x 28672 (llama-70b gate,up)", "gemm": "grad_weight"} | dict.fromkeys("mkn", 28672)
     row |= {"matrix": "2048 x 28672 (llama-70b input)", "cast": "rowwise_both", "library": "torchao", "recipe": LONGEST}
@@ -193,7 +192,10 @@ def make_bench_views(verb):
     about = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "torch": "2.13.0+cu130", "commit": "0123456+"}
     result = {"environment": about, "rows": [row, row], "complete": True}
     options = SimpleNamespace(
-        case_fields=kind.case_fields, tables=kind.tables, format_note=lambda result: "", result_file="x"
+        case_fields=bench.TIMED[verb].case_fields,
+        tables=bench.TIMED[verb].tables,
+        format_note=lambda result: "",
+        result_file="x",
     )
     return bench.iter_views(options, result)
 
