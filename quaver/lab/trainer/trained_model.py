@@ -88,6 +88,8 @@ class ValidationResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
+    `build` makes one. `model` must be parallelized and on `device`; with weights, `precompute_scales` is due.
+
     A step with matmuls that float8.high_precision_schedule runs in high precision records neither time nor memory. The
     step whose memory is measured records no time after the warm-up, which medians leave out.
 
@@ -141,7 +143,10 @@ class TrainedModel:
         allocate(model, device)
         if init_weights:
             initialize(model, config.training.seed)
-        return cls(name, model, config, device, ranks)
+        trained = cls(name, model, config, device, ranks)
+        if init_weights:  # a load ends with it otherwise
+            trained.precompute_scales()
+        return trained
 
     def __post_init__(self) -> None:
         self.model.train()
@@ -150,7 +155,6 @@ class TrainedModel:
         self._schedule = PrecisionSchedule(self.name, self.model, self.config)
         self._routers, self.experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
-        self.precompute_scales()
 
     def make_optimizer(self, name: str) -> torch.optim.Optimizer:
         """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""

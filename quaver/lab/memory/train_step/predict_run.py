@@ -129,6 +129,7 @@ def fake_run(config: TrainConfig, ranks: int, fake_mode: AbstractContextManager[
         with fake_mode as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
+            trained.precompute_scales()
             train_step, micro_batches = make_train_step(trained, config, dims)
             yield FakeRun(config, dims, mode, trained, train_step, parameters, micro_batches)
 
