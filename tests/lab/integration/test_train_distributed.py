@@ -70,7 +70,7 @@ LAYOUTS = {
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
     "last_all_reduce": (4, "hp", [*HP, *REPLICATE, "--training.reduce=last_all_reduce", *ONE_SEQUENCE], EXACT),
     "scheduled": (2, "scheduled", [*SCHEDULED, *CAST_ONCE, "--validation.high_precision_too"], FLOAT8),
-    "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR], FLOAT8),
+    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
 }
 
 NIGHTLY = {
@@ -78,7 +78,7 @@ NIGHTLY = {
     # test_train_cli.py the blocks of the trainer.
     "mixture_split_compiled": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
     "scheduled_tensor_compiled": (2, "scheduled", [*SCHEDULED, *TENSOR, "--training.compile"], FLOAT8),
-    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
+    "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR], FLOAT8),
     "last": (2, "tensorwise", CAST_ONCE, FLOAT8),
     "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
     "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
@@ -217,14 +217,15 @@ def resharded(folder: Path, on_four: Results) -> None:
     train_on_ranks(2, [("resharded", words)])
 
 
-PREPARED = {2: "on_two", 4: "on_four"} | dict.fromkeys(NIGHTLY, "nightly") | {"mixture_shard_split": "resharded"}
-"""The fixtures that run layouts, by number of ranks or by name."""
+FIXTURES = {name: "on_two" if ranks == 2 else "on_four" for name, (ranks, *_) in LAYOUTS.items()}
+FIXTURES |= dict.fromkeys(NIGHTLY, "nightly") | {"mixture_shard_split": "resharded"}
+"""The fixture that runs each layout."""
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_ranks_compute_what_one_process_computes(name, request, references):
-    ranks, reference, _, tolerance = (LAYOUTS | NIGHTLY)[name]
-    request.getfixturevalue(PREPARED.get(name, PREPARED[ranks]))
+    _, reference, _, tolerance = (LAYOUTS | NIGHTLY)[name]
+    request.getfixturevalue(FIXTURES[name])
     check_numbers(references / name, references / f"one_{reference}", tolerance)
 
 

@@ -54,7 +54,8 @@ def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
     steps, train_step = [], TrainedModel.train_step
 
     def record_and_train(self, step, batches, *, measure_memory):
-        steps.append(step) if measure_memory else None
+        if measure_memory:
+            steps.append(step)
         return train_step(self, step, batches, measure_memory=measure_memory)
 
     monkeypatch.setattr(TrainedModel, "train_step", record_and_train)

@@ -46,9 +46,10 @@ def train_slowly(stacks: Path) -> None:
         )
 
     with Watchdog(stacks).watch(0.002, "step 1"):
-        n = 0
+        n, deadline = 0, time.monotonic() + 60
         # Rarely, because the watchdog's thread gets the GIL at each read, and in between after 5 ms.
         while n % 2000 or not stacks.exists() or stacks.read_text().count("Current thread") < 300:
+            assert n % 2000 or time.monotonic() < deadline
             compile_and_call(n := n + 1)
 
 
