@@ -67,7 +67,7 @@ def locate_nonfinite(
         min(group, key=attrgetter("check_number"), default=None) for group in (operands, float8_operands)
     )
     if first is None:
-        return "but in no module when the step was repeated eagerly"
+        return "not reproduced: no module was non-finite when the step was repeated eagerly"
     return f"first in {first}" + (f"; of float8 modules first in {in_float8}" if in_float8 not in (None, first) else "")
 
 
