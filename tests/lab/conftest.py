@@ -25,7 +25,7 @@ from quaver.lab.trainer.trained_model import TrainedModel
 
 @pytest.fixture
 def run_quaver(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `quaver WORDS`, which must succeed, and return what it prints."""
+    """Return a function that runs `quaver WORDS`, which must succeed, and returns what it prints."""
 
     def run_quaver(*words: object) -> str:
         from quaver.lab.cli import main  # importing it takes seconds
@@ -128,7 +128,7 @@ def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
 
 @pytest.fixture
 def run_refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
+    """Return a function that runs `quaver WORDS`, which must exit with 2, and returns its one line on stderr."""
 
     def run_refused(*words: object) -> str:
         from quaver.lab.cli import main  # importing it takes seconds
