@@ -12,26 +12,26 @@ TINY = [
 TEXT = "to be or not to be, that is the question\n" * 200
 
 
-def quaver(words: list[str], **surroundings: object) -> Forked:
-    """Start `quaver WORDS`."""
-    return Forked(_main, words, **surroundings)
+def quaver(argv: list[str], **surroundings: object) -> Forked:
+    """Start `quaver *argv`."""
+    return Forked(_main, argv, **surroundings)
 
 
 def quaver_on_ranks(
-    ranks: int, words: list[str], *, others: list[str] = (), environment: dict[str, str] | None = None, **surroundings
+    ranks: int, argv: list[str], *, others: list[str] = (), environment: dict[str, str] | None = None, **surroundings
 ) -> list[Forked]:
-    """Start `quaver WORDS` on several ranks without torchrun. Ranks above 0 also get the words `others`."""
+    """Start `quaver *argv` on several ranks without torchrun. Ranks above 0 also get the arguments `others`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     launcher = {**(environment or {}), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [
-        quaver([*words, *(others if rank else [])], environment={**launcher, "RANK": str(rank)}, **surroundings)
+        quaver([*argv, *(others if rank else [])], environment={**launcher, "RANK": str(rank)}, **surroundings)
         for rank in range(ranks)
     ]
 
 
-def _main(words: list[str]) -> int:
+def _main(argv: list[str]) -> int:
     from quaver.lab.cli import main
 
-    return main(words)
+    return main(argv)

@@ -57,18 +57,18 @@ def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 
     test_train_distributed.py starts torchrun itself, at night.
     """
-    words = shlex.split(command)
+    argv = shlex.split(command)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
     forked = {"cwd": folder, "environment": environment}
-    if words[0] == QUAVER:
-        return quaver(words[1:], **forked).finished()
-    if words[:3] == TORCHRUN:
-        ranks = int(words[words.index("--nproc-per-node") + 1])
-        started = quaver_on_ranks(ranks, words[words.index("quaver") + 1 :], **forked)
+    if argv[0] == QUAVER:
+        return quaver(argv[1:], **forked).finished()
+    if argv[:3] == TORCHRUN:
+        ranks = int(argv[argv.index("--nproc-per-node") + 1])
+        started = quaver_on_ranks(ranks, argv[argv.index("quaver") + 1 :], **forked)
         finished = [rank.finished() for rank in started]
         return next((rank for rank in finished if rank.returncode), finished[0])
-    if words[0] == PYTHON:
-        return Forked(run_script, *words[1:], **forked).finished()
+    if argv[0] == PYTHON:
+        return Forked(run_script, *argv[1:], **forked).finished()
     environment = {**os.environ, **environment}
     options = {"shell": True, "cwd": folder, "env": environment, "timeout": 300}
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)

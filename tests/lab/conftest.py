@@ -25,13 +25,13 @@ from quaver.lab.trainer.trained_model import TrainedModel
 
 @pytest.fixture
 def run_quaver(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs `quaver WORDS`, which must succeed, and returns what it prints."""
+    """Return a function that runs `quaver *argv`, which must succeed, and returns what it prints."""
 
-    def run_quaver(*words: object) -> str:
+    def run_quaver(*argv: object) -> str:
         from quaver.lab.cli import main  # importing it takes seconds
 
         capsys.readouterr()
-        assert main([str(word) for word in words]) == 0
+        assert main([str(word) for word in argv]) == 0
         return capsys.readouterr().out
 
     return run_quaver
@@ -128,14 +128,14 @@ def resumable_config(tiny_config: TrainConfig) -> TrainConfig:
 
 @pytest.fixture
 def run_refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs `quaver WORDS`, which must exit with 2, and returns its one line on stderr."""
+    """Return a function that runs `quaver *argv`, which must exit with 2, and returns its one line on stderr."""
 
-    def run_refused(*words: object) -> str:
+    def run_refused(*argv: object) -> str:
         from quaver.lab.cli import main  # importing it takes seconds
 
         capsys.readouterr()
         try:
-            code = main([str(word) for word in words])
+            code = main([str(word) for word in argv])
         except SystemExit as stopped:
             code = stopped.code
         output, error = capsys.readouterr()

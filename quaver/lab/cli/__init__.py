@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     pipe; verbs add others.
 
     Args:
-        argv: the words after the program's name; None reads sys.argv.
+        argv: the arguments after the program's name; None reads sys.argv.
     """
     argv = sys.argv[1:] if argv is None else argv
     _open_closed_streams()

@@ -58,8 +58,8 @@ def _import(argv: list[str]) -> None:
         model = import_hf(Path(options.source), target, options.dtype)
     parameters = sum(tensor.numel() for tensor in make_file_state(model).values())
     print(f"{target}: {parameters:,} parameters in {options.dtype}")
-    words = ["quaver", "train", str(target / "model.toml"), "--checkpoint.initial_load_path", str(target)]
-    print(f"train with: {shlex.join(words)}")
+    command = ["quaver", "train", str(target / "model.toml"), "--checkpoint.initial_load_path", str(target)]
+    print(f"train with: {shlex.join(command)}")
 
 
 def _export(argv: list[str]) -> None:

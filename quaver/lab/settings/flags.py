@@ -50,7 +50,7 @@ def parse_options(cls: type[_Options], argv: list[str], *, prog: str) -> _Option
 
 
 def split_options(cls: type[_Options], argv: list[str], *, prog: str) -> tuple[_Options, list[str]]:
-    """Parse the options of a command that also takes the flags of a run. Return them and the remaining words.
+    """Parse the options of a command that also takes the flags of a run. Return them and the remaining arguments.
 
     For --help print the help of the command and exit. Raises InputError.
     """
@@ -83,7 +83,7 @@ def exit_if_help(cls: type, argv: list[str], *, prog: str) -> None:
 
 
 def split_flags(cls: type, argv: Iterable[str]) -> tuple[Values, list[str]]:
-    """Return the values of the flags of `cls` in `argv`, and the other words in their order.
+    """Return the values of the flags of `cls` in `argv`, and the other arguments in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. Any other word
     after it is a wrong value, unless the command takes arguments or the word has a dot or a slash. A list is every
@@ -136,13 +136,13 @@ class _Parser(ArgumentParser):
         raise InputError(message.removeprefix("argument ").replace(": expected one argument", " must have a value"))
 
     def normalize(self, argv: Iterable[str]) -> Iterator[str]:
-        """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""
-        words = list(argv)
-        for index in reversed(range(1, len(words))):
-            flag, value = words[index - 1 : index + 1]
+        """Yield the arguments, each flag as argparse spells it, and with the value of each boolean."""
+        args = list(argv)
+        for index in reversed(range(1, len(args))):
+            flag, value = args[index - 1 : index + 1]
             if flag.startswith("--") and "=" not in flag and value[:1] == "-" != value[1:2]:
-                words[index - 1 : index + 1] = [f"{flag}={value}"]  # argparse takes no value that begins with a hyphen
-        for word, after in itertools.pairwise([*words, ""]):
+                args[index - 1 : index + 1] = [f"{flag}={value}"]  # argparse takes no value that begins with a hyphen
+        for word, after in itertools.pairwise([*args, ""]):
             flag, equals, text = word.partition("=")
             flag = self._spellings.get(flag.replace("-", "_"), flag)
             if flag in self._switches and not equals and not self._is_value(after):

@@ -119,7 +119,7 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
         (["--model", "{tmp}"], "config.json"),
@@ -128,5 +128,5 @@ def test_layers_of_experts_get_the_recipe_of_most_linears(tiny_config, run_quave
         (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
     ],
 )
-def test_bad_input_is_one_line(words, message, tmp_path, run_refused):
-    assert message in run_refused("doctor", *(word.format(tmp=tmp_path) for word in words))
+def test_bad_input_is_one_line(argv, message, tmp_path, run_refused):
+    assert message in run_refused("doctor", *(word.format(tmp=tmp_path) for word in argv))

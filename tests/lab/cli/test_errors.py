@@ -39,7 +39,7 @@ def test_a_value_error_is_not_reported_as_bad_input():
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "words"),
+    ("owner", "name", "command"),
     [
         (run_setup, "make_models", f"train {TRAIN}"),
         (RunFolder, "open", f"train {TRAIN}"),
@@ -50,10 +50,10 @@ def test_a_value_error_is_not_reported_as_bad_input():
     ],
 )
 @pytest.mark.usefixtures("_text_file")
-def test_a_bug_is_not_shown_as_bad_input(owner, name, words, monkeypatch):
+def test_a_bug_is_not_shown_as_bad_input(owner, name, command, monkeypatch):
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(ValueError, match="^not enough values to unpack$"):
-        main(words.split())
+        main(command.split())
 
 
 @pytest.mark.parametrize(("module", "name", "verb"), [(run_setup, "make_models", "train"), (plan, "search", "plan")])
@@ -87,15 +87,15 @@ def test_a_bug_while_weights_are_written_is_not_shown_as_bad_input(tmp_path, mon
         main(["export", str(tmp_path), str(tmp_path / "out"), "--recipe", "rowwise"])
 
 
-@pytest.mark.parametrize("words", ["--version", "doctor --help", "doctor --gpu h100", "doctor --gpu h100 --json"])
-def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(words, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["--version", "doctor --help", "doctor --gpu h100", "doctor --gpu h100 --json"])
+def test_a_stdout_that_takes_nothing_has_the_documented_exit_code(command, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     for target, expected in ((writer, 141), ("/dev/full", 4)):
         with open(target, "w") as file:
             monkeypatch.setattr(sys, "stdout", file)
             try:
-                code = main(words.split())
+                code = main(command.split())
             except SystemExit as stopped:
                 code = stopped.code
             assert code == expected

@@ -50,10 +50,10 @@ def test_export_takes_the_scales_of_a_kv_cache_from_a_float8_folder(folder, tmp_
 
 
 def test_own_scales_are_refused_where_scales_are_not_per_tensor(folder, tmp_path, run_refused):
-    words = ["export", folder, tmp_path / "out", "--own-scales", "--recipe"]
+    argv = ["export", folder, tmp_path / "out", "--own-scales", "--recipe"]
     for recipe in ("rowwise", "blockwise"):
-        assert "--own-scales must be its default, False, unless a folder's" in run_refused(*words, recipe)
-    assert main([*map(str, words), "tensorwise"]) == 0
+        assert "--own-scales must be its default, False, unless a folder's" in run_refused(*argv, recipe)
+    assert main([*map(str, argv), "tensorwise"]) == 0
 
 
 def test_import_says_what_was_written(tmp_path, capsys):
@@ -66,10 +66,10 @@ def test_import_says_what_was_written(tmp_path, capsys):
 def test_bad_input_is_one_line(tmp_path, run_refused):
     folder = saved(tmp_path / "float8")
     assert "is quantized already" in run_refused("export", folder, tmp_path / "out", "--recipe=rowwise")
-    words = (tmp_path / "nowhere", tmp_path / "out", "--recipe=rowwise", "--max-shard-size=much")
-    assert "--max-shard-size must be a size" in run_refused("export", *words)
-    words = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
-    assert "--max-shard-size must be its default" in run_refused("import", *words)
+    argv = (tmp_path / "nowhere", tmp_path / "out", "--recipe=rowwise", "--max-shard-size=much")
+    assert "--max-shard-size must be a size" in run_refused("export", *argv)
+    argv = (folder / "model.safetensors", tmp_path / "out.safetensors", "--max-shard-size=1GB")
+    assert "--max-shard-size must be its default" in run_refused("import", *argv)
     assert "config.json': expected a folder or a .safetensors file" in run_refused(
         "import", folder / "config.json", "out"
     )

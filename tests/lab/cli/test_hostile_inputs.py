@@ -15,7 +15,7 @@ from tests.command_line import TEXT, TINY
 pytestmark = pytest.mark.timeout(60)
 """A reader that waits for a FIFO fails."""
 
-WORDS = {
+COMMANDS = {
     "--job.dump_folder=~nosuchuser/runs": "'~nosuchuser/runs' begins with the home of a user that does not exist",
     "--data=~nosuchuser/text": "'~nosuchuser/text' begins with the home of",
     "--data.tokenizer=~nosuchuser/tokenizer.json": "'~nosuchuser/tokenizer.json' begins with the home of",
@@ -59,51 +59,51 @@ WORDS = {
 
 
 @pytest.fixture
-def run_words(tmp_path: Path) -> list[str]:
-    """Return the words of a run of one step on a text."""
+def run_argv(tmp_path: Path) -> list[str]:
+    """Return the argv of a run of one step on a text."""
     (tmp_path / "text.txt").write_text(TEXT)
-    words = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
-    return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
+    argv = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
+    return [*argv, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_an_impossible_input_is_one_line(words, run_words, tmp_path, run_refused):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_impossible_input_is_one_line(command, run_argv, tmp_path, run_refused):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
     (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
     files = {path.stem: path for path in tmp_path.iterdir()}
-    arguments = words.format(**files, nowhere=tmp_path / "nowhere").split()
-    if "--dry-run" not in words:
-        arguments = [*arguments, *run_words] if words.startswith(("{", "--resume")) else [*run_words, *arguments]
-    assert WORDS[words] in run_refused("train", *arguments)
+    argv = command.format(**files, nowhere=tmp_path / "nowhere").split()
+    if "--dry-run" not in command:
+        argv = [*argv, *run_argv] if command.startswith(("{", "--resume")) else [*run_argv, *argv]
+    assert COMMANDS[command] in run_refused("train", *argv)
 
 
-def test_a_file_name_that_is_not_utf8_is_data_like_any_other_and_an_image_is_none(run_words, tmp_path, capsys):
+def test_a_file_name_that_is_not_utf8_is_data_like_any_other_and_an_image_is_none(run_argv, tmp_path, capsys):
     folder = tmp_path / "text"
     folder.mkdir()
     (tmp_path / "text.txt").rename(Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xe9.txt")))
     (folder / "image.png").write_bytes(b"\0")
-    assert main(["train", *run_words, f"--data={folder}", "--job.name=odd"]) == 0
+    assert main(["train", *run_argv, f"--data={folder}", "--job.name=odd"]) == 0
     assert "2 files (left out: 1, such as image.png: a 0 byte, so not text), " in capsys.readouterr().out
     assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["corrupt"] == 1
 
 
-def test_a_setting_that_is_not_utf8_is_refused(run_words, tmp_path, run_refused):
+def test_a_setting_that_is_not_utf8_is_refused(run_argv, tmp_path, run_refused):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     os.mkdir(folder)
     (tmp_path / "text.txt").rename(Path(folder) / "text.txt")
-    assert "data.path must be in UTF-8, got '" in run_refused("train", *run_words, f"--data={folder}")
+    assert "data.path must be in UTF-8, got '" in run_refused("train", *run_argv, f"--data={folder}")
 
 
 def test_control_characters_of_a_path_reach_no_terminal(tmp_path, run_refused):
     assert run_refused("import", f"{tmp_path}\x1b", tmp_path / "out").isprintable()
 
 
-def test_a_model_larger_than_the_memory_is_one_line(run_words, monkeypatch, run_refused):
+def test_a_model_larger_than_the_memory_is_one_line(run_argv, monkeypatch, run_refused):
     monkeypatch.setattr(train, "build_run", lambda *_: torch.empty(2**60))
-    assert "this machine lacks the memory (can't allocate memory: you tried" in run_refused("train", *run_words)
+    assert "this machine lacks the memory (can't allocate memory: you tried" in run_refused("train", *run_argv)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
@@ -116,11 +116,11 @@ def test_a_full_gpu_or_machine_is_one_line(error, monkeypatch, run_refused):
     assert line in run_refused("report", "runs/a")
 
 
-def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_words, monkeypatch, run_refused):
+def test_a_text_that_shrinks_while_it_is_read_is_one_line(run_argv, monkeypatch, run_refused):
     describe = SourceFile.from_path
 
     def describe_as_longer(name, path):
         return replace(describe(name, path), size=10 + path.stat().st_size)
 
     monkeypatch.setattr(SourceFile, "from_path", describe_as_longer)
-    assert "text.txt' became shorter while it was read" in run_refused("train", *run_words)
+    assert "text.txt' became shorter while it was read" in run_refused("train", *run_argv)

@@ -42,7 +42,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "memory {config} --quick --output {config}",
         "memory {config} --output {tmp}/x.json --html {config}",
@@ -58,7 +58,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         "bench roofline --model llama-8b --output {config}",
     ],
 )
-def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, run_refused):
+def test_an_output_replaces_no_input_and_no_other_output(command, tmp_path, run_refused):
     config, run = tmp_path / "c.toml", tmp_path / "run"
     run.mkdir()
     config.write_text("[model]\nn_layers = 2\n")
@@ -66,19 +66,19 @@ def test_an_output_replaces_no_input_and_no_other_output(words, tmp_path, run_re
     (run / "metrics.jsonl").write_text('{"step": 1, "model": "a", "loss": 1.0}\n')
     (run / "curves.png").write_bytes(b"\x89PNG\r\n")
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    option = "--" + words.format(tmp="", config="", run="").rpartition(" --")[2].split()[0]
-    assert run_refused(*words.format(tmp=tmp_path, config=config, run=run).split()).startswith(
+    option = "--" + command.format(tmp="", config="", run="").rpartition(" --")[2].split()[0]
+    assert run_refused(*command.format(tmp=tmp_path, config=config, run=run).split()).startswith(
         f"quaver: error: {option}"
     )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
 @pytest.mark.parametrize(
-    "words", ["memory --quick", "memory --traffic", "plan --gpus 1 --explain 1 --model.n_layers 1"]
+    "command", ["memory --quick", "memory --traffic", "plan --gpus 1 --explain 1 --model.n_layers 1"]
 )
-def test_a_command_that_shows_writes_no_file(words, tmp_path, monkeypatch, run_quaver):
+def test_a_command_that_shows_writes_no_file(command, tmp_path, monkeypatch, run_quaver):
     monkeypatch.chdir(tmp_path)
-    run_quaver(*words.split())
+    run_quaver(*command.split())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,10 +35,10 @@ pytestmark = pytest.mark.timeout(300)
 
 def train_run(parent: Path, name: str, steps: int) -> Path:
     """Train with delayed scaling and a checkpoint of each step, and return the run's folder."""
-    words = [*TINY, f"--training.steps={steps}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-    words += ["--lr_scheduler.schedule=constant", "--validation.freq=1", "--float8.recipe_name=delayed"]
-    words += ["--float8.delayed_history_len=3", f"--data={parent / 'text.txt'}"]
-    assert main(["train", *words, f"--job.dump_folder={parent}", f"--job.name={name}"]) == 0
+    argv = [*TINY, f"--training.steps={steps}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    argv += ["--lr_scheduler.schedule=constant", "--validation.freq=1", "--float8.recipe_name=delayed"]
+    argv += ["--float8.delayed_history_len=3", f"--data={parent / 'text.txt'}"]
+    assert main(["train", *argv, f"--job.dump_folder={parent}", f"--job.name={name}"]) == 0
     return parent / name
 
 
@@ -129,7 +129,7 @@ def write_garbage(run: Path) -> None:
 
 NOWHERE, UNREAD, MORE = lambda run: None, "choose another checkpoint", "--training.steps=3"
 REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    # what happens to the run, the words, and the error
+    # what happens to the run, the flags, and the error
     "short": (lambda run: os.truncate(run / SHARD, 100), MORE, f"/{SHARD}' has 100 bytes, expected"),
     "missing": (
         lambda run: (run / SHARD).unlink(),
@@ -180,10 +180,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte(case, run, run_refused):
-    spoil, words, message = REFUSED[case]
+    spoil, flags, message = REFUSED[case]
     spoil(run)
     before = hash_files(run)
-    line = run_refused("train", "--resume", run, *words.format(run=run).split())
+    line = run_refused("train", "--resume", run, *flags.format(run=run).split())
     assert message.format(run=run) in line
     assert hash_files(run) == before
 
@@ -258,8 +258,8 @@ def test_an_export_of_a_damaged_checkpoint_is_refused_in_one_line(case, run, run
 
 def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, run_refused):
     whole = train_run(saved_run.parent, "whole", 3)
-    for words in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
-        run_refused("train", "--resume", run, *words.split())
+    for flags in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
+        run_refused("train", "--resume", run, *flags.split())
     spaced = shutil.copytree(run, run.with_name("my run"))
     line = run_refused("train", run / "config.toml", f"--job.dump_folder={run.parent}", "--job.name=my run")
     assert line.endswith(f"resume it with --resume '{spaced}'")
@@ -279,9 +279,9 @@ def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_ho
 
 
 def test_a_folder_in_a_run_is_no_run(run, run_refused):
-    words = [f"--job.dump_folder={run}", "--job.name=checkpoint", "--checkpoint.resume=must"]
+    argv = [f"--job.dump_folder={run}", "--job.name=checkpoint", "--checkpoint.resume=must"]
     before = hash_files(run)
-    assert "is not a run folder" in run_refused("train", run / "config.toml", *words)
+    assert "is not a run folder" in run_refused("train", run / "config.toml", *argv)
     assert hash_files(run) == before
 
 
@@ -296,8 +296,8 @@ def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_not
     first = prepare_run(resumable_config)
     before = hash_files(first.folder.path)
     resume = ("--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
-    for words in (resume, [first.folder.path / "config.toml"]):
-        assert f"process {os.getpid()} on host {platform.node()}" in run_refused("train", *words)
+    for argv in (resume, [first.folder.path / "config.toml"]):
+        assert f"process {os.getpid()} on host {platform.node()}" in run_refused("train", *argv)
     assert hash_files(first.folder.path) == before
     train(first)
     assert first.checkpoints.folder.list_steps() == [2, 4]

@@ -72,14 +72,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    """Return a function that runs words on a terminal of 80 columns: the exit code, and what stdout and stderr show."""
+    """Return a function that runs a command on 80 columns: the exit code, and what stdout and stderr show."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
-    def run(*words):
+    def run(*argv):
         with redirect_stdout(Terminal()) as out, redirect_stderr(Terminal()) as err:
-            code = main([*words])
+            code = main([*argv])
         return code, out.getvalue(), err.getvalue()
 
     return run
@@ -143,7 +143,7 @@ def count_twice(monkeypatch):
         while line not in sys.stderr.getvalue():
             time.sleep(0.001)
 
-    def count_twice(words=()):
+    def count_twice(argv=()):
         with show_progress("counting") as set_activity:
             wait_for("... counting, 0 s")
             set_activity("counting again")

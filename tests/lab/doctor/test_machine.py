@@ -150,8 +150,8 @@ def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, run_quav
         f'recipe_name = "rowwise"\nbackward = "dequantized"\nskip_first_layers = 1\nlayer_recipes = ["{layer}=mxfp8"]'
     )
     (tmp_path / "a.toml").write_text(f"[model]\nn_layers = 2\n[float8]\n{settings}\n")
-    words = ["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}"]
-    report = json.loads(run_quaver(*words, "--json"))
+    argv = ["doctor", "--gpu=h100", f"--model={tmp_path / 'a.toml'}"]
+    report = json.loads(run_quaver(*argv, "--json"))
     assert report["recipe"] == "rowwise:dequantized"
     recipe = next(row for row in report["recipes"] if row["recipe"] == report["recipe"])
     assert [matmul["backend"] for matmul in recipe["linear"]] == ["native", "high precision", "high precision"]
@@ -159,7 +159,7 @@ def test_a_run_has_its_backward_and_the_recipes_of_its_layers(tmp_path, run_quav
     assert counts["model.layers.*.mlp.up_proj", True, "in mxfp8:dequantized"] == 1
     assert counts["model.layers.*.mlp.up_proj", False, "float8.skip_first_layers = 1"] == 1
     assert counts["model.layers.*.mlp.down_proj", True, ""] == 1
-    printed = run_quaver(*words, "--recipe=rowwise:high_precision")
+    printed = run_quaver(*argv, "--recipe=rowwise:high_precision")
     assert "in rowwise:high_precision, linears native output, high precision grad_input" in printed
 
 

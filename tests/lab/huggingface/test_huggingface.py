@@ -127,8 +127,8 @@ def assert_same_logits(model: Any, reference: Any, vocab: int = 300) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def convert(*words: object) -> None:
-    assert main(["convert", *map(str, words)]) == 0
+def convert(*argv: object) -> None:
+    assert main(["convert", *map(str, argv)]) == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -220,14 +220,14 @@ def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
 def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_folder):
     out = tmp_path / "out"
     convert("hf-to-quaver", hf("llama3"), out)
-    words = [str(out / "model.toml"), f"--checkpoint.initial_load_path={out}", "--job.name=run"]
-    words += [f"--job.dump_folder={tmp_path / 'runs'}", f"--data={text_folder}", "--training.device=cpu"]
-    words += ["--training.seq_len=100", "--training.local_batch_size=2", "--training.steps=1", "--validation.steps=1"]
-    words += ["--float8.no-enable_float8_linear", "--training.mixed_precision_param=float32"]
-    words += ["--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--checkpoint.no-enable"]
-    assert main(["train", *words]) == 0
+    argv = [str(out / "model.toml"), f"--checkpoint.initial_load_path={out}", "--job.name=run"]
+    argv += [f"--job.dump_folder={tmp_path / 'runs'}", f"--data={text_folder}", "--training.device=cpu"]
+    argv += ["--training.seq_len=100", "--training.local_batch_size=2", "--training.steps=1", "--validation.steps=1"]
+    argv += ["--float8.no-enable_float8_linear", "--training.mixed_precision_param=float32"]
+    argv += ["--lr_scheduler.warmup_steps=0", "--metrics.log_freq=1", "--checkpoint.no-enable"]
+    assert main(["train", *argv]) == 0
     (loss,) = read_losses(tmp_path / "runs" / "run" / "metrics.jsonl")
-    config = load_config(*parse_arguments(words))
+    config = load_config(*parse_arguments(argv))
     batch = load_data(config).make_step_batches(config.training, 0, ParallelDims())[0]
     with torch.no_grad():
         logits = load_with_transformers(hf("llama3"))(batch.tokens).logits
@@ -255,10 +255,10 @@ def float8_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the last checkpoint of a run of two steps in float8 and bfloat16, with tied weights and scaled rope."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text(TEXT)
-    words = [*TINY, f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]
-    words += ["--model.dim=64", "--model.tie_word_embeddings", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
-    words += ["--model.rope_scaling_factor=32", "--model.rope_original_max_position=128"]
-    assert main(["train", *words]) == 0
+    argv = [*TINY, f"--data={folder / 'text.txt'}", f"--job.dump_folder={folder}", "--job.name=run", "--job.compare"]
+    argv += ["--model.dim=64", "--model.tie_word_embeddings", "--training.steps=2", "--lr_scheduler.warmup_steps=1"]
+    argv += ["--model.rope_scaling_factor=32", "--model.rope_original_max_position=128"]
+    assert main(["train", *argv]) == 0
     return folder / "run" / "checkpoint" / "step-00000002"
 
 
@@ -362,7 +362,7 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
         assert message in refuse(folder)
 
 
-WORDS = {
+COMMANDS = {
     "up": "unknown conversion 'up'; choose from hf-to-quaver, quaver-to-hf",
     "hf-to-quaver {hf} {out}": "exists already",
     "hf-to-quaver {hf} {tmp}/file/out": "Not a directory",
@@ -376,10 +376,10 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_bad_words_and_places_are_refused_in_one_line(words, hf, out, tmp_path, run_refused):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_bad_arguments_and_places_are_refused_in_one_line(command, hf, out, tmp_path, run_refused):
     (tmp_path / "file").touch()
-    assert WORDS[words] in run_refused("convert", *words.format(hf=hf("plain"), out=out, tmp=tmp_path).split())
+    assert COMMANDS[command] in run_refused("convert", *command.format(hf=hf("plain"), out=out, tmp=tmp_path).split())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -416,10 +416,10 @@ def test_a_full_disk_leaves_nothing_and_says_so(hf, out, tmp_path, capsys, monke
 
     monkeypatch.setattr(FileSystem, "create_stream", fill_disk)
     monkeypatch.setattr("safetensors.torch.save_file", lambda *args, **kwargs: fill_disk(FileSystem(), tmp_path, "w"))
-    for words in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", out)):
+    for argv in (("hf-to-quaver", hf("plain")), ("quaver-to-hf", out)):
         capsys.readouterr()
         with pytest.raises(SystemExit, match="4"):
-            main(["convert", *map(str, words), str(tmp_path / "other")])
+            main(["convert", *map(str, argv), str(tmp_path / "other")])
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot write the weights" in line
         assert line.endswith("No space left on device")

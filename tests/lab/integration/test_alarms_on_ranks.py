@@ -36,8 +36,8 @@ def train_broken(cases, prefix):
     "compiles", [[], pytest.param(["--training.compile"], marks=pytest.mark.nightly)], ids=["eager", "compiled"]
 )
 def test_two_ranks_fall_back_together(tmp_path, compiles):
-    words = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
-    results = run(2, train_broken, [("falls", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    argv = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
+    results = run(2, train_broken, [("falls", argv)], f"alarms {tmp_path}", timeout=LIMIT_S)
     assert [ended for ended, *_ in results] == [{"falls": (0, 1)}] * 2, results
     record = read_record(CheckpointFolder(tmp_path / "falls" / "checkpoint").get_path(3))
     assert record["progress"]["fallbacks"] == {LAYER: "high_precision"}
@@ -49,7 +49,7 @@ def test_two_ranks_fall_back_together(tmp_path, compiles):
 
 
 def test_two_ranks_stop_together(tmp_path):
-    words = [*WATCHED, f"--job.dump_folder={tmp_path}", "--job.name=stops", "--numerics.on_alarm=stop"]
-    results = run(2, train_broken, [("stops", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    argv = [*WATCHED, f"--job.dump_folder={tmp_path}", "--job.name=stops", "--numerics.on_alarm=stop"]
+    results = run(2, train_broken, [("stops", argv)], f"alarms {tmp_path}", timeout=LIMIT_S)
     assert [ended["stops"][0] for ended, *_ in results] == [5, 5], results
     assert (tmp_path / "stops" / "summary.json").is_file()

@@ -43,9 +43,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return finished runs with their bfloat16 baselines, by recipe."""
     root = tmp_path_factory.mktemp("runs")
     (root / "text.txt").write_text(TEXT)
-    words = ["train", *TINY, f"--data={root / 'text.txt'}", f"--job.dump_folder={root}"]
+    argv = ["train", *TINY, f"--data={root / 'text.txt'}", f"--job.dump_folder={root}"]
     recipes = ("rowwise", "delayed")
-    processes = [quaver([*words, f"--job.name={recipe}", f"--float8.recipe_name={recipe}"]) for recipe in recipes]
+    processes = [quaver([*argv, f"--job.name={recipe}", f"--float8.recipe_name={recipe}"]) for recipe in recipes]
     for process in [process.finished() for process in processes]:
         assert process.returncode == 0, process.stderr
     return {recipe: root / recipe for recipe in recipes}
@@ -85,8 +85,8 @@ def compute_logits(model: nn.Module) -> Tensor:
 
 def test_train_export_load_import(runs, tmp_path, capsys):
     run, exported, imported = runs["rowwise"], tmp_path / "exported", tmp_path / "imported"
-    words = ["export", str(run), str(exported), "--dtype=float32", "--max-shard-size=300KB", "--measure-tokens=32"]
-    assert main(words) == 0
+    argv = ["export", str(run), str(exported), "--dtype=float32", "--max-shard-size=300KB", "--measure-tokens=32"]
+    assert main(argv) == 0
     assert "14 float8 weights of the recipe rowwise" in capsys.readouterr().out
     record = json.loads((exported / "quaver_export.json").read_text())
     assert (record["recipe"], record["step"], record["requantized"]) == ("rowwise", 2, {})
@@ -155,7 +155,7 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
     assert "21 float8 weights of the recipe rowwise in the format fp8" in capsys.readouterr().out
     formats = "compressed-tensors, compressed-tensors-block, compressed-tensors-mxfp8, fp8"
     comfyui = [*export, "x", "--format=comfyui"]
-    for words, message in {
+    for argv, message in {
         (*baseline, "x"): "was trained in high precision: give the recipe whose codes to export",
         (*export, "x", "--filter-fqns=q_proj"): "--filter-fqns must be its default, ['lm_head'], for a float8 run",
         (*export, "x", "--model=rowwise"): "--model must be one of delayed, bfloat16",
@@ -170,7 +170,7 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
         ("export", ".", str(tmp_path / "blocks")): "exists already",
     }.items():
         with pytest.raises(SystemExit, match="2"):
-            main([str(tmp_path / word) if word == "x" else word for word in words])
+            main([str(tmp_path / word) if word == "x" else word for word in argv])
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
         assert not [path for path in tmp_path.iterdir() if path.name.endswith("x") or "partial" in path.name]
@@ -180,9 +180,9 @@ def test_a_mixture_is_trained_exported_and_trained_on(tmp_path):
     """transformers reads the experts of the export; quaver reads them back to train, in the same values."""
     (tmp_path / "text.txt").write_text(TEXT)
     settings = [option for option in TINY if option not in ("--job.compare", "--float8.skip_first_layers=1")]
-    words = ["train", *settings, "--model.n_experts=4", "--model.top_k=2", f"--data={tmp_path / 'text.txt'}"]
-    words += [f"--job.dump_folder={tmp_path}", "--job.name=run", "--float8.recipe_name=rowwise"]
-    process = quaver(words).finished()
+    argv = ["train", *settings, "--model.n_experts=4", "--model.top_k=2", f"--data={tmp_path / 'text.txt'}"]
+    argv += [f"--job.dump_folder={tmp_path}", "--job.name=run", "--float8.recipe_name=rowwise"]
+    process = quaver(argv).finished()
     assert process.returncode == 0, process.stderr
     run, exported, imported = tmp_path / "run", tmp_path / "exported", tmp_path / "imported"
     assert main(["export", str(run), str(exported), "--dtype=float32", "--measure-tokens=32"]) == 0

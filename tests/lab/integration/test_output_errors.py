@@ -65,13 +65,13 @@ def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str
 def test_what_one_rank_cannot_write_ends_all_ranks_with_one_line(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     runs = tmp_path / "runs"
-    words = [*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"]
-    words += ["--model.n_layers=1", "--checkpoint.interval=2"]
+    argv = [*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"]
+    argv += ["--model.n_layers=1", "--checkpoint.interval=2"]
     options = {
         "snapshot": ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=2"],
         "numerics": ["--numerics.every=1"],
     }
-    cases = [(name, [*words, f"--job.name={name}", *options.get(name, [])]) for name in CASES]
+    cases = [(name, [*argv, f"--job.name={name}", *options.get(name, [])]) for name in CASES]
     results = run(2, train_obstructed, runs, cases, "output errors", timeout=LIMIT_S)
     for ended, _, _, steps in results:
         assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(CASES, 4)

@@ -35,12 +35,12 @@ class Hosts:
         text = folder / "text.txt"
         text.write_text(TEXT)
         self.run, self.folder, self.agents = folder / "runs" / name, folder, {}
-        self.words = [
+        self.argv = [
             *(*TINY, f"--data={text}", "--float8.enable_fsdp_float8_all_gather"),
             *("--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3", f"--training.steps={STEPS}"),
             *(f"--checkpoint.interval={INTERVAL}", "--checkpoint.resume=auto", f"--job.dump_folder={folder / 'runs'}"),
         ]
-        config = load_config(*parse_arguments([*self.words, f"--job.name={name}"]))
+        config = load_config(*parse_arguments([*self.argv, f"--job.name={name}"]))
         _, self.script, *_ = write_run(config, 2, 1, folder / "a plan.toml", comment="")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where torchrun is
         self.environment = {**os.environ, "HEAD": f"127.0.0.1:{port}", "PATH": path}
@@ -116,7 +116,7 @@ def test_a_killed_rank_and_a_killed_agent_change_nothing(hosts, tmp_path):
     assert step < STEPS
     hosts.finish()
 
-    whole = quaver_on_ranks(2, ["train", *hosts.words, "--job.name=whole"])
+    whole = quaver_on_ranks(2, ["train", *hosts.argv, "--job.name=whole"])
     assert [rank.finished().returncode for rank in whole] == [0, 0]
     assert hosts.read_logs().count("resumed ") == 2, hosts.read_logs()
     assert [step for step, *_ in read_numbers(hosts.run)] == list(range(1, STEPS + 1))

@@ -23,12 +23,12 @@ LIMIT_S = 300
 
 
 @pytest.fixture
-def run_words(tmp_path: Path) -> list[str]:
+def run_argv(tmp_path: Path) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    words = [*TINY, "--model.n_layers=1", "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3"]
-    words += ["--float8.recipe_name=delayed"]
-    return [*words, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
+    argv = [*TINY, "--model.n_layers=1", "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3"]
+    argv += ["--float8.recipe_name=delayed"]
+    return [*argv, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
 
 
 def read_numbers(run: Path) -> dict[int, tuple[float, float]]:
@@ -55,9 +55,9 @@ def has_steps(run: Path, number: int = 3) -> bool:
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
 
 
-def test_ctrl_c_saves_and_the_run_resumes(run_words, tmp_path):
+def test_ctrl_c_saves_and_the_run_resumes(run_argv, tmp_path):
     run = tmp_path / "runs" / "stopped"
-    process = quaver(["train", *run_words, "--job.name=stopped", "--training.steps=1000000"])
+    process = quaver(["train", *run_argv, "--job.name=stopped", "--training.steps=1000000"])
     wait_for(lambda: has_steps(run), process)
     process.send_signal(signal.SIGINT)
     output, error = process.communicate()
@@ -68,20 +68,20 @@ def test_ctrl_c_saves_and_the_run_resumes(run_words, tmp_path):
     assert (summary["status"], summary["steps"], max(read_numbers(run))) == ("interrupted", step, step)
     assert (run / "curves.png").stat().st_size > 1000
     assert main(["train", "--resume", str(run), f"--training.steps={step + 3}"]) == 0
-    assert main(["train", *run_words, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
+    assert main(["train", *run_argv, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
     assert read_numbers(run) == read_numbers(tmp_path / "runs" / "whole")
 
 
-def start_by_hand(words: list[str]) -> list[Forked]:
-    return quaver_on_ranks(2, words)
+def start_by_hand(argv: list[str]) -> list[Forked]:
+    return quaver_on_ranks(2, argv)
 
 
-def start_by_torchrun(words: list[str]) -> list[subprocess.Popen]:
+def start_by_torchrun(argv: list[str]) -> list[subprocess.Popen]:
     """torchrun forwards a SIGTERM to its ranks; each process imports torch for seconds."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    return [subprocess.Popen([*launcher, "-m", "quaver", *words], **options)]
+    return [subprocess.Popen([*launcher, "-m", "quaver", *argv], **options)]
 
 
 def list_with_children(pid: int) -> list[int]:
@@ -91,9 +91,9 @@ def list_with_children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
 @pytest.mark.parametrize("start", [start_by_hand, pytest.param(start_by_torchrun, marks=pytest.mark.nightly)])
-def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start):
+def test_two_ranks_hold_their_run_and_save_at_sigterm(run_argv, tmp_path, start):
     run = tmp_path / "runs" / "stopped"
-    processes = start(["train", *run_words, "--job.name=stopped", "--training.steps=1000000"])
+    processes = start(["train", *run_argv, "--job.name=stopped", "--training.steps=1000000"])
     wait_for(lambda: has_steps(run), *processes)
     resume = ["train", f"--resume={run}", "--checkpoint.resume=auto"]
     second, _ = [rank.finished() for rank in quaver_on_ranks(2, resume)]
@@ -112,11 +112,11 @@ def test_two_ranks_hold_their_run_and_save_at_sigterm(run_words, tmp_path, start
     assert len(list((open_checkpoints(run).get_path(step) / "delayed").glob("*.distcp"))) == 2
 
 
-def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(run_words, tmp_path):
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(run_argv, tmp_path):
     """A limit on the size of files simulates it: the same write fails, with another message."""
     run = tmp_path / "runs" / "full"
-    words = [*run_words, "--job.name=full", "--checkpoint.interval=4"]
-    assert main(["train", *words, "--training.steps=4"]) == 0
+    argv = [*run_argv, "--job.name=full", "--checkpoint.interval=4"]
+    assert main(["train", *argv, "--training.steps=4"]) == 0
     before = {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()}
     resume = ["train", "--resume", str(run), "--training.steps=1000"]
     process = quaver(resume, largest_file_bytes=200_000).finished()
@@ -141,7 +141,7 @@ def test_a_reliability_run_that_fails_before_its_first_step_ends_the_script(tmp_
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         # Before the manifest; test_hostile_checkpoint.py has the steps from there on.
         pytest.param(["--part", "phases", "--tries", "5"], id="a kill at each step that writes tensors"),
@@ -151,8 +151,8 @@ def test_a_reliability_run_that_fails_before_its_first_step_ends_the_script(tmp_
         pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
     ],
 )
-def test_every_reliability_scenario_holds(words):
+def test_every_reliability_scenario_holds(argv):
     """Each try of benchmarks/reliability.py."""
-    process = Forked(run_parts, words)
+    process = Forked(run_parts, argv)
     _, error = process.communicate(timeout=7200)
     assert process.returncode == 0, error

@@ -27,13 +27,13 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_words(tmp_path: Path, text: Path) -> list[str]:
+def run_argv(tmp_path: Path, text: Path) -> list[str]:
     return ["--data", str(text), "--job.dump_folder", str(tmp_path / "runs"), "--job.name", "r"]
 
 
 def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatch):
-    words = ["--data", "text.txt", "--compare", "--training.steps", "4", "--float8.recipe_name", "rowwise"]
-    process = quaver(["train", *TINY, *words], cwd=tmp_path).finished()
+    argv = ["--data", "text.txt", "--compare", "--training.steps", "4", "--float8.recipe_name", "rowwise"]
+    process = quaver(["train", *TINY, *argv], cwd=tmp_path).finished()
     assert (process.returncode, process.stderr) == (0, "")
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("rowwise-compare-")
@@ -57,7 +57,7 @@ def test_a_run_from_another_folder_in_a_fresh_process(tmp_path, text, monkeypatc
         *at_night((recipe, "inductor") for recipe in ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp")),
     ],
 )
-def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, backend):
+def test_compiled_blocks_train_alike(run_argv, tmp_path, monkeypatch, recipe, backend):
     flags = ["--training.steps=3", "--training.global_batch_size=4", f"--float8.recipe_name={recipe}"]
     for number in range(300):  # a sequence has several documents
         path = tmp_path / "texts" / f"{number}.txt"
@@ -69,9 +69,9 @@ def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, b
         monkeypatch.setattr(Block, "compile", compile_quickly)
         flags += ["--training.mixed_precision_param=float32"]
         tolerance = 5e-6
-    assert main(["train", *TINY, *run_words, *flags]) == 0
+    assert main(["train", *TINY, *run_argv, *flags]) == 0
     torch._dynamo.utils.counters.clear()
-    assert main(["train", *TINY, *run_words, *flags, "--job.name", "c", "--training.compile"]) == 0
+    assert main(["train", *TINY, *run_argv, *flags, "--job.name", "c", "--training.compile"]) == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one to train, one to validate
     eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
     loss, expected = (summary["models"][recipe]["validation_loss"] for summary in (compiled, eager))
@@ -83,9 +83,9 @@ def test_compiled_blocks_train_alike(run_words, tmp_path, monkeypatch, recipe, b
     assert 0.5 < peaks[1] / peaks[0] < 1.5
 
 
-def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
+def test_a_diverging_run_stops_with_one_line(run_argv, tmp_path, capsys):
     flags = ["--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0", "--training.steps", "20"]
-    assert main(["train", *TINY, *run_words, *flags]) == 3
+    assert main(["train", *TINY, *run_argv, *flags]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert "quaver: error: tensorwise: step" in line
     assert " of model." in line or " of lm_head" in line
@@ -96,7 +96,7 @@ def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["."], "config file '.' is a folder; give its config.toml"),
         (["--data", "short.txt"], "give more text or a smaller training.seq_len"),
@@ -105,45 +105,45 @@ def test_a_diverging_run_stops_with_one_line(run_words, tmp_path, capsys):
         (["--float8.filter_fqns", "lm_haed"], "'lm_haed' is part of no linear's name"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, message, run_words, tmp_path, monkeypatch, run_refused):
+def test_bad_input_is_one_line_and_exit_code_2(argv, message, run_argv, tmp_path, monkeypatch, run_refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("to be")
-    line = run_refused("train", *TINY, *run_words, "--training.steps", "1", *words)
+    line = run_refused("train", *TINY, *run_argv, "--training.steps", "1", *argv)
     assert any(part in line for part in message.split("|")), line
     assert not (tmp_path / "runs" / "r").exists()  # nothing is written for a run that never starts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_where_there_is_none(run_words, run_refused):
-    line = run_refused("train", *TINY, *run_words, "--training.device", "cuda")
+def test_cuda_where_there_is_none(run_argv, run_refused):
+    line = run_refused("train", *TINY, *run_argv, "--training.device", "cuda")
     assert "torch sees no CUDA device here; choose cpu" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_write_permission(run_words, tmp_path, run_refused):
+def test_a_folder_without_write_permission(run_argv, tmp_path, run_refused):
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
-    assert "cannot write the run folder" in run_refused("train", *TINY, *run_words, "--job.dump_folder", locked)
+    assert "cannot write the run folder" in run_refused("train", *TINY, *run_argv, "--job.dump_folder", locked)
 
 
-def test_a_bug_in_training_is_a_traceback(run_words, tmp_path, monkeypatch):
+def test_a_bug_in_training_is_a_traceback(run_argv, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ValueError("a bug")
 
     monkeypatch.setattr(TrainedModel, "train_step", fail)
     with pytest.raises(ValueError, match="a bug"):
-        main(["train", *TINY, *run_words])
+        main(["train", *TINY, *run_argv])
     summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("failed", "ValueError: a bug")
 
 
 @pytest.mark.nightly
-def test_blocks_of_five_recipes_compile_to_train_and_to_validate(run_words, tmp_path, monkeypatch):
+def test_blocks_of_five_recipes_compile_to_train_and_to_validate(run_argv, tmp_path, monkeypatch):
     monkeypatch.setattr(Block, "compile", compile_quickly)
     recipes = ("rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "high_precision")
     layers = ",".join(f"model.layers.{index}.mlp.down_proj={recipe}" for index, recipe in enumerate(recipes))
-    words = ["--model.n_layers=5", "--training.compile", f"--float8.layer_recipes={layers}", "--training.steps=2"]
-    assert main(["train", *TINY, *run_words, *words, "--validation.freq=1", "--job.compare"]) == 0
+    argv = ["--model.n_layers=5", "--training.compile", f"--float8.layer_recipes={layers}", "--training.steps=2"]
+    assert main(["train", *TINY, *run_argv, *argv, "--validation.freq=1", "--job.compare"]) == 0
 
 
 def test_help_lists_flags_and_an_unknown_verb_is_refused(run_quaver, run_refused):

@@ -60,7 +60,7 @@ REFERENCES_AT_NIGHT = {
 }
 
 LAYOUTS = {
-    # name: (ranks, reference, words, tolerance)
+    # name: (ranks, reference, argv, tolerance)
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
     # Its blocks are not compiled, which the run says; "mixture_split_compiled" without checkpoints is.
     "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *SELECTIVE, "--training.compile"], FLOAT8),
@@ -153,20 +153,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_words(folder: Path, name: str, words: list[str]) -> list[str]:
+def make_argv(folder: Path, name: str, argv: list[str]) -> list[str]:
     places = [f"--data={folder / 'text'}", f"--job.dump_folder={folder / 'runs'}", f"--job.name={name}"]
-    return [*TINY, *places, *words]
+    return [*TINY, *places, *argv]
 
 
 def train_all(folder: Path, ranks: int, layouts: dict, bad: dict) -> Results:
-    cases = [(name, make_words(folder, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
-    cases += [(f"bad_{name}", make_words(folder, f"bad_{name}", words)) for name, (words, _) in bad.items()]
+    cases = [(name, make_argv(folder, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
+    cases += [(f"bad_{name}", make_argv(folder, f"bad_{name}", argv)) for name, (argv, _) in bad.items()]
     return train_on_ranks(ranks, cases)
 
 
 def train_alone(folder: Path, references: dict[str, list[str]]) -> None:
-    for name, words in references.items():
-        assert main(["train", *make_words(folder, f"one_{name}", words)]) == 0
+    for name, argv in references.items():
+        assert main(["train", *make_argv(folder, f"one_{name}", argv)]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +213,8 @@ def check_numbers(run: Path, one: Path, tolerance: float, model: str | None = No
 @pytest.fixture(scope="module")
 def resharded(folder: Path, on_four: Results) -> None:
     """Resume on 2 ranks, for the third step, the run with experts that took two steps on 4."""
-    words = [f"--resume={folder / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
-    train_on_ranks(2, [("resharded", words)])
+    argv = [f"--resume={folder / 'runs' / 'mixture_shard_split'}", "--training.steps=3"]
+    train_on_ranks(2, [("resharded", argv)])
 
 
 FIXTURES = {name: "on_two" if ranks == 2 else "on_four" for name, (ranks, *_) in LAYOUTS.items()}
@@ -326,9 +326,9 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
     torchrun.write_text("""#!/usr/bin/env bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "$@"\n""")
     torchrun.chmod(0o755)
     environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    process = finish([script, *make_words(folder, "diverges", DIVERGES)], env=environment, cwd=folder)
-    threads, *words = process.stdout.split("\0")[:-1]
-    args = get_args_parser().parse_args(words)
+    process = finish([script, *make_argv(folder, "diverges", DIVERGES)], env=environment, cwd=folder)
+    threads, *argv = process.stdout.split("\0")[:-1]
+    args = get_args_parser().parse_args(argv)
     assert (threads, args.nproc_per_node, args.module, args.training_script) == ("1", "2", True, "quaver")
     assert (args.local_ranks_filter, args.tee, args.role) == ("0", "3", "rank")
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "localhost:0")
@@ -339,13 +339,13 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
 
 
 def test_a_dry_run_is_printed_by_the_first_rank_alone(folder):
-    words = ["train", "--dry-run", *make_words(folder, "planned", HP)]
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, cwd=folder)]
+    argv = ["train", "--dry-run", *make_argv(folder, "planned", HP)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, argv, cwd=folder)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "ranks        2: dp_shard 2\n" in first.stdout
     assert "nothing was trained or written" in first.stdout
     assert (second.stdout, second.stderr) == ("", "")
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, [*words, "--training.steps=0"], cwd=folder)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, [*argv, "--training.steps=0"], cwd=folder)]
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.startswith("quaver: error: training.steps must be at least 1, got 0")
     assert (second.stdout, second.stderr) == ("", "")
@@ -355,8 +355,8 @@ def test_a_dry_run_is_printed_by_the_first_rank_alone(folder):
 def test_torchrun_ends_the_ranks_of_a_diverging_run(folder):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    words = make_words(folder, "diverges_by_torchrun", DIVERGES)
-    process = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=folder)
+    argv = make_argv(folder, "diverges_by_torchrun", DIVERGES)
+    process = finish([str(REPOSITORY / "run_train.sh"), *argv], env=environment, cwd=folder)
     assert process.returncode != 0
     assert "exitcode  : 3" in process.stderr
     check_diverged(folder / "runs" / "diverges_by_torchrun", process.stdout, process.stderr)
@@ -371,8 +371,8 @@ def test_torchrun_ends_the_ranks_of_a_diverging_run(folder):
 )
 def test_ranks_that_disagree_end_together_without_torchrun_too(folder, other, message):
     """Without torchrun rank 0 hosts the store, and must outlive the last read of the other ranks."""
-    words = ["train", *make_words(folder, "disagree", HP)]
-    first, second = [rank.finished() for rank in quaver_on_ranks(2, words, others=other)]
+    argv = ["train", *make_argv(folder, "disagree", HP)]
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, argv, others=other)]
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.startswith(message)
     assert len(first.stderr.splitlines()) == 1

@@ -66,10 +66,10 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
         stack.enter_context(patch.object(run_end, "draw_curves", lambda *paths, **_: paths[-1].touch()))
         stack.enter_context(redirect_stdout(output))
         stack.enter_context(redirect_stderr(error))
-        for name, words in cases:
+        for name, argv in cases:
             groups.clear()
             try:
-                code = main(["train", *words])
+                code = main(["train", *argv])
             except SystemExit as stopped:
                 code = stopped.code
             torch.compiler.reset()
@@ -78,7 +78,7 @@ def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[st
 
 
 def train_on_ranks(ranks: int, cases: list[tuple[str, list[str]]]) -> Results:
-    """Run `quaver train WORDS` for each (name, words) on each rank. `training.compile` generates no code."""
+    """Run `quaver train *argv` for each (name, argv) on each rank. `training.compile` generates no code."""
     prefix = f"train_on_ranks {next(_launches)}"  # keys of the pool's store are set once
     ended, output, error = zip(*run(ranks, train_here, cases, prefix, timeout=LIMIT_S), strict=True)
     return Results("".join(output), "".join(error), list(ended))

@@ -50,8 +50,8 @@ def test_a_report_is_printed_and_written(run, tmp_path, run_quaver):
 
 def test_a_run_of_the_trainer_is_reported(tmp_path, run_quaver):
     (tmp_path / "text.txt").write_text(TEXT)
-    words = ["--data.path", tmp_path / "text.txt", "--job.dump_folder", tmp_path, "--job.name", "run"]
-    run_quaver("train", *TINY, "--training.steps=4", "--numerics.every=2", *words)
+    argv = ["--data.path", tmp_path / "text.txt", "--job.dump_folder", tmp_path, "--job.name", "run"]
+    run_quaver("train", *TINY, "--training.steps=4", "--numerics.every=2", *argv)
     text = " ".join(run_quaver("report", tmp_path / "run").split())
     assert "run: no alarm in 3 samples of " in text
     assert "peak resident memory" in text
@@ -61,8 +61,8 @@ def test_a_run_of_the_trainer_is_reported(tmp_path, run_quaver):
 
 def test_a_nonfinite_run_is_reported_with_its_error(tmp_path, run_quaver, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
-    words = [f"--data.path={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path}", "--job.name=run"]
-    assert main(["train", *TINY, *words, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]) == 3
+    argv = [f"--data.path={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path}", "--job.name=run"]
+    assert main(["train", *TINY, *argv, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0"]) == 3
     error = capsys.readouterr().err.strip().removeprefix("quaver: error: ")
     text = " ".join(run_quaver("report", tmp_path / "run").split())
     assert f"run: non-finite after step 1: {error}; no statistics of float8 matmuls" in text
@@ -137,7 +137,7 @@ def test_a_folder_in_place_of_a_file_is_named_in_one_line(tmp_path, run_refused,
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         ([], "the following arguments are required: RUNS; see quaver report --help"),
         (["{folder}/missing"], "there is no run"),
@@ -150,9 +150,9 @@ def test_a_folder_in_place_of_a_file_is_named_in_one_line(tmp_path, run_refused,
         (["{run}", "--top", "-1"], "--top must be"),
     ],
 )
-def test_bad_words_are_refused_in_one_line(run, tmp_path, run_refused, words, expected):
-    words = [word.format(folder=tmp_path, run=run) for word in words]
-    assert expected.format(run=run) in run_refused("report", *words)
+def test_bad_arguments_are_refused_in_one_line(run, tmp_path, run_refused, argv, expected):
+    argv = [word.format(folder=tmp_path, run=run) for word in argv]
+    assert expected.format(run=run) in run_refused("report", *argv)
 
 
 def test_a_folder_of_runs_names_the_runs(tmp_path, run_refused):

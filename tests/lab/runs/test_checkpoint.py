@@ -302,9 +302,9 @@ def test_auto_begins_a_run_again_that_was_killed_before_its_first_checkpoint_and
 
 
 def test_a_start_without_its_checkpoints_does_not_erase_a_run(config, saved, run_refused):
-    words = (saved / "config.toml", f"--job.dump_folder={saved.parent}", "--job.name=tiny", "--training.steps=7")
+    argv = (saved / "config.toml", f"--job.dump_folder={saved.parent}", "--job.name=tiny", "--training.steps=7")
     before = hash_files(saved)
-    line = run_refused("train", *words, "--checkpoint.resume=auto", "--checkpoint.folder=other")
+    line = run_refused("train", *argv, "--checkpoint.resume=auto", "--checkpoint.folder=other")
     problem = f"'{saved}' has 6 recorded steps and no checkpoint in 'other'"
     assert line.endswith(f"{problem}; give checkpoint.folder = 'checkpoint', or another job.name")
     line = run_refused("train", "--resume", saved, "--checkpoint.folder=other")
@@ -312,10 +312,10 @@ def test_a_start_without_its_checkpoints_does_not_erase_a_run(config, saved, run
     assert line.endswith("give checkpoint.folder = 'checkpoint', that of the run")
     assert hash_files(saved) == before
     shutil.rmtree(saved / "checkpoint")
-    line = run_refused("train", *words, "--checkpoint.resume=auto")
+    line = run_refused("train", *argv, "--checkpoint.resume=auto")
     assert line.endswith("no checkpoint in 'checkpoint'; the run is finished; give another job.name")
     (saved / "metrics.jsonl").write_text("{}\n")
-    assert "line 1 of" in run_refused("train", *words, "--checkpoint.resume=auto")
+    assert "line 1 of" in run_refused("train", *argv, "--checkpoint.resume=auto")
 
 
 def test_a_run_that_saves_nothing_is_not_erased_by_its_second_start(config):
@@ -427,21 +427,21 @@ def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, 
     line = run_refused("train", "--dry-run", folder / "config.toml", gone)
     assert "the folder does not exist; the checkpoints beside it are of steps 2, 4, 6; give a step-... folder" in line
     other = f"--checkpoint.initial_load_path={finished.checkpoints.folder.get_path(4)}"
-    for words in ([other], [other, "--dry-run"]):
-        line = run_refused("train", "--resume", folder, *words)
+    for argv in ([other], [other, "--dry-run"]):
+        line = run_refused("train", "--resume", folder, *argv)
         assert f"initial_load_path must be '{weights}', from which the run in" in line
 
 
 def test_refused_initial_weights_leave_no_folder(config, finished, tmp_path, run_refused):
     weights = shutil.copytree(finished.checkpoints.folder.get_path(6), tmp_path / "weights")
-    words = [f"--checkpoint.initial_load_path={weights}", "--checkpoint.resume=never", "--job.name=new"]
-    words = ["train", finished.folder.path / "config.toml", *words]
+    argv = [f"--checkpoint.initial_load_path={weights}", "--checkpoint.resume=never", "--job.name=new"]
+    argv = ["train", finished.folder.path / "config.toml", *argv]
     run_path = f"--checkpoint.initial_load_path={finished.folder.path}"
-    assert f"such as '{finished.checkpoints.folder.get_path(6)}'" in run_refused(*words, run_path)
+    assert f"such as '{finished.checkpoints.folder.get_path(6)}'" in run_refused(*argv, run_path)
     expected = f"model.n_layers must be 2, that of checkpoint.initial_load_path '{weights}', got 1"
-    assert expected in run_refused(*words, "--model.n_layers=1")
+    assert expected in run_refused(*argv, "--model.n_layers=1")
     (weights / "delayed" / "__0_0.distcp").write_bytes(b"")
-    assert "has 0 bytes, expected" in run_refused(*words)
+    assert "has 0 bytes, expected" in run_refused(*argv)
     assert not finished.folder.path.with_name("new").exists()
 
 

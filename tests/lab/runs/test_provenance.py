@@ -42,8 +42,8 @@ def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
 
 
 def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@n", *words], check=True)
+    def git(*argv: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@n", *argv], check=True)
 
     git("init", "-q")
     (tmp_path / "file.py").write_text("x")

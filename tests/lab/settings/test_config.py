@@ -14,8 +14,8 @@ from quaver.lab.settings.fields import get_base_type, get_field_types
 DELAYED = "--float8.recipe_name delayed --float8.delayed_history_len=4"
 
 
-def read_config(*words: str) -> TrainConfig:
-    return load_config(*parse_arguments(list(words)))
+def read_config(*argv: str) -> TrainConfig:
+    return load_config(*parse_arguments(list(argv)))
 
 
 def test_flags_win_over_toml_which_wins_over_defaults(tmp_path):
@@ -41,20 +41,20 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         "auto_filter = true\nemulate = true\nuse_fast_accum = false\n"
         'filter_fqns = ["mlp"]\n[numerics]\nevery = 5\n[metrics]\nfloat8_scales_freq = 3\n'
     )
-    words = [str(path), "--float8.enable_float8_linear", "false"]
-    config = read_config(*words)
+    argv = [str(path), "--float8.enable_float8_linear", "false"]
+    config = read_config(*argv)
     assert config.float8 == Float8(enable_float8_linear=False, recipe_name="delayed", filter_fqns=("mlp",))
     names = {f"float8.{name}" for name in ("enable_fsdp_float8_all_gather", "cast_weights_once", "delayed_history_len")}
     names |= {f"float8.{name}" for name in ("auto_filter", "emulate", "use_fast_accum")}
     names |= {"float8.precompute_float8_dynamic_scale_for_fsdp", "numerics.every", "metrics.float8_scales_freq"}
-    assert {*list_settings_turned_off(*parse_arguments(words))} == names
+    assert {*list_settings_turned_off(*parse_arguments(argv))} == names
     assert list_settings_turned_off(*parse_arguments([str(path), "--float8.emulate"])) == []
     with pytest.raises(ValueError, match="enable_float8_linear must be true with float8.enable_fsdp_float8_all"):
-        read_config(*words, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
+        read_config(*argv, "--float8.enable_fsdp_float8_all_gather")  # both flags are meant
 
 
 @pytest.mark.parametrize(
-    ("words", "is_set"),
+    ("flags", "is_set"),
     [
         ("--training.compile", lambda config: config.training.compile is True),
         ("--float8.no-enable_float8_linear", lambda config: config.float8.enable_float8_linear is False),
@@ -68,8 +68,8 @@ def test_a_flag_that_turns_float8_off_turns_off_what_needs_it(tmp_path):
         ("--training.global_batch_size -1", lambda config: config.training.step_batch_size == 8),
     ],
 )
-def test_a_flag_sets_its_field(words, is_set):
-    assert is_set(read_config(*words.split()))
+def test_a_flag_sets_its_field(flags, is_set):
+    assert is_set(read_config(*flags.split()))
 
 
 @pytest.mark.parametrize(
@@ -237,10 +237,10 @@ BAD_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("words", BAD_SETTINGS)
-def test_impossible_settings_are_refused_in_one_line(words):
-    with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
-        read_config(*shlex.split(words))
+@pytest.mark.parametrize("flags", BAD_SETTINGS)
+def test_impossible_settings_are_refused_in_one_line(flags):
+    with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[flags])) as error:
+        read_config(*shlex.split(flags))
     assert "\n" not in str(error.value)
 
 
@@ -282,8 +282,8 @@ def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
 
 
 def test_the_tensors_of_the_largest_model_can_be_counted():
-    words = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
-    config = read_config(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
+    flags = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
+    config = read_config(*flags.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
     assert sum(parameter.numel() for parameter in make_meta_llama(config.model).parameters()) > 10**17
 
 

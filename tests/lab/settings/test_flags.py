@@ -1,4 +1,4 @@
-"""Tests how words of a command become values, and what is said about wrong ones."""
+"""Tests how the arguments of a command become values, and what is said about wrong ones."""
 
 import shlex
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class Options(Settings):
     folders: tuple[UserPath, ...] = setting((), "Folders.")
 
 
-def parse(*words: str) -> Options:
-    return parse_options(Options, list(words), prog="quaver none {linear,block}")
+def parse(*argv: str) -> Options:
+    return parse_options(Options, list(argv), prog="quaver none {linear,block}")
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("flags", "expected"),
     [
         ("block", Options("block")),
         ("block --seq-len 4", Options("block", seq_len=4)),
@@ -52,12 +52,12 @@ def parse(*words: str) -> Options:
         ("block --vs -5GB --json", Options("block", vs="-5GB", json=True)),
     ],
 )
-def test_words_become_values(words, expected):
-    assert parse(*shlex.split(words)) == expected
+def test_flags_become_values(flags, expected):
+    assert parse(*shlex.split(flags)) == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         ("", "^the following arguments are required: WHAT; see quaver none --help$"),
         ("conv", "^WHAT must be one of linear, block, got 'conv'$"),
@@ -73,9 +73,9 @@ def test_words_become_values(words, expected):
         ("block --vs --json", "^--vs must have a value; see"),
     ],
 )
-def test_wrong_words_have_errors_of_one_line(words, message):
+def test_wrong_flags_have_errors_of_one_line(flags, message):
     with pytest.raises(ValueError, match=message):
-        parse(*words.split())
+        parse(*flags.split())
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def test_commands_expand_the_home_of_a_file(kind, flag, monkeypatch, tmp_path):
 
 
 def test_words_of_another_command_are_left_in_order():
-    words = ["--json", "a.toml", "--seq-len", "4", "--training.compile", "--float8.filter_fqns", "x", "y"]
-    values, rest = split_flags(Part, words)
+    argv = ["--json", "a.toml", "--seq-len", "4", "--training.compile", "--float8.filter_fqns", "x", "y"]
+    values, rest = split_flags(Part, argv)
     assert values == {"json": True, "seq_len": 4}
     path, flags = parse_arguments(rest)
     assert str(path) == "a.toml"
@@ -130,9 +130,9 @@ def test_an_attached_list_does_not_take_the_words_after_it():
     assert flags["float8"] == {"filter_fqns": ["2", "x"]}
 
 
-@pytest.mark.parametrize("words", [['["a", "b"]'], ["['a','b']"], ["[a,b]"], ["[a,", "b]"]])
-def test_a_list_is_typed_as_help_shows_it(words):
-    _, flags = parse_arguments(["--float8.filter_fqns", *words])
+@pytest.mark.parametrize("argv", [['["a", "b"]'], ["['a','b']"], ["[a,b]"], ["[a,", "b]"]])
+def test_a_list_is_typed_as_help_shows_it(argv):
+    _, flags = parse_arguments(["--float8.filter_fqns", *argv])
     assert flags["float8"] == {"filter_fqns": ["a", "b"]}
     assert parse_arguments(["--float8.filter_fqns=[]"])[1]["float8"] == {"filter_fqns": []}
 

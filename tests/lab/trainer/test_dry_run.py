@@ -67,8 +67,8 @@ def test_flops_count_by_the_precision_that_they_run_in(monkeypatch, recipe, floa
 
 
 def test_a_dry_run_prints_layers_and_layout_and_writes_nothing(run_quaver, tmp_path):
-    words = ["--ranks", 4, "--parallelism.tensor_parallel_degree", 2, "--float8.recipe_name", "rowwise_with_gw_hp"]
-    printed = run_quaver("train", "--dry-run", *words, "--job.dump_folder", tmp_path / "runs")
+    argv = ["--ranks", 4, "--parallelism.tensor_parallel_degree", 2, "--float8.recipe_name", "rowwise_with_gw_hp"]
+    printed = run_quaver("train", "--dry-run", *argv, "--job.dump_folder", tmp_path / "runs")
     for part in ("3,279,104 parameters", "dp_shard 2 x tp 2", "rowwise e4m3", "float8.filter_fqns has 'lm_head'"):
         assert part in printed
     assert not (tmp_path / "runs").exists()

@@ -75,8 +75,8 @@ def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, mon
     assert f"{LAYER} input" in summary["reason"]
     assert run.checkpoints.folder.list_steps() == [2]
     monkeypatch.setattr(train_cli, "build_run", lambda *built: add_outlier(build_run(*built)))
-    words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
-    assert main(words) == 5  # it recalls nothing, and stops again
+    argv = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
+    assert main(argv) == 5  # it recalls nothing, and stops again
 
 
 @pytest.mark.parametrize("recipe", ["high_precision", pytest.param("mxfp8", marks=pytest.mark.nightly)])

@@ -19,15 +19,15 @@ SMALL = [
 ]
 
 
-def train_and_resume(folder, *words):
+def train_and_resume(folder, *argv):
     """Return the numbers of a resumed run and of an uninterrupted one, and the vendor's matmuls."""
     text = folder / "text.txt"
     text.write_text(TEXT * 2)
-    words = [*SMALL, *words, f"--data={text}", f"--job.dump_folder={folder}", "--checkpoint.interval=2"]
+    argv = [*SMALL, *argv, f"--data={text}", f"--job.dump_folder={folder}", "--checkpoint.interval=2"]
     with virtual_gpu("h100") as card, np.errstate(all="ignore"):
-        assert main(["train", *words, "--job.name=a", "--training.steps=2"]) == 0
+        assert main(["train", *argv, "--job.name=a", "--training.steps=2"]) == 0
         assert main(["train", f"--resume={folder / 'a'}", "--training.steps=3"]) == 0
-        assert main(["train", *words, "--job.name=b", "--training.steps=3"]) == 0
+        assert main(["train", *argv, "--job.name=b", "--training.steps=3"]) == 0
     steps = [read_steps(folder / name / "metrics.jsonl") for name in "ab"]
     return [[(r["step"], r["loss"], r["grad_norm"]) for r in records] for records in steps], dict(card.calls)
 
