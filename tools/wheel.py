@@ -43,7 +43,7 @@ def check_contents(sdist: Path, wheels: list[Path]) -> None:
         outside = [name for name in files if not re.match(r"quaver/|quaver-[^/]+\.dist-info/", name)]
         sources = [name for name in files if name.endswith((".c", ".h")) or "test" in Path(name).parts]
         assert not outside + sources, f"{wheel.name} has {outside + sources}"
-        pages = "quaver/lab/report/page/main.html", "quaver/lab/page/parts/frame.html"
+        pages = "quaver/lab/report/page/main.html", "quaver/lab/html/parts/frame.html"
         package_data = {"quaver/py.typed", "quaver/lab/plan/launch/torchrun.sh", *pages}
         assert package_data <= files, f"{wheel.name} lacks {package_data - files}"
         extensions[wheel] = {name for name in files if name.endswith((".so", ".pyd"))}

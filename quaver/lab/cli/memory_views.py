@@ -14,7 +14,7 @@ from quaver.lab.memory.reports.pitfalls import strip_phase
 from quaver.lab.memory.train_step.predict_run import RunMemory
 from quaver.lab.memory.train_step.traffic import StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
-from quaver.lab.recorder.report import merge_layers
+from quaver.lab.recorder.timeline_report import merge_layers
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
 from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.tables import make_table

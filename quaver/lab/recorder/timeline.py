@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from quaver.lab.recorder.modules import ModuleTracker, is_compiled, iter_visible_modules
 from quaver.lab.recorder.recorder import Allocation, Recorder
-from quaver.lab.recorder.report import count_added_bytes, make_report
 from quaver.lab.recorder.saved import record_saved_tensors
+from quaver.lab.recorder.timeline_report import count_added_bytes, make_report
 from quaver.runtime.phases import track_phases
 
 COMPILED_NOTE = "compiled code: not attributed"

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.page import PageFiles, write_page
+from quaver.lab.html import PageFiles, write_page
 from quaver.lab.report.facts import describe_health, is_healthy, list_facts, select_memory_curves
 from quaver.lab.report.maps import Limits, find_limits, make_maps
 from quaver.lab.report.palette import SPECIAL_COLORS, make_palette

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from quaver.lab.html import embed_json
 from quaver.lab.memory.reports.html import write_html
-from quaver.lab.page import embed_json
 from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, draw_timeline, reduce_rows
 from quaver.lab.recorder.recorder import CATEGORIES
 from tests.lab.browser.reports import (
@@ -29,7 +29,7 @@ from tests.lab.browser.reports import (
 
 ROOT = Path(__file__).parents[3]
 PAGES = {
-    "lab/page/parts": "lab/page/assemble.py",
+    "lab/html/parts": "lab/html/assemble.py",
     "lab/memory/reports/page": "lab/memory/reports/html.py",
     "lab/report/page": "lab/report/page.py",
 }
@@ -187,7 +187,7 @@ def test_the_parts_of_the_page_are_packaged_and_used():
     for folder, user in PAGES.items():
         parts = set((ROOT / "quaver" / folder).iterdir())
         assert parts <= packaged
-        sources = "".join((ROOT / "quaver" / name).read_text() for name in (user, "lab/page/assemble.py"))
+        sources = "".join((ROOT / "quaver" / name).read_text() for name in (user, "lab/html/assemble.py"))
         assert all(f'"{path.name}"' in sources for path in parts)
 
 

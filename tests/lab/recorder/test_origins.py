@@ -12,7 +12,7 @@ from quaver import Float8Linear
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory import record_timeline
 from quaver.lab.recorder.callers import NOT_MODEL_CODE
-from quaver.lab.recorder.report import merge_layers
+from quaver.lab.recorder.timeline_report import merge_layers
 from tests.ranks import on_ranks
 
 ROWS, WIDTH = 32, 64

@@ -24,7 +24,7 @@ from quaver.lab.memory.reports.pitfalls import (
     is_operator,
     shorten_operator,
 )
-from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merge_layers
+from quaver.lab.recorder.timeline_report import NOT_FOR_BACKWARD, merge_layers
 from quaver.lab.terminal.byte_sizes import format_bytes, format_change
 
 _UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quaver.lab.page import PageFiles, write_page
+from quaver.lab.html import PageFiles, write_page
 from quaver.lab.recorder.draw import CATEGORY_COLORS, MAX_COLUMNS, reduce_rows
 
 _PAGE_FILES = PageFiles(

@@ -3,6 +3,6 @@
 `parts/` has the shared frame, style, and the scripts for elements and tables.
 """
 
-from quaver.lab.page.assemble import PageFiles, embed_json, write_page
+from quaver.lab.html.assemble import PageFiles, embed_json, write_page
 
 __all__ = ["PageFiles", "embed_json", "write_page"]

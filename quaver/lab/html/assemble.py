@@ -20,7 +20,7 @@ from typing import Any
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 """Escapes for JSON in a script element, so that no text can close the element or open a comment."""
-_SHARED = files("quaver.lab.page") / "parts"
+_SHARED = files("quaver.lab.html") / "parts"
 
 
 @dataclass(frozen=True)
