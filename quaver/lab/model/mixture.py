@@ -128,7 +128,7 @@ def pop_expert_load(routers: Sequence[Router], all_reduce: Callable[[Tensor], Te
     """Return each expert's share of the tokens since the last call, [layers, E]; None for a model without experts.
 
     Args:
-        all_reduce: sums a tensor over the ranks.
+        all_reduce: sums a tensor in place over the ranks, and returns it.
     """
     if not routers:
         return None

@@ -149,12 +149,10 @@ class Ranks:
         return condition if self.is_alone else bool(self.all_reduce(torch.tensor(int(condition), device=device)))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return `values` summed over all ranks, bit-identical on every rank."""
-        if self.is_alone:
-            return values
-        total = values.clone()
-        dist.all_reduce(total)
-        return total
+        """Sum `values` in place over all ranks, bit-identical on every rank, and return it."""
+        if not self.is_alone:
+            dist.all_reduce(values)
+        return values
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable `value`, by rank."""

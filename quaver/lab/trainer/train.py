@@ -2,6 +2,10 @@
 
 With `job.compare` a float8 model and its bfloat16 baseline take turns, step by step and in alternating order. A slow
 moment of the machine then affects both, and the ratio of their median step times is fair.
+
+A step is synchronous: the host waits for the device before and after it, to time it, and reads the loss before the
+optimizer's step and the ranks' agreement before the next step. So the host cannot launch kernels ahead from step to
+step. Every step pays the latency of its first kernels and of one all-reduce of a number.
 """
 
 from collections.abc import Sequence
