@@ -1,9 +1,11 @@
 """Tests that bad input is one line and that a ValueError of a bug is a traceback."""
 
+import ast
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +38,14 @@ def _text_file(tmp_path, monkeypatch):
 def test_a_value_error_is_not_reported_as_bad_input():
     with pytest.raises(ValueError, match="^not enough values to unpack$"), errors.report_bad_input():
         fail()
+
+
+def test_no_command_catches_the_value_error_of_a_bug():
+    paths = list(Path(errors.__file__).parent.glob("*.py"))
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    caught = {ast.unparse(node.type) for node in nodes if isinstance(node, ast.ExceptHandler) and node.type is not None}
+    assert "OSError" in caught
+    assert not any("ValueError" in name or name.endswith("Exception") for name in caught)
 
 
 @pytest.mark.parametrize(
