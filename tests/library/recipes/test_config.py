@@ -225,20 +225,36 @@ def delayed(**options):
 STATIC, FLOOR = ScalingType.STATIC, ScaleCalculationMode.FLOOR
 E2M1_BLOCKS = {"scaling_granularity": BLOCKWISE, "target_dtype": torch.float4_e2m1fn_x2}
 BAD = {
-    "or two in high precision, got weight in float8 and input in high precision": linear(input=HP),
-    "or two in high precision, got grad_output in float8 and weight_for": linear(weight_for_grad_input=HP),
-    "or two in high precision, got grad_output_for_grad_weight in float8": linear(input_for_grad_weight=HP),
+    "output: expected two operands in float8, or two in high precision, got weight in float8 and input": linear(
+        input=HP
+    ),
+    "grad_input: expected two operands in float8, or two in high precision, got grad_output in float8": linear(
+        weight_for_grad_input=HP
+    ),
+    "grad_weight: expected two operands in float8, or two in high precision, got grad_output_for_grad_weight": linear(
+        input_for_grad_weight=HP
+    ),
     "weight: expected one dtype for both of its matmuls, got e4m3 and e5m2": linear(
         weight=CastConfig(target_dtype=E4M3), weight_for_grad_input=CastConfig(target_dtype=E5M2)
     ),
-    "expected grad_output or weight_for_grad_input in e4m3": linear(weight=CastConfig(target_dtype=E5M2)),
+    "grad_input: expected grad_output or weight_for_grad_input in e4m3, got two in e5m2": linear(
+        weight=CastConfig(target_dtype=E5M2)
+    ),
     "input: expected one dtype for both of its matmuls, got e2m1 and e4m3": linear(
         input=CastConfig(block_size=(1, 16), **E2M1_BLOCKS), input_for_grad_weight=CastConfig(target_dtype=E4M3)
     ),
-    "None with e2m1": cast(block_size=(1, 16), scale_calculation_mode=FLOOR, **E2M1_BLOCKS),
-    "expected names of output, grad_input, grad_weight, got None": linear(high_precision_matmuls=None),
-    "expected names of output, grad_input, grad_weight, got 3": linear(high_precision_matmuls=3),
-    "expected names of output, grad_input, grad_weight, got 'output'": linear(high_precision_matmuls="output"),
+    "scale_calculation_mode: expected None with e2m1": cast(
+        block_size=(1, 16), scale_calculation_mode=ScaleCalculationMode.RCEIL, **E2M1_BLOCKS
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got None": linear(
+        high_precision_matmuls=None
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got 3": linear(
+        high_precision_matmuls=3
+    ),
+    "high_precision_matmuls: expected names of output, grad_input, grad_weight, got 'output'": linear(
+        high_precision_matmuls="output"
+    ),
     "scale_rule: expected None or one of": cast(scale_rule=["vllm"]),
     "target_dtype: expected a float8 dtype (torch.float8_e4m3fn": cast(target_dtype=["e4m3"]),
     "target_dtype: expected a float8 dtype": cast(target_dtype=torch.bfloat16),
@@ -247,8 +263,10 @@ BAD = {
     "cast_config_input: expected CastConfig, got 'e4m3'": linear(input="e4m3"),
     "cast_config_input: expected CastConfig, got None": linear(input=None),
     "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high": linear(
-        **dict.fromkeys(("input", "weight"), HP),
-        **dict.fromkeys(("input_for_grad_weight", "weight_for_grad_input"), CastConfig()),
+        weight=HP,
+        input=HP,
+        weight_for_grad_input=CastConfig(),
+        input_for_grad_weight=CastConfig(),
         enable_fsdp_float8_all_gather=True,
     ),
     "emulate: expected bool, got 1": linear(emulate=1),
@@ -264,7 +282,9 @@ BAD = {
     "a number from 2**-126 to 2**126, got nan": cast(STATIC, static_quant_scale=float("nan")),
     "static_quant_scale: expected a number, got '2'": cast(STATIC, static_quant_scale="2"),
     "static_quant_scale: expected a number, got True": cast(STATIC, static_quant_scale=True),
-    "static_scale: expected None next to": cast(STATIC, static_quant_scale=2.0, static_scale=2.0),
+    "static_scale: expected None next to static_quant_scale, got 2.0": cast(
+        STATIC, static_quant_scale=2.0, static_scale=2.0
+    ),
     "history_len: expected 1 to 65536 steps, got 0": delayed(history_len=0),
     "history_len: expected int, got 2.0": delayed(history_len=2.0),
     "scale_fn_name: expected one of max, most_recent": delayed(scale_fn_name="mean"),
@@ -284,13 +304,23 @@ BAD = {
     "expected blocks of one size for both of its matmuls, got dynamic tensorwise": linear(
         weight=CastConfig(), weight_for_grad_input=BLOCKS
     ),
-    "(1, 128), (32, 32), (1, 32), got (16, 16)": cast(scaling_granularity=BLOCKWISE, block_size=(16, 16)),
-    "is ScalingGranularity.BLOCKWISE, got (1, 128)": cast(scaling_granularity=ROW, block_size=(1, 128)),
+    "block_size: expected one of (128, 128), (1, 128), (32, 32), (1, 32), got (16, 16)": cast(
+        scaling_granularity=BLOCKWISE, block_size=(16, 16)
+    ),
+    "block_size: expected None unless scaling_granularity is ScalingGranularity.BLOCKWISE, got (1, 128)": cast(
+        scaling_granularity=ROW, block_size=(1, 128)
+    ),
     "scale_calculation_mode: expected None unless scaling_granularity is": cast(scale_calculation_mode=FLOOR),
-    "got 'rowwise'; write ScalingGranularity.ROWWISE": cast(scaling_granularity="rowwise"),
+    "scaling_granularity: expected ScalingGranularity, got 'rowwise'; write ScalingGranularity.ROWWISE": cast(
+        scaling_granularity="rowwise"
+    ),
     "scaling_type: expected ScalingType, got 'delayed'; write ScalingType.DELAYED": cast(scaling_type="delayed"),
-    "expected ScaleCalculationMode, got 'even'": cast(scaling_granularity=BLOCKWISE, scale_calculation_mode="even"),
-    "one scale per tensor: expected tensorwise, got blockwise 128 x 128": cast(ScalingType.DELAYED, BLOCKWISE),
+    "scale_calculation_mode: expected ScaleCalculationMode, got 'even'": cast(
+        scaling_granularity=BLOCKWISE, scale_calculation_mode="even"
+    ),
+    "delayed scaling keeps one scale per tensor: expected tensorwise, got blockwise 128 x 128": cast(
+        ScalingType.DELAYED, BLOCKWISE
+    ),
     "E8M0 scales are powers of two; expected round_scales_to_power_of_2=True": lambda: replace(
         Float8LinearConfig.from_recipe_name("mxfp8"), round_scales_to_power_of_2=False
     ),
