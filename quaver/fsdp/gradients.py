@@ -94,8 +94,8 @@ def _check_reduction(num_elements: int, num_ranks: int, dtype: torch.dtype, owne
     if num_elements < MIN_GRADIENTS:
         raise ValueError(
             f"{owner} has {num_elements:,} gradients for each of {num_ranks} ranks; expected at least "
-            f"{MIN_GRADIENTS:,} to reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce "
-            "in high precision"
+            f"{MIN_GRADIENTS:,} to reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or "
+            "reduce in high precision"
         )
 
 
