@@ -128,23 +128,40 @@ def test_states_of_an_optimizer_that_has_not_stepped_replace_those_of_one_that_h
     assert not target.state[parameter]
 
 
-def test_what_does_not_fit_is_refused():
-    parameters, optimizer = train()
-    for group in ({"params": [nn.Parameter(torch.ones(3))]}, optimizer.param_groups[0]):
-        with pytest.raises(ValueError, match="add it to that optimizer"):
-            optimizer.add_param_group(group)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_groups_are_added_to_the_optimizers_inside(is_known):
+    _, optimizer = build()
+    group = optimizer.param_groups[0] if is_known else {"params": [nn.Parameter(torch.ones(3))]}
+    with pytest.raises(ValueError, match="add it to that optimizer"):
+        optimizer.add_param_group(group)
+
+
+def test_a_parameter_belongs_to_one_optimizer():
+    parameters, _ = build()
     with pytest.raises(ValueError, match="got a parameter in two of them"):
         CombinedOptimizer(Float8AdamW(parameters), Float8AdamW(parameters[:1]))
     with pytest.raises(TypeError, match="^expected optimizers, got list$"):
         CombinedOptimizer(parameters)
-    with pytest.raises(ValueError, match="with 2 param groups, got 1"):
-        optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
+
+
+def test_the_number_of_param_groups_is_fixed():
+    _, optimizer = build()
     for groups in ([], [*optimizer.param_groups, {"params": []}]):
         with pytest.raises(ValueError, match="^param_groups: expected 2 groups, got "):
             optimizer.param_groups = groups
+
+
+def test_state_dicts_of_others_are_refused():
+    parameters, optimizer = build()
+    with pytest.raises(ValueError, match="with 2 param groups, got 1"):
+        optimizer.load_state_dict(Float8AdamW(parameters).state_dict())
     for state_dict in (7, {}):
         with pytest.raises(ValueError, match="of CombinedOptimizer with 'state' and 'param_groups', got"):
             optimizer.load_state_dict(state_dict)
+
+
+def test_states_that_do_not_fit_are_not_converted():
+    parameters, optimizer = train()
     with pytest.raises(ValueError, match="states of Muon cannot become those of AdamW"):
         copy_states(torch.optim.AdamW(parameters), optimizer)
     with pytest.raises(ValueError, match=r"no state of a parameter \[16, 512\]"):
@@ -213,11 +230,12 @@ def test_schedulers_cycle_momentum_and_the_state_can_be_changed():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     parts = [torch.optim.AdamW(part.parameters()) for part in model]
     optimizer = CombinedOptimizer(*parts)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     scheduler.step()
-    assert len({group["betas"][0] for part in parts for group in part.param_groups} | {0.95, 0.9}) == 3
+    (beta,) = {group["betas"][0] for part in parts for group in part.param_groups}
+    assert 0.9 < beta < 0.95  # AdamW's own, and that of the schedule's first step
     assert len(optimizer.state) == 4
     assert optimizer.state[model[1].bias] is parts[1].state[model[1].bias]
     CombinedOptimizer(*parts)
