@@ -18,7 +18,7 @@ from quaver.runtime.devices import has_cuda
 from quaver.runtime.slow_paths import clear_slow_paths, list_slow_paths
 from tests.models import Block, rope_tables
 from tests.recipes import DYNAMIC_RECIPES
-from tests.reference import sqnr_db
+from tests.reference import lowest_sqnr_db, sqnr_db
 from tests.thinned import at_night, by_day
 from tests.virtual_gpu import virtual_gpu
 
@@ -79,17 +79,18 @@ def on_card(name, make, *args):
     return results, expected, dict(card.calls), list_slow_paths()
 
 
-def assert_near(results, expected, floor):
+def assert_near(results, expected, *mantissa_bits):
+    """Check that the SQNR of each result is that of roundings to these numbers of mantissa bits, or higher."""
     for result, reference in zip(results, expected, strict=True):
         assert result.shape == reference.shape
         assert result.isfinite().all()
-        assert sqnr_db(reference.float(), result.float()) > floor
+        assert sqnr_db(reference.float(), result.float()) > lowest_sqnr_db(*mantissa_bits)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("blockwise",)])])
 def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe):
     results, expected, *_ = interpreter(on_card, "h100", _block, recipe)
-    assert_near(results, expected, 25)
+    assert_near(results, expected, 3, 3)  # a native matmul of blocks rounds to bfloat16, so the next codes differ
 
 
 def test_a_shard_of_one_row_has_the_codes_of_a_cpu(interpreter):
@@ -129,7 +130,7 @@ NATIVE_RECIPES = {
 )
 def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
     results, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
-    assert_near(results, expected, 40)
+    assert_near(results, expected, 7, 7)  # both may round to bfloat16, sums in different orders
     assert {kind for _, kind in calls} <= NATIVE[name]
     assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
 
@@ -145,7 +146,7 @@ def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dty
 )
 def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
     results, expected, _, slow_paths = interpreter(on_card, name, _experts, recipe, transposed, backend)
-    assert_near(results, expected, 40)
+    assert_near(results, expected, 7, 7)  # both may round to bfloat16, sums in different orders
     assert any("waits for the sizes" in path for path in slow_paths) == (name == "a100" or recipe == "tensorwise")
 
 
