@@ -130,9 +130,11 @@ def apply_activation_checkpointing(
         never_save: operators whose results are not saved.
     Raises:
         TypeError: `modules` is one module, or holds something else.
-        ValueError: an unknown mode, option or operator; an option or budget for another mode; operators with a mode or
-            option that uses no policy, or one string of them; an operator whose result cannot be saved, such as
-            a view; a budget outside 0 to 1; or a module that is checkpointed already.
+        ValueError: the mode, the option or an operator is unknown, or the budget is outside 0 to 1.
+        ValueError: the option, the budget or the operators are for another mode.
+        ValueError: `also_save` or `never_save` is one string.
+        ValueError: the result of an operator cannot be saved, such as a view.
+        ValueError: a module is checkpointed already.
     """
     blocks = list(modules) if isinstance(modules, Iterable) else []
     if not isinstance(modules, Iterable) or not all(isinstance(block, nn.Module) for block in blocks):
