@@ -15,6 +15,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import list_layouts
 from quaver.lab.plan.limits import Link, compute_float8_speedup, describe_float8_speedup, describe_limits, list_links
 from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import make_planned_run
 from quaver.lab.plan.search import FittingLayout, predict_step_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
@@ -78,6 +79,18 @@ def test_the_rows_are_the_fastest_that_fit(search_result, timed):
     assert speeds[0] == pytest.approx(1 / min(fitting) / 16)
     assert {row.candidate.precision_label for row in rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in rows)
+
+
+def test_rows_have_the_estimated_peaks_of_their_configs(monkeypatch):
+    """Half of the layouts fit by the real estimate, in place of the rule of the other tests."""
+    monkeypatch.setattr(searching, "estimate_peak", estimate_peak)
+    layouts = make_layouts(precisions=(BFLOAT16,))
+    peaks = sorted(estimate_peak(candidate.config, 16) for candidate in layouts.candidates)
+    limit = peaks[len(peaks) // 2]
+    result = search(layouts, CLUSTER, limit, top=3)
+    assert [row.peak_bytes for row in result.rows] == [estimate_peak(row.candidate.config, 16) for row in result.rows]
+    assert result.fitting_layouts == sum(peak <= limit for peak in peaks) < len(peaks)
+    assert result.smallest[1] == peaks[0]
 
 
 def test_a_step_is_estimated_from_few_blocks_and_micro_batches():
