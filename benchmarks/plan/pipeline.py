@@ -7,6 +7,7 @@ gradients once, after its last backward. Inside a block the tasks are those of q
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from quaver.lab.plan.cluster import LINK_SHARE, NCCL_PROTOCOLS, NETWORK_SHARE, Cluster
 from quaver.lab.plan.collectives import list_block_collectives, list_embedding_collectives, list_head_collectives
@@ -25,6 +26,23 @@ Key = tuple[str, int, int, int]
 """The kind of a task, the stage, the part of the model on that stage, and the microbatch."""
 
 
+class _StageTask(NamedTuple):
+    """A task of one stage, with the keys of the tasks for which it waits."""
+
+    stream: str
+    seconds: float
+    after: list[Key]
+    kind: str
+
+
+class Turn(NamedTuple):
+    """The forward or backward of one microbatch through one part of a stage."""
+
+    is_backward: bool
+    part: int
+    micro_batch: int
+
+
 @dataclass(frozen=True)
 class PipelinedRun(PlannedRun):
     """A run with pipeline stages, whose ranks vary slowest."""
@@ -39,8 +57,8 @@ class PipelinedRun(PlannedRun):
         return super().ranks * self.pipeline
 
 
-def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list[tuple[bool, int, int]]:
-    """Return the turns of a stage in order, as (is_backward, part, micro_batch).
+def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list[Turn]:
+    """Return the turns of a stage in order.
 
     Raises:
         ValueError: with interleaved stages, the microbatches are not a multiple of the stages.
@@ -51,11 +69,11 @@ def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list
     ahead = (stages - stage - 1) * 2 + (parts - 1) * stages if parts > 1 else stages - stage - 1
     ahead = min(ahead, total)
 
-    def make_turn(number: int, *, is_backward: bool) -> tuple[bool, int, int]:
+    def make_turn(number: int, *, is_backward: bool) -> Turn:
         group, place = divmod(number, stages * parts)
         part = place // stages if parts > 1 else 0
         micro_batch = group * stages + place % stages if parts > 1 else number
-        return is_backward, parts - 1 - part if is_backward else part, micro_batch
+        return Turn(is_backward, parts - 1 - part if is_backward else part, micro_batch)
 
     turns = [make_turn(number, is_backward=False) for number in range(ahead)]
     for number in range(total - ahead):
@@ -71,14 +89,14 @@ def build_pipeline_tasks(run: PipelinedRun, cluster: Cluster) -> TaskList:
     """
     stages = run.pipeline
     seconds = _predict_part_seconds(run, cluster)
-    rows: dict[Key, tuple[str, float, list[Key], str]] = {}
+    stage_tasks: dict[Key, _StageTask] = {}
     for stage in range(stages):
-        _add_stage(run, cluster, stage, seconds, rows)
-    task_ids = {key: task_id for task_id, key in enumerate(rows)}
+        _add_stage(run, cluster, stage, seconds, stage_tasks)
+    task_ids = {key: task_id for task_id, key in enumerate(stage_tasks)}
     tasks = TaskList()
-    for (part, stage, model_part, micro_batch), (stream, task_s, earlier, kind) in rows.items():
-        name = f"stage {stage}: {part} of part {model_part}, microbatch {micro_batch}"
-        dependencies = tuple(sorted(task_ids[key] for key in earlier))
+    for (verb, stage, model_part, micro_batch), (stream, task_s, after, kind) in stage_tasks.items():
+        name = f"stage {stage}: {verb} of part {model_part}, microbatch {micro_batch}"
+        dependencies = tuple(sorted(task_ids[key] for key in after))
         tasks.append(Task(name, stream, task_s, dependencies, kind, rank=stage))
     held = count_held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
@@ -147,14 +165,16 @@ def _add_stage(
     cluster: Cluster,
     stage: int,
     seconds: dict[str, float],
-    tasks: dict[Key, tuple[str, float, list[Key], str]],
+    tasks: dict[Key, _StageTask],
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
     turns = order_turns(stages, parts, micro_batches, stage)
     link = cluster.find_link(run.dp_shard * run.dp_replicate * run.cp, run.tp)
     for part in range(parts):
-        tasks["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
-    last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}
+        tasks["gather", stage, part, 0] = _StageTask(link, seconds["gather"], [], "all_gather")
+    last = {
+        part: max(i for i, turn in enumerate(turns) if turn.is_backward and turn.part == part) for part in range(parts)
+    }
     for number, (is_backward, part, micro_batch) in enumerate(turns):
         direction = "backward" if is_backward else "forward"
         turn_s = seconds[direction]
@@ -172,9 +192,9 @@ def _add_stage(
         if 0 <= place + step < stages * parts:
             after.append((f"send {direction}", (place + step) % stages, (place + step) // stages, micro_batch))
         key = direction, stage, part, micro_batch
-        tasks[key] = COMPUTE, turn_s, after, direction
+        tasks[key] = _StageTask(COMPUTE, turn_s, after, direction)
         if 0 <= place - step < stages * parts:
             send = f"send {direction}"
-            tasks[send, stage, part, micro_batch] = send, seconds["send"], [key], "send"
+            tasks[send, stage, part, micro_batch] = _StageTask(send, seconds["send"], [key], "send")
         if is_backward and number == last[part]:
-            tasks["reduce", stage, part, 0] = link, seconds["reduce"], [key], "reduce_scatter"
+            tasks["reduce", stage, part, 0] = _StageTask(link, seconds["reduce"], [key], "reduce_scatter")

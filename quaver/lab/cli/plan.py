@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
-    candidate, needed = result.smallest
+    candidate, _, needed = result.smallest
     return (
         f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision_label} on "
         f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "

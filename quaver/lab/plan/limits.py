@@ -49,9 +49,9 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
     ]
 
 
-def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_limits(layout: FittingLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the speedup of float8."""
-    timeline, step_s = row.timeline, row.timeline.seconds
+    timeline, step_s = layout.timeline, layout.timeline.seconds
     kinds = [kind for kind in COLLECTIVE_NAMES if kind in timeline.kinds]
     exposed = {kind: timeline.sum_exposed_seconds(kind=kind) / step_s for kind in kinds}
     hidden = [COLLECTIVE_NAMES[kind] for kind in kinds if exposed[kind] < MAX_HIDDEN_SHARE and kind != "checkpoint"]
@@ -62,21 +62,21 @@ def describe_limits(row: FittingLayout, cluster: Cluster) -> list[str]:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for name, share in sorted(exposed_shares.items(), key=lambda item: -item[1]):
         sentences.append(f"the step waits for {name} for {share:.1%} of its time")
-    write_s = predict_write_seconds(row.run, cluster)
-    between_s = row.run.steps_between_saves * (step_s - timeline.sum_seconds(kind="checkpoint"))
-    if row.run.saves_in_background and write_s > between_s > 0:
+    write_s = predict_write_seconds(layout.run, cluster)
+    between_s = layout.run.steps_between_saves * (step_s - timeline.sum_seconds(kind="checkpoint"))
+    if layout.run.saves_in_background and write_s > between_s > 0:
         sentences.append(
             f"a checkpoint is written in {write_s:,.0f} s, and the next one waits for it: the steps between two "
             f"take only {between_s:,.0f} s"
         )
-    return [*sentences, *describe_float8_speedup(row, cluster)]
+    return [*sentences, *describe_float8_speedup(layout, cluster)]
 
 
-def describe_float8_speedup(row: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_float8_speedup(layout: FittingLayout, cluster: Cluster) -> list[str]:
     """Return a sentence about the speedup by float8 in this layout; an empty list for bfloat16."""
-    if row.run.recipe is None:
+    if layout.run.recipe is None:
         return []
-    speedup = compute_float8_speedup(row, cluster)
+    speedup = compute_float8_speedup(layout, cluster)
     return [
         f"{speedup.value:.2f} times bfloat16's speed in the same layout: float8 computes {speedup.float8_share:.0%} of "
         f"the FLOPs, so with free casts computing would be at most {speedup.max_compute_speedup:.2f} times as fast, "
@@ -97,13 +97,13 @@ class Float8Speedup:
     """`value` if also no communication were exposed: the step takes as long as its compute."""
 
 
-def compute_float8_speedup(row: FittingLayout, cluster: Cluster) -> Float8Speedup:
+def compute_float8_speedup(layout: FittingLayout, cluster: Cluster) -> Float8Speedup:
     """Return the speedup of a layout in float8, even if the layout does not fit in bfloat16."""
-    run, spec = make_bfloat16_run(row), cluster.spec
+    run, spec = make_bfloat16_run(layout), cluster.spec
     bfloat16_s = predict_step_seconds(run, cluster)
-    share = count_float8_flops_per_token(row.run) / count_flops_per_token(row.run)
+    share = count_float8_flops_per_token(layout.run) / count_flops_per_token(layout.run)
     max_compute_speedup = 1 / (1 - share * (1 - spec.bfloat16_tflops / (spec.float8_tflops or spec.bfloat16_tflops)))
     compute_s = sum_compute_seconds(run, ComputeTimes.from_formulas(run, cluster))
     return Float8Speedup(
-        bfloat16_s / row.seconds, share, max_compute_speedup, max_compute_speedup * bfloat16_s / compute_s
+        bfloat16_s / layout.seconds, share, max_compute_speedup, max_compute_speedup * bfloat16_s / compute_s
     )

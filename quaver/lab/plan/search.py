@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
 from quaver.lab.plan.changes import with_precision
 from quaver.lab.plan.checkpoint_time import predict_checkpoint_seconds_per_step
@@ -33,6 +34,14 @@ USABLE_MEMORY_SHARE = 0.94
 5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 MAX_SIMULATED_TASKS = 10_000
 """Tasks of a step that are simulated, in 0.1 s on one core; two microbatches of Llama 3 405B have 8,620."""
+
+
+class EstimatedLayout(NamedTuple):
+    """A layout with its estimated memory."""
+
+    candidate: Candidate
+    run: PlannedRun
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,8 @@ class SearchResult:
     """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
     """The number of layouts that the trainer refuses, by reason."""
-    smallest: tuple[Candidate, int]
-    """The layout with the least memory, and its bytes."""
+    smallest: EstimatedLayout
+    """The layout with the least memory."""
 
 
 @dataclass
@@ -113,8 +122,8 @@ def search(
         ranks = f"{layouts.candidates[0].dims.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
         raise InputError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
-    candidate, _, peak_bytes = min(estimated, key=lambda estimate: estimate[2])
-    fitting = [make_timed_layout(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
+    smallest = min(estimated, key=lambda estimate: estimate.peak_bytes)
+    fitting = [make_timed_layout(*estimate, cluster) for estimate in estimated if estimate.peak_bytes <= memory_bytes]
     bfloat16_layouts = [timed for timed in fitting if timed.candidate.precision_label == BFLOAT16]
     chosen = [
         *(timed for timed in fitting if timed.candidate.is_configured),
@@ -125,13 +134,13 @@ def search(
     for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
         set_activity(f"simulating step {number}")
         rows.append(FittingLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
-    rows.sort(key=lambda row: -row.tokens_per_s)
-    return SearchResult(rows, len(fitting), dict(refusals), (candidate, peak_bytes))
+    rows.sort(key=lambda layout: -layout.tokens_per_s)
+    return SearchResult(rows, len(fitting), dict(refusals), smallest)
 
 
 def _estimate_peaks(
     candidates: list[Candidate], refusals: Counter[str], set_activity: SetActivity
-) -> Iterator[tuple[Candidate, PlannedRun, int]]:
+) -> Iterator[EstimatedLayout]:
     """Yield candidates with their estimated memory. Candidates whose time is not simulated count as refused."""
     for number, candidate in enumerate(candidates, 1):
         if number % 50 == 0:
@@ -141,7 +150,7 @@ def _estimate_peaks(
         except InputError as error:
             refusals[str(error)] += 1
             continue
-        yield candidate, run, estimate_peak(candidate.config, candidate.dims.world_size)
+        yield EstimatedLayout(candidate, run, estimate_peak(candidate.config, candidate.dims.world_size))
 
 
 def make_timed_layout(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> TimedLayout:
@@ -154,14 +163,14 @@ def make_timed_layout(candidate: Candidate, run: PlannedRun, peak_bytes: int, cl
 
 def iter_by_speed(layouts: Iterable[TimedLayout], cluster: Cluster) -> Iterator[TimedLayout]:
     """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
-    heap = [(timed.compute_seconds_per_token, number, False, timed) for number, timed in enumerate(layouts)]
+    heap = [(timed.compute_seconds_per_token, index, False, timed) for index, timed in enumerate(layouts)]
     heapify(heap)
     while heap:
-        _, number, is_simulated, fastest = heappop(heap)
+        _, index, is_simulated, fastest = heappop(heap)
         if is_simulated:
             yield fastest
         else:
-            heappush(heap, (fastest.simulate_seconds_per_token(cluster), number, True, fastest))
+            heappush(heap, (fastest.simulate_seconds_per_token(cluster), index, True, fastest))
 
 
 def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
@@ -169,9 +178,8 @@ def _skip_similar(layouts: Iterable[TimedLayout]) -> Iterator[TimedLayout]:
     seen = set()
     for timed in layouts:
         dims, config = timed.candidate.dims, timed.candidate.config
-        storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
-        precision = timed.candidate.precision_label
-        similarity_key = dims.tp, dims.ep, config.training.local_batch_size, precision, *storage
+        dtypes = timed.candidate.precision_label, config.training.residual_stream_dtype, config.optimizer.name
+        similarity_key = dims.tp, dims.ep, config.training.local_batch_size, config.activation_checkpoint, *dtypes
         if similarity_key not in seen:
             seen.add(similarity_key)
             yield timed
@@ -201,9 +209,9 @@ def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes
     return timeline.append(Task("its share of a checkpoint", DISK, checkpoint_s, kind="checkpoint"))
 
 
-def make_bfloat16_run(row: FittingLayout) -> PlannedRun:
+def make_bfloat16_run(layout: FittingLayout) -> PlannedRun:
     """Return the run of the same layout in bfloat16, even if that does not fit."""
     resolved, dims = resolve_parallel_dims(
-        with_precision(row.candidate.config, BFLOAT16), rank=0, world_size=row.run.ranks
+        with_precision(layout.candidate.config, BFLOAT16), rank=0, world_size=layout.run.ranks
     )
     return make_planned_run(resolved, dims)

@@ -90,7 +90,7 @@ def test_rows_have_the_estimated_peaks_of_their_configs(monkeypatch):
     result = search(layouts, CLUSTER, limit, top=3)
     assert [row.peak_bytes for row in result.rows] == [estimate_peak(row.candidate.config, 16) for row in result.rows]
     assert result.fitting_layouts == sum(peak <= limit for peak in peaks) < len(peaks)
-    assert result.smallest[1] == peaks[0]
+    assert result.smallest.peak_bytes == peaks[0]
 
 
 def test_a_step_is_estimated_from_few_blocks_and_micro_batches():
