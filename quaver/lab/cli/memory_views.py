@@ -65,9 +65,9 @@ def iter_traffic_views(traffic: StepTraffic, checkpoint_bytes_per_s: int | None)
     for collective in traffic.collectives:
         place = (collective.mesh_dims, f"{collective.ranks} / {collective.stride}", collective.kind, collective.dtype)
         sizes = map(format_bytes, (collective.tensor_bytes, collective.sent_bytes))
-        rows.append((*place, f"{collective.number:,}", *sizes))
-    for mesh_dims, (number, sent_bytes) in traffic.sums.items():
-        rows.append((mesh_dims, "", "all", "", f"{number:,}", "", format_bytes(sent_bytes)))
+        rows.append((*place, f"{collective.count:,}", *sizes))
+    for mesh_dims, (count, sent_bytes) in traffic.sums.items():
+        rows.append((mesh_dims, "", "all", "", f"{count:,}", "", format_bytes(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
     size = _format_long_size(traffic.checkpoint_bytes)
     if checkpoint_bytes_per_s is not None:

@@ -56,7 +56,7 @@ class SavedActivations:
         """Return the bytes per feature of a checkpointed block's input, which only compiled code stores as codes."""
         return STORED_BYTES if self._stores_in_float8 and self._is_compiled else self._residual_bytes
 
-    def _count_attention_bytes(self) -> tuple[int, int, int]:
+    def _compute_attention_sizes(self) -> tuple[int, int, int]:
         """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self._model.dim, self._model.n_kv_heads * self._model.head_dim
         return queries, keys, self._compute_bytes * queries + FLOAT32_BYTES * self._model.n_heads
@@ -68,7 +68,7 @@ class SavedActivations:
         compiled code, where the last is not saved, and from the last in eager code. Only compiled code stores what the
         policy saves as codes.
         """
-        (queries, keys, attention), dim, ranks = self._count_attention_bytes(), self._model.dim, self._ranks
+        (queries, keys, attention), dim, ranks = self._compute_attention_sizes(), self._model.dim, self._ranks
         experts, shared = self._model.n_experts, self._model.n_shared_experts * self._model.hidden_dim
         stores_codes = self._is_compiled and self._stores_in_float8
         saved_bytes, residual_bytes = STORED_BYTES if stores_codes else self._compute_bytes, self._choose_input_bytes()
@@ -92,7 +92,7 @@ class SavedActivations:
         code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
         input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
-        (queries, keys, attention), dim, ranks = self._count_attention_bytes(), self._model.dim, self._ranks
+        (queries, keys, attention), dim, ranks = self._compute_attention_sizes(), self._model.dim, self._ranks
         experts, hidden = self._model.n_experts, self._model.hidden_dim
         saved_bytes, residual_bytes = (
             (STORED_BYTES, STORED_BYTES) if self._stores_in_float8 else (self._compute_bytes, self._residual_bytes)

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from quaver.kernels.native_mm import ScaleKind
 from quaver.kernels.operands import BlockCast
 from quaver.lab.bench.ledger import counting
 from quaver.lab.bench.ledger.counting import ModuleConfig, make_ledger
-from quaver.lab.bench.ledger.disassembly import Loop, count_issued_instructions
+from quaver.lab.bench.ledger.disassembly import Disassembly, Loop, count_issued_instructions
 from quaver.lab.bench.ledger.entries import list_entries
 from quaver.lab.bench.ledger.kernel_layout import KernelLayout
 from quaver.lab.bench.ledger.kernels import count_float64_operations
@@ -302,9 +303,10 @@ def test_programs_of_a_launch_share_a_tensor():
     assert columns.count_programs(tile) == 64
     assert columns.count_loaded_bytes(tile) == (2 + 2 + 4) * 64 * 16384
     loaded = columns.count_loaded_bytes(tile) // 128  # of a thread
-    assert count_issued_instructions(100, (), loaded, columns, tile, warps=4) == 64 * 4 * 100
-    unrolled = Loop(40, loaded // 16)
-    assert count_issued_instructions(100, (unrolled,), loaded // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+    whole = Disassembly(Counter({"FADD": 100}), (), loaded)
+    assert count_issued_instructions(whole, columns, tile, warps=4) == 64 * 4 * 100
+    unrolled = whole._replace(loops=(Loop(40, loaded // 16),), loaded_bytes=loaded // 16)
+    assert count_issued_instructions(unrolled, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
 
 
 def test_no_time_is_below_what_bytes_and_instructions_take():

@@ -62,7 +62,7 @@ def test_predicted_collectives_are_those_that_a_step_starts(case):
     traffic = predict_traffic(CASES[case], RANKS)
     predicted_calls, predicted_bytes = Counter(), Counter()
     for row in traffic.collectives:
-        predicted_calls[row.kind] += row.number
+        predicted_calls[row.kind] += row.count
         # Of FSDP2's reduce-scatters the counter sees the part that stays.
         parts = row.ranks if (row.kind, row.mesh_dims) == ("reduce_scatter", "dp_shard") else 1
         predicted_bytes[row.kind] += row.tensor_bytes // parts
@@ -81,11 +81,11 @@ def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatte
     traffic, rows = predict_rows(replace(run, comm=Comm(float8_gradients=in_float8)))
     groups = LAYERS + 2
     sent = rows["dp_shard", "all_to_all", "uint8"] if in_float8 else rows["dp_shard", "reduce_scatter", "float32"]
-    assert sent.number == scatters * groups
+    assert sent.count == scatters * groups
     bytes_each = (1 + 4 / 256) if in_float8 else 4
     assert sent.tensor_bytes == pytest.approx(scatters * traffic.parameters * bytes_each, rel=2e-3)  # cut blocks
     replicated = rows["dp_replicate", "all_reduce", "float32"]
-    assert (replicated.number, replicated.tensor_bytes) == (groups, 4 * traffic.parameters // 2)
+    assert (replicated.count, replicated.tensor_bytes) == (groups, 4 * traffic.parameters // 2)
 
 
 def test_fsdp2_sends_the_bytes_of_the_formulas():
@@ -95,7 +95,7 @@ def test_fsdp2_sends_the_bytes_of_the_formulas():
     gathered = rows["dp_shard", "all_gather", "uint8"]
     # A block's norms are gathered with its weights, in bfloat16: as bytes among bytes.
     assert gathered.tensor_bytes == 2 * (weights + LAYERS * 2 * DIM * 2)
-    assert gathered.number == 2 * LAYERS
+    assert gathered.count == 2 * LAYERS
     assert gathered.sent_bytes == gathered.tensor_bytes * 3 // 4
     assert rows["dp_shard", "reduce_scatter", "float32"].tensor_bytes == 4 * traffic.parameters
     assert rows["dp_shard", "all_reduce", "int32"].tensor_bytes == 4 * LAYERS * 7  # an amax of each weight
@@ -107,10 +107,10 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
     traffic, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
     assert (traffic.dims.dp_shard, traffic.dims.tp) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
-    assert traffic.sums["dp_shard"][0] == sum(row.number for key, row in rows.items() if key[0] == "dp_shard")
+    assert traffic.sums["dp_shard"].collectives == sum(row.count for key, row in rows.items() if key[0] == "dp_shard")
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
     assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
-    assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
+    assert rows["tp", "all_gather", "uint8"].count == LAYERS * 4
     # The output projection's input, but no logits; the embedding's gradient, and three numbers of a token and rank.
     assert rows["tp", "all_gather", "bfloat16"].tensor_bytes == 2 * TOKENS * DIM
     assert rows["tp", "all_gather", "float32"].tensor_bytes == 4 * TOKENS * DIM + 2 * 12 * TOKENS

@@ -46,23 +46,23 @@ def plan_run(config):
 
 
 def count_block_collectives(config):
-    """The numbers and bytes of the collectives of one block, by mesh dims and kind, in the trainer."""
-    numbers, sizes = Counter(), Counter()
+    """Return the counts and bytes of the collectives of one block, by mesh dims and kind, in the trainer."""
+    counts, sizes = Counter(), Counter()
     for layers, sign in ((2, 1), (1, -1)):
         for collective in predict_traffic(with_settings(config, model={"n_layers": layers}), RANKS, "cuda").collectives:
-            numbers[collective.mesh_dims, collective.kind] += sign * collective.number
+            counts[collective.mesh_dims, collective.kind] += sign * collective.count
             sizes[collective.mesh_dims, collective.kind] += sign * collective.tensor_bytes
-    return {key: (number, sizes[key]) for key, number in numbers.items() if number}
+    return {key: (count, sizes[key]) for key, count in counts.items() if count}
 
 
 def model_block_collectives(config):
-    """Return the same numbers and bytes as the planner models them."""
-    run, numbers, sizes = plan_run(config), Counter(), Counter()
+    """Return the same counts and bytes as the planner models them."""
+    run, counts, sizes = plan_run(config), Counter(), Counter()
 
-    def add(link, kind, number, tensor_bytes):
-        if number:
-            numbers[link, kind] += number
-            sizes[link, kind] += number * tensor_bytes
+    def add(link, kind, count, tensor_bytes):
+        if count:
+            counts[link, kind] += count
+            sizes[link, kind] += count * tensor_bytes
 
     for backward in (False, True):
         for collective in list_block_collectives(run, backward=backward):
@@ -75,7 +75,7 @@ def model_block_collectives(config):
             add(link, "reduce_scatter", 1, GRADIENT_BYTES * group.parameters)
         if run.dp_replicate > 1:
             add("dp_replicate", "all_reduce", 1, GRADIENT_BYTES * group.parameters / group.ranks)
-    return {key: (number, round(sizes[key])) for key, number in numbers.items()}
+    return {key: (count, round(sizes[key])) for key, count in counts.items()}
 
 
 RECIPES = ["bfloat16", *(recipe.value for recipe in Float8LinearRecipeName)]
@@ -175,7 +175,7 @@ def test_a_step_issues_the_trainers_collectives(name):
     traffic = predict_traffic(STEPS[name], RANKS, "cuda")
     counted = Counter()
     for collective in traffic.collectives:
-        counted[collective.kind] += collective.number
+        counted[collective.kind] += collective.count
     tasks = build_tasks(plan_run(STEPS[name]), Cluster.from_spec(find_device_spec("h100")))
     assert counted == Counter(task.kind for task in tasks if task.kind.startswith(("all_", "reduce_")))
     # The last norm is in no group of the simulation, and shards are padded: a few thousandths of these sizes.

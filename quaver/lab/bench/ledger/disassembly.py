@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.runtime import triton_helpers
@@ -38,6 +38,16 @@ class Loop:
     loaded_bytes: int
 
 
+class Disassembly(NamedTuple):
+    """The instructions of one thread."""
+
+    instructions: Counter[str]
+    """The instructions by name. Each counts once, also in a loop."""
+    loops: tuple[Loop, ...]
+    loaded_bytes: int
+    """Bytes that a thread loads from global memory. Each load counts once."""
+
+
 @dataclass(frozen=True)
 class MachineCode:
     """Properties of the machine code of one compiled kernel."""
@@ -48,10 +58,9 @@ class MachineCode:
     spilled_bytes: int
     """Local memory of a thread."""
     instructions: Counter[str]
-    """The instructions of a thread by name. Each counts once, also in a loop."""
     loops: tuple[Loop, ...]
     loaded_bytes: int
-    """Bytes that a thread loads from global memory. Each load counts once."""
+    """These three are the fields of Disassembly."""
     issued_instructions: int
     """Instructions that all warps of a launch issue. In a loop they count once per iteration."""
 
@@ -112,27 +121,24 @@ def _compile_config(tuner: Any, config: Any, capability: int, layout: KernelLayo
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     usage = _run_tool(tools / "cuobjdump", "-res-usage", binary)
     registers, stack = (int(_search(rf"{resource}:(\d+)", usage)) for resource in ("REG", "STACK"))
-    instructions, loops, loaded = parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
+    code = parse_disassembly(_run_tool(tools / "nvdisasm", "-c", binary))
     warps = config.num_warps
-    issued_instructions = count_issued_instructions(instructions.total(), loops, loaded, layout, config.kwargs, warps)
-    sizes = {**config.kwargs, "warps": warps}
-    return MachineCode(sizes, registers, stack, instructions, loops, loaded, issued_instructions)
+    issued_instructions = count_issued_instructions(code, layout, config.kwargs, warps)
+    return MachineCode({**config.kwargs, "warps": warps}, registers, stack, *code, issued_instructions)
 
 
-def count_issued_instructions(
-    total: int, loops: tuple[Loop, ...], loaded: int, layout: KernelLayout, sizes: dict[str, int], warps: int
-) -> int:
+def count_issued_instructions(code: Disassembly, layout: KernelLayout, sizes: dict[str, int], warps: int) -> int:
     """Return the instructions that all warps of a launch issue.
 
     The compiler unrolls loops, partly or fully. The number of iterations of a remaining loop follows from the bytes
     that the loops of the source load.
     """
-    loading = [loop for loop in loops if loop.loaded_bytes]
+    loading = [loop for loop in code.loops if loop.loaded_bytes]
     loaded_in_loops = sum(loop.loaded_bytes for loop in loading)
     thread_bytes = layout.count_loaded_bytes(sizes) / (32 * warps)
-    in_loops = thread_bytes - (loaded - loaded_in_loops)
+    in_loops = thread_bytes - (code.loaded_bytes - loaded_in_loops)
     iterations = max(1.0, in_loops / loaded_in_loops) if loaded_in_loops else 1.0
-    thread_instructions = total + (iterations - 1) * sum(loop.instructions for loop in loading)
+    thread_instructions = code.instructions.total() + (iterations - 1) * sum(loop.instructions for loop in loading)
     return round(layout.count_programs(sizes) * warps * thread_instructions)
 
 
@@ -151,8 +157,8 @@ def _search(pattern: str, text: str) -> str:
     return match[1]
 
 
-def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
-    """Return the counts of instructions by name, the innermost loops, and the bytes that a thread loads."""
+def parse_disassembly(text: str) -> Disassembly:
+    """Read nvdisasm's output. Only innermost loops are returned."""
     labels: dict[str, int] = {}
     names: list[str] = []
     spans = []
@@ -171,7 +177,7 @@ def parse_disassembly(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
         if not any(start <= inner[0] and inner[1] <= stop and inner != (start, stop) for inner in spans)
     ]
     loops = tuple(Loop(stop - start, sum(map(_count_loaded_bytes, names[start:stop]))) for start, stop in innermost)
-    return Counter(names), loops, sum(map(_count_loaded_bytes, names))
+    return Disassembly(Counter(names), loops, sum(map(_count_loaded_bytes, names)))
 
 
 def _count_loaded_bytes(instruction: str) -> int:

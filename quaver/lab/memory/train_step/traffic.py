@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,8 @@ class Collectives:
     """The number of ranks in one group."""
     stride: int
     """The difference between adjacent ranks of a group."""
-    number: int
+    count: int
+    """How many the rank starts in the step."""
     tensor_bytes: int
     """Bytes of the tensors that a rank gathers, reduces, scatters or exchanges. An all-gather counts its result."""
 
@@ -53,6 +54,13 @@ class Collectives:
     def sent_bytes(self) -> int:
         """Bytes that each rank sends in a ring algorithm, or in an all-to-all of equal parts."""
         return int(count_sent_bytes(self.kind, self.tensor_bytes, self.ranks))
+
+
+class CollectiveSum(NamedTuple):
+    """How many collectives a rank starts, and the bytes that it sends in them."""
+
+    collectives: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,12 @@ class StepTraffic:
     """Bytes of all ranks' parameters and optimizer states, each once."""
 
     @property
-    def sums(self) -> dict[str, tuple[int, int]]:
-        """The number of collectives across each set of mesh dims, and the bytes that each rank sends in them."""
-        sums: dict[str, tuple[int, int]] = {}
+    def sums(self) -> dict[str, CollectiveSum]:
+        """The sum of the collectives across each set of mesh dims."""
+        sums: dict[str, CollectiveSum] = {}
         for collective in self.collectives:
-            number, sent_bytes = sums.get(collective.mesh_dims, (0, 0))
-            sums[collective.mesh_dims] = number + collective.number, sent_bytes + collective.sent_bytes
+            count, sent_bytes = sums.get(collective.mesh_dims, (0, 0))
+            sums[collective.mesh_dims] = CollectiveSum(count + collective.count, sent_bytes + collective.sent_bytes)
         return sums
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +117,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._number: Counter[_Key] = Counter()
+        self._counts: Counter[_Key] = Counter()
         self._bytes: Counter[_Key] = Counter()
 
     def __torch_dispatch__(
@@ -125,18 +133,18 @@ class TrafficCounter(TorchDispatchMode):
             counts_result = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
             tensors = _list_tensors(written if counts_result else read)
             key = _find_ranks((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
-            self._number[key] += 1
+            self._counts[key] += 1
             self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
     def list_collectives(self, dims: ParallelDims) -> tuple[Collectives, ...]:
         """Return the counted collectives, sorted by mesh dims."""
         rows = []
-        for key, number in self._number.items():
+        for key, count in self._counts.items():
             ranks, kind, dtype = key
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             rows.append(
-                Collectives(name_mesh_dims(ranks, dims), kind, dtype, len(ranks), stride, number, self._bytes[key])
+                Collectives(name_mesh_dims(ranks, dims), kind, dtype, len(ranks), stride, count, self._bytes[key])
             )
         return tuple(sorted(rows))
 
