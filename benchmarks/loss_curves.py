@@ -23,7 +23,10 @@ from quaver.lab.figure import open_figure
 
 DOCS = ROOT / "docs" / "results.md"
 MIXTURE_DOCS = ROOT / "docs" / "experiments" / "mixture-curves.md"
-CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}
+CONFIGS = {
+    "loss_curves": "train_configs/llama3_debug.toml",
+    "mixture_curves": "train_configs/llama3_debug_mixture.toml",
+}
 """The config by the name of the record and of the picture."""
 REFERENCE = "bfloat16"
 CONTROL = "bfloat16 again"

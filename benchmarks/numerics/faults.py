@@ -65,7 +65,7 @@ def make_config(settings: dict[str, dict[str, Any]], steps: int, folder: str) ->
         flags.setdefault(section, {}).update(values)
     flags["training"]["steps"] = steps
     flags["job"] = {"dump_folder": folder}
-    base = "llama3_debug_moe.toml" if "n_experts" in flags["model"] else "llama3_debug.toml"
+    base = "llama3_debug_mixture.toml" if "n_experts" in flags["model"] else "llama3_debug.toml"
     return load_config(ROOT / "train_configs" / base, flags)
 
 

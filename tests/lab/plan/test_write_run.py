@@ -21,7 +21,7 @@ from tests.lab.trainer.runs import CONFIGS, with_settings
 from tests.thinned import at_night
 
 PATHS = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
-RANKS = {"llama3_70b": 256, "llama3_405b": 512, "llama3_debug": 1, "llama3_debug_moe": 1}
+RANKS = {"llama3_70b": 256, "llama3_405b": 512, "llama3_debug": 1, "llama3_debug_mixture": 1}
 """8 for others."""
 BY_TYPE = {
     bool: st.booleans(),
