@@ -43,7 +43,7 @@ def accumulate_gradients(model: nn.Module, config: TrainConfig, batches: list[_B
         try:
             yield _iter_reducing_last(model, batches, reduce, stays_gathered)
         finally:  # also after an error, for an evaluation
-            _set_reduction(model, reduce, stays_gathered, is_last=True)
+            _set_reduction(model, reduce, stays_gathered=stays_gathered, is_last=True)
     else:
         with _sum_in_float32(model):
             yield batches
@@ -53,11 +53,11 @@ def _iter_reducing_last(
     model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool
 ) -> Iterator[_Batch]:
     for number, batch in enumerate(batches, 1):
-        _set_reduction(model, reduce, stays_gathered, is_last=number == len(batches))
+        _set_reduction(model, reduce, stays_gathered=stays_gathered, is_last=number == len(batches))
         yield batch
 
 
-def _set_reduction(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool) -> None:
+def _set_reduction(model: FSDPModule, reduce: str, *, stays_gathered: bool, is_last: bool) -> None:
     if reduce == "last_all_reduce":
         model.set_requires_all_reduce(is_last)
         return

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -70,7 +70,7 @@ class StepResult:
     loss: float
     grad_norm: float
     lr: float
-    seconds: float
+    seconds: float = math.nan
     nonfinite_reason: str = ""
     is_memory_measured: bool = False
 
@@ -189,17 +189,18 @@ class TrainedModel:
         synchronize(self.device)
         start = time.perf_counter()
         with peak_context as peak:
-            loss, grad_norm, rate, nonfinite_reason = self._run_step(step, batches)
+            result = self._run_step(step, batches)
             synchronize(self.device)
         seconds = time.perf_counter() - start
-        if not nonfinite_reason:  # the peak of a skipped step includes its repetition in `_skip_step`
+        if not result.nonfinite_reason:  # the peak of a skipped step includes its repetition in `_skip_step`
             self.peak_memory = peak
         is_late_measurement = is_memory_measured and len(self.step_seconds) >= WARMUP_STEPS
-        if self.step_label == self.name and not nonfinite_reason and not is_late_measurement:
+        if self.step_label == self.name and not result.nonfinite_reason and not is_late_measurement:
             self.step_seconds.append(seconds)
-        return StepResult(loss, grad_norm, rate, seconds, nonfinite_reason, is_memory_measured)
+        return replace(result, seconds=seconds, is_memory_measured=is_memory_measured)
 
-    def _run_step(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
+    def _run_step(self, step: int, batches: Sequence[Batch]) -> StepResult:
+        """Run the step, and return its result without the time."""
         config = self.config
         rate = compute_learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
         for group in self.optimizer.param_groups:
@@ -215,7 +216,7 @@ class TrainedModel:
         clip_gradients(self.model, norm, config.training.max_norm)
         loss, grad_norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return loss, grad_norm, rate, self._skip_step(step, batches, loss, grad_norm)
+            return StepResult(loss, grad_norm, rate, nonfinite_reason=self._skip_step(step, batches, loss, grad_norm))
         self._skipped_in_a_row = 0
         if self.scaling:  # after the check: a non-finite step is repeated with its own scales
             sync_float8_amax_and_scale_history(self.model)
@@ -225,7 +226,7 @@ class TrainedModel:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.precompute_scales()
-        return loss, grad_norm, rate, ""
+        return StepResult(loss, grad_norm, rate)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`, and return the loss (float32, detached)."""
