@@ -151,20 +151,13 @@ MatmulArguments = namedtuple(
 
 
 def refuse_impossible_arguments_of_entries() -> None:
-    from quaver._cpu import (  # type: ignore[import-not-found]
-        block_amax,
-        cast_and_record_amax,
-        cast_with_scale,
-        dynamic_cast,
-        dynamic_cast_both_dims,
-        mm,
-        widen,
-    )
+    from quaver import _cpu  # type: ignore[attr-defined]
 
     hp, float8 = ones.data_ptr(), codes.data_ptr()
     sizes, too_many = CastSizes(ROWS, COLUMNS, COLUMNS, 0, 0, -1, 0, 1, 0, 0), 1 << 61
     room = [hp] * 6
-    for entry in (cast_and_record_amax, dynamic_cast_both_dims, cast_with_scale, dynamic_cast, widen):
+    casts = _cpu.cast_and_record_amax, _cpu.dynamic_cast_both_dims, _cpu.cast_with_scale, _cpu.dynamic_cast
+    for entry in (*casts, _cpu.widen):
         check_is_refused(entry, 0, *room, *sizes)
         check_is_refused(entry, hp, 0, *room[1:], *sizes)
         bad = {"rows": (-1, too_many), "columns": (-1, too_many), "code_stride": (0, too_many), "hp_kind": (-1, 3)}
@@ -174,15 +167,15 @@ def refuse_impossible_arguments_of_entries() -> None:
                 check_is_refused(entry, hp, *room, *sizes._replace(**{name: value}))
         check_is_refused(entry, hp, *room, *sizes._replace(rows=1 << 40, columns=1 << 40))
         check_is_refused(entry, hp, error=TypeError)
-    for entry in (block_amax, cast_with_scale, widen):
+    for entry in (_cpu.block_amax, _cpu.cast_with_scale, _cpu.widen):
         for rows, columns in ((0, 128), (128, 0), (-1, 128), (1, 2049)):
             check_is_refused(entry, hp, *room, *sizes._replace(dim=2, block_rows=rows, block_columns=columns))
         check_is_refused(entry, hp, *room, *sizes[:-1], error=TypeError)
-    check_is_refused(block_amax, hp, hp, 0, *room[2:], *sizes._replace(dim=2, block_rows=1, block_columns=128))
+    check_is_refused(_cpu.block_amax, hp, hp, 0, *room[2:], *sizes._replace(dim=2, block_rows=1, block_columns=128))
     for missing in range(2, 7):
-        check_is_refused(dynamic_cast_both_dims, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+        check_is_refused(_cpu.dynamic_cast_both_dims, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
     for missing in range(2, 6):
-        check_is_refused(cast_and_record_amax, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
+        check_is_refused(_cpu.cast_and_record_amax, hp, *[0 if i == missing else hp for i in range(1, 7)], *sizes)
     factor = float8, 0, COLUMNS, 1, hp, 0
     good, error = MatmulArguments(hp, *factor, *factor, 4, 4, 4, 0, 0, 1), ValueError if cpu.HAS_MM else RuntimeError
     bad = dict.fromkeys(("out", "a", "a_scale", "b", "b_scale"), (0,)) | dict.fromkeys(("m", "k", "n"), (-1, too_many))
@@ -192,7 +185,7 @@ def refuse_impossible_arguments_of_entries() -> None:
     )
     for name, values in bad.items():
         for value in values:
-            check_is_refused(mm, *good._replace(**{name: value}), error=error)
+            check_is_refused(_cpu.mm, *good._replace(**{name: value}), error=error)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +212,7 @@ def arguments(schema, name: str) -> dict[str, object]:
     values |= {"scale": torch.full((ROWS, 1), 0.5), "amax_buffer": torch.zeros(2), "float8_dtype": codes.dtype}
     values |= {"out_dtype": torch.bfloat16, "dtype": torch.bfloat16, "row": True, "group_name": "none", "rule": ""}
     values |= {"block_size": 128, "dot_products": 1, "length": 128, "granularity": "axiswise", "matmul": "output"}
-    values |= {"ends": torch.tensor([250, ROWS], dtype=torch.int32), "groups": 2}
+    values |= {"ends": torch.tensor([250, ROWS], dtype=torch.int32), "num_groups": 2}
     values |= {"group": torch.arange(2).repeat_interleave(ROWS // 2)}
     values |= dict.fromkeys(("a_layout", "b_layout", "layout"), [1, 0])
     values |= dict.fromkeys(("a_outer_scale", "b_outer_scale"))
