@@ -38,7 +38,7 @@ def train(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, ranks = torch.optim.AdamW(trained, lr=models.LEARNING_RATE), dist.get_world_size()
     losses, snapshots, exchanged = [], [], []
-    for step, batch in enumerate(models.batches(steps, accumulate * ranks)):
+    for step, batch in enumerate(models.get_batches(steps, accumulate * ranks)):
         total, forward, sync, backward = 0.0, CollectiveCounter(), CollectiveCounter(), CollectiveCounter()
         torch._dynamo.config.error_on_recompile = compiled and step > 0
         with scope(model):
@@ -62,7 +62,7 @@ def train(
             precompute_float8_dynamic_scale_for_fsdp(model)
         dist.all_reduce(mean := torch.tensor(total))
         losses.append(mean.item() / ranks)
-        snapshots.append(models.scaling_snapshot(model))
+        snapshots.append(models.copy_scaling(model))
         counted = [(counter, "all_reduce") for counter in (forward, sync, backward)] + [(forward, "all_gather")]
         exchanged.append([(counter.calls[kind], counter.bytes[kind]) for counter, kind in counted])
     torch._dynamo.config.error_on_recompile = False

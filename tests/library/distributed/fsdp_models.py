@@ -135,7 +135,7 @@ def train_cases(cases, steps):
         model = models.shard_model(config, compiled=case.compiled, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
         losses = []
-        for step, batch in enumerate(models.batches(steps, dist.get_world_size())):
+        for step, batch in enumerate(models.get_batches(steps, dist.get_world_size())):
             if case.precompute and step != 1:  # one graph serves steps with and without scales computed before
                 precompute_float8_dynamic_scale_for_fsdp(model)
             with torch._dynamo.config.patch(error_on_recompile=step > 0):

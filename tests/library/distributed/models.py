@@ -46,7 +46,7 @@ def make_model(layers=2, dim=DIM, hidden=HIDDEN):
     return model
 
 
-def batches(steps, ranks, dim=DIM):
+def get_batches(steps, ranks, dim=DIM):
     """Return a global batch [ranks * TOKENS, dim] for each step. Rank r takes the r-th part of it."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(ranks * TOKENS, dim, generator=generator) for _ in range(steps)]
@@ -61,7 +61,7 @@ def quantize(hp, config, operand="weight", scale=None):
     return Quantizer(getattr(config.casts, operand), hp.dtype, scale)(hp.detach(), row=True, column=True)
 
 
-def scaling_snapshot(model):
+def copy_scaling(model):
     """Return copies of all persistent scales and histories, by name."""
     return {name: value.clone() for name, value in float8_scaling_state(model).state_dict().items()}
 
@@ -87,13 +87,13 @@ def assert_same_scaling_on_all_ranks(model):
     assert torch.equal(low, high), (low != high).nonzero()
 
 
-def world_mesh():
+def get_mesh():
     return get_cached_mesh((dist.get_world_size(),))
 
 
 def shard_model(config, *, mesh=None, compiled=None, model=None, **options):
     """Convert the small model, and give it to fully_shard block by block; `compiled` is a backend."""
-    mesh = mesh or world_mesh()
+    mesh = mesh or get_mesh()
     model = model or make_model()
     if config is not None:
         convert_to_float8_training(model, config=config)
@@ -124,19 +124,19 @@ def finish_step(loss, optimizer):
     return mean.item() / dist.get_world_size()
 
 
-def single_process_losses(config, steps, ranks, **options):
-    """Return the losses of `single_process`."""
-    return single_process(config, steps, ranks, **options)[0]
+def compute_single_process_losses(config, steps, ranks, **options):
+    """Return the losses of `train_single_process`."""
+    return train_single_process(config, steps, ranks, **options)[0]
 
 
-def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_all_gather=False, compiled=None):
+def train_single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_all_gather=False, compiled=None):
     """Train one process on the ranks' parts of each global batch, one after another.
 
     With `param_dtype` it computes as MixedPrecisionPolicy(param_dtype) does: with parameters rounded to it, save for
     the weights that are all-gathered in float8, which are quantized from the master.
 
     Returns:
-        The losses, and `scaling_snapshot` after each step's sync. The loss of a part is divided by the ranks before
+        The losses, and `copy_scaling` after each step's sync. The loss of a part is divided by the ranks before
         its backward, so the history of a grad_output is 1 / ranks of what the ranks keep.
     """
     model = make_model(layers)
@@ -156,11 +156,11 @@ def single_process(config, steps, ranks, *, layers=2, param_dtype=None, float8_a
         return loss
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return train_in_parts(model, optimizer, batches(steps, ranks), ranks, backward)
+    return train_in_parts(model, optimizer, get_batches(steps, ranks), ranks, backward)
 
 
 def train_in_parts(model, optimizer, batches, parts, backward=None):
-    """Train one process on parts, one after another; return losses, and `scaling_snapshot` after each step's sync.
+    """Train one process on parts, one after another; return losses, and `copy_scaling` after each step's sync.
 
     Args:
         backward: runs a part, and returns its loss, divided by the parts; None for the mean square of the output.
@@ -177,7 +177,7 @@ def train_in_parts(model, optimizer, batches, parts, backward=None):
         optimizer.step()
         optimizer.zero_grad()
         sync_float8_amax_and_scale_history(model)
-        snapshots.append(scaling_snapshot(model))
+        snapshots.append(copy_scaling(model))
     return losses, snapshots
 
 

@@ -13,20 +13,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from quaver import convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from quaver.linear.module import Float8Linear
-from tests.library.distributed.models import world_mesh
+from tests.library.distributed.models import get_mesh
 from tests.recipes import BLOCK_RECIPES, make_recipe_config
 from tests.steps import draw, to_plain
 
 
-def part(whole, dim):
-    """Return this rank's part of `whole` along `dim`; a scale that spans the dim belongs to every rank."""
-    if whole.dim() == 0 or whole.shape[dim] == 1:
+def take_part(whole, dim):
+    """Return this rank's part of `whole` along `dim`, or all for None; every rank has a scale that spans the dim."""
+    if dim is None or whole.dim() == 0 or whole.shape[dim] == 1:
         return whole
     return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
-
-
-def part_or_whole(whole, dim):
-    return whole if dim is None else part(whole, dim)
 
 
 class OneLinear(nn.Module):
@@ -78,7 +74,7 @@ class Arrangement:
     dtensor: bool = False
 
 
-def arrangements():
+def list_arrangements():
     colwise, rowwise = Float8ColwiseParallel, Float8RowwiseParallel
     whole_output = {"output_layouts": Replicate(), "use_local_output": False}
     pair = {"a": colwise(), "b": colwise()}
@@ -113,7 +109,7 @@ def arrangements():
     }
 
 
-ARRANGEMENTS = tuple(arrangements())
+ARRANGEMENTS = tuple(list_arrangements())
 
 
 def step(module, input, grad_outputs, dtensor=False):
@@ -130,16 +126,16 @@ def step(module, input, grad_outputs, dtensor=False):
 
 def step_on_parts(arrangement, module, input, grad_outputs, input_grad=True):
     """Run `step` on this rank's parts of the input and of the gradients."""
-    parts = [part_or_whole(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
-    local_input = part_or_whole(input, arrangement.input_dim).clone().requires_grad_(input_grad)
+    parts = [take_part(grad_output, arrangement.output_dim) for grad_output in grad_outputs]
+    local_input = take_part(input, arrangement.input_dim).clone().requires_grad_(input_grad)
     return step(module, local_input, parts, arrangement.dtensor)
 
 
 def select_parts(arrangement, results):
     """Return this rank's parts of what `step` returned on one device; gradients of parameters are whole."""
     outputs, grad_input, gradients = results
-    outputs = [part_or_whole(output, arrangement.output_dim) for output in outputs]
-    return outputs, grad_input if grad_input is None else part_or_whole(grad_input, arrangement.input_dim), gradients
+    outputs = [take_part(output, arrangement.output_dim) for output in outputs]
+    return outputs, grad_input if grad_input is None else take_part(grad_input, arrangement.input_dim), gradients
 
 
 class Block(nn.Module):
@@ -253,7 +249,7 @@ def assert_close(actual, expected, size, what, terms=64):
 
 
 def check_results(name, recipe, hp_dtype, compiled, input_grad=True):
-    arrangement = arrangements()[name]
+    arrangement = list_arrangements()[name]
     config = make_recipe_config(recipe)
     k, n, tokens = (256, 512, 256) if recipe in BLOCK_RECIPES else (64, 48, 32)
     close = functools.partial(assert_close, terms=max(k, n, 2 * tokens))
@@ -262,7 +258,7 @@ def check_results(name, recipe, hp_dtype, compiled, input_grad=True):
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape) * torch.logspace(-1, 0, parameter.shape[-1]))
     module = copy.deepcopy(reference)
-    parallelize_module(module, world_mesh(), arrangement.styles)
+    parallelize_module(module, get_mesh(), arrangement.styles)
     input = (torch.randn(2, tokens, k) * torch.logspace(-1, 0, k)).to(hp_dtype)
     linears = [child for child in reference.modules() if isinstance(child, Float8Linear)]
     grad_outputs = [(torch.randn(2, tokens, n) * torch.logspace(0, -1, n)).to(hp_dtype) for _ in linears]
@@ -277,11 +273,11 @@ def check_results(name, recipe, hp_dtype, compiled, input_grad=True):
     if linears[0].bias is not None:
         sizes[0] = sizes[0] + linears[0].bias.double().abs()
     for output, expected_output, size in zip(outputs, expected_outputs, sizes, strict=True):
-        close(output, expected_output, part_or_whole(size, arrangement.output_dim), "output")
+        close(output, expected_output, take_part(size, arrangement.output_dim), "output")
     pairs = list(zip(grad_outputs, linears, strict=True))
     size = sum(grad_output.double().abs() @ linear.weight.double().abs() for grad_output, linear in pairs)
     if input_grad:
-        close(grad_input, expected_grad_input, part_or_whole(size, arrangement.input_dim), "grad_input")
+        close(grad_input, expected_grad_input, take_part(size, arrangement.input_dim), "grad_input")
     else:
         assert grad_input is expected_grad_input is None
     assert gradients.keys() == expected.keys()

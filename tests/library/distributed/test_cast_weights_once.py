@@ -21,7 +21,7 @@ from tests.library.distributed.fsdp_models import (
     model_by,
     run_step,
 )
-from tests.library.distributed.models import batches, compute_loss, get_rank_part, make_model, shard_model, world_mesh
+from tests.library.distributed.models import compute_loss, get_batches, get_mesh, get_rank_part, make_model, shard_model
 from tests.ranks import on_ranks
 from tests.thinned import at_night
 
@@ -53,7 +53,7 @@ def _count(recipe, how, scope):
     """Return the casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
     model = model_by(how, make_gathering_config(recipe))
     precompute_float8_dynamic_scale_for_fsdp(model)
-    batch = batches(1, MICROBATCHES * dist.get_world_size())[0]
+    batch = get_batches(1, MICROBATCHES * dist.get_world_size())[0]
     spy = mock.patch.object(all_gather_weight, "cast_with_scale", wraps=all_gather_weight.cast_with_scale)
     with spy as cast, CollectiveCounter() as counter, scope(model):
         run_step(model, batch)
@@ -86,7 +86,7 @@ ERRORS |= dict.fromkeys(("assign", "to dtype"), "replaced")
 @pytest.mark.parametrize(("kind", "changes"), [("foreach", list(ERRORS)), ("fused", ["step"])])
 @on_ranks(2)
 def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind, changes):
-    batch = batches(1, dist.get_world_size())[0]
+    batch = get_batches(1, dist.get_world_size())[0]
     for change in changes:
         for gathers_again in (True, False):
             model = shard_model(make_gathering_config("tensorwise"), model=make_model(1))
@@ -108,7 +108,7 @@ def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind,
 @on_ranks(2)
 def test_a_change_before_the_cast_is_never_stale():
     """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
-    model, batch = shard_model(make_gathering_config("tensorwise")), batches(1, 2)[0]
+    model, batch = shard_model(make_gathering_config("tensorwise")), get_batches(1, 2)[0]
     with torch.no_grad():
         state_dict = model.state_dict()
         with cast_weights_once(model):
@@ -123,7 +123,7 @@ def test_a_change_before_the_cast_is_never_stale():
 
 @on_ranks(2)
 def test_a_weight_that_was_replaced_after_fully_shard_is_named():
-    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(batches(1, 2)[0])
+    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(get_batches(1, 2)[0])
     model(batch)
     model[0].up.weight = torch.nn.Parameter(model[0].up.weight.full_tensor().detach())
     with pytest.raises(RuntimeError, match="the weight of 0.up, which FSDP2 all-gathers .*, was replaced after"):
@@ -132,7 +132,7 @@ def test_a_weight_that_was_replaced_after_fully_shard_is_named():
 
 @on_ranks(2)
 def test_another_config_inside_is_an_error_at_the_next_all_gather():
-    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(batches(1, 2)[0])
+    model, batch = shard_model(make_gathering_config("tensorwise")), get_rank_part(get_batches(1, 2)[0])
     with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
         model(batch)
         set_high_precision_matmuls(model, ["grad_weight"])
@@ -142,7 +142,7 @@ def test_another_config_inside_is_an_error_at_the_next_all_gather():
 
 @on_ranks(2)
 def test_cast_weights_once_leaves_nothing_behind():
-    model, batch = shard_model(make_gathering_config("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
+    model, batch = shard_model(make_gathering_config("rowwise"), reshard_after_forward=False), get_batches(1, 2)[0]
     states = [module.all_gather_state for module in model.modules() if getattr(module, "all_gather_state", None)]
     expected = model(get_rank_part(batch))
     with cast_weights_once(model):  # the weights are unsharded at the entry
@@ -169,6 +169,6 @@ def test_cast_weights_once_leaves_nothing_behind():
 @on_ranks(2)
 def test_weights_gathered_in_high_precision_are_left_alone():
     model = convert_to_float8_training(make_model(), config="tensorwise")
-    fully_shard(model, mesh=world_mesh())
+    fully_shard(model, mesh=get_mesh())
     with cast_weights_once(model):
-        run_step(model, batches(1, MICROBATCHES * 2)[0])
+        run_step(model, get_batches(1, MICROBATCHES * 2)[0])

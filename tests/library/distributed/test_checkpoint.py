@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from quaver import DelayedScalingConfig, convert_to_float8_training, float8_scaling_state
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps
-from tests.library.distributed.models import assert_same_scaling_on_all_ranks, make_model, scaling_snapshot
+from tests.library.distributed.models import assert_same_scaling_on_all_ranks, copy_scaling, make_model
 from tests.library.distributed.parallel_models import build_model, spread
 from tests.ranks import get_cached_mesh, on_ranks, run
 from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, make_recipe_config
@@ -107,7 +107,7 @@ def load(model, optimizer, path, *, with_scales=True, **options):
 def copy_state(model):
     """Return the whole weights, and the scales and histories."""
     weights = {name: to_plain(weight).clone() for name, weight in get_model_state_dict(model).items()}
-    return weights, scaling_snapshot(model)
+    return weights, copy_scaling(model)
 
 
 def assert_plain(state, *, is_sharded):
@@ -217,7 +217,7 @@ def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
     with pytest.raises(CheckpointException, match="(?s)Missing key.*float8"):
         load(model, optimizer, tmp_path)
     load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert not any(value.any() for value in scaling_snapshot(model).values())
+    assert not any(value.any() for value in copy_scaling(model).values())
     # The first step without a history is a dynamic one.
     assert train(model, optimizer, 1, BEFORE) == train(source, source_optimizer, 1, BEFORE)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import cast_weights_once, convert_to_float8_training
 from tests.library.distributed.delayed_training import STEPS, check_against_one_process, check_exchanges, train
-from tests.library.distributed.models import Block, make_model, single_process
+from tests.library.distributed.models import Block, make_model, train_single_process
 from tests.ranks import on_ranks, refusal
 from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, make_recipe_config
 from tests.thinned import at_night, first
@@ -45,7 +45,7 @@ def wrap(recipe, how, layers=2):
 )
 @on_ranks(2)
 def test_steps_equal_one_process(recipe, wrappers):
-    expected = single_process(make_recipe_config(recipe), STEPS, 2)
+    expected = train_single_process(make_recipe_config(recipe), STEPS, 2)
     for how in wrappers:
         results = train(wrap(recipe, how))
         check_against_one_process(results, expected, 2, how)
@@ -59,7 +59,7 @@ def test_steps_equal_one_process(recipe, wrappers):
 )
 @on_ranks(2)
 def test_compiled_steps_equal_one_process(recipe, wrappers):
-    expected = single_process(make_recipe_config(recipe), STEPS, 2, layers=1)
+    expected = train_single_process(make_recipe_config(recipe), STEPS, 2, layers=1)
     for how in wrappers:
         check_against_one_process(train(wrap(recipe, how, layers=1), compiled=True), expected, 2, how)
 
@@ -71,7 +71,7 @@ SCOPES = [cast_weights_once, contextlib.nullcontext]
 @on_ranks(2)
 def test_accumulated_gradients_are_those_of_one_process(scope, recipe):
     """Under FSDP1 cast_weights_once leaves sharded weights alone."""
-    expected = single_process(make_recipe_config(recipe), STEPS, 4)
+    expected = train_single_process(make_recipe_config(recipe), STEPS, 4)
     for how in ("DDP", "FSDP1"):
         model = wrap(recipe, how)
         results = train(model, accumulate=2, no_sync=model.no_sync, scope=scope)

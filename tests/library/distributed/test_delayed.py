@@ -23,7 +23,7 @@ from quaver import (
 )
 from tests.counting import CollectiveCounter
 from tests.library.distributed import models
-from tests.library.distributed.parallel_models import build_model, make_sharing_config, part, spread
+from tests.library.distributed.parallel_models import build_model, make_sharing_config, spread, take_part
 from tests.ranks import on_ranks, refusal, run
 from tests.recipes import make_recipe_config
 from tests.steps import assert_same
@@ -59,7 +59,7 @@ def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_no
         assert ((amaxes > 0) if rank == 0 else (amaxes == -1)).all()
         sync_float8_amax_and_scale_history(model)
         models.assert_same_scaling_on_all_ranks(model)
-        snapshots.append(models.scaling_snapshot(model))
+        snapshots.append(models.copy_scaling(model))
         assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
     first, *later = (
         {name: value for name, value in snapshot.items() if name.startswith("experts.1")} for snapshot in snapshots
@@ -82,7 +82,7 @@ def calibrate(model, inputs, divided_by=1):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    return models.scaling_snapshot(model)
+    return models.copy_scaling(model)
 
 
 def _calibrate(how):
@@ -90,11 +90,11 @@ def _calibrate(how):
     ranks = dist.get_world_size()
     if how == "tp":
         config = static_config(shared_inputs=make_sharing_config("delayed").shared_inputs)
-        model, inputs = spread(build_model(config), models.world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
-        parts = [part(input, 1) for input in inputs]
+        model, inputs = spread(build_model(config), models.get_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        parts = [take_part(input, 1) for input in inputs]
     else:
         model = models.shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
-        parts = [models.get_rank_part(batch) for batch in models.batches(4, ranks)]
+        parts = [models.get_rank_part(batch) for batch in models.get_batches(4, ranks)]
     with pytest.raises(RuntimeError, match="never measured"):
         model(parts[0])
     result = []
@@ -104,10 +104,10 @@ def _calibrate(how):
         with CollectiveCounter() as counter:
             model(parts[0]).square().mean().backward()
         exchanges = [dtype for dtype, _ in counter.of("all_reduce") if dtype is torch.int32 or how != "tp"]
-        result.append((models.scaling_snapshot(model), len(exchanges)))
-    before = models.scaling_snapshot(model)
+        result.append((models.copy_scaling(model), len(exchanges)))
+    before = models.copy_scaling(model)
     sync_float8_amax_and_scale_history(model)
-    assert_same(models.scaling_snapshot(model), before)
+    assert_same(models.copy_scaling(model), before)
     return result
 
 
@@ -115,7 +115,7 @@ def _calibrate(how):
 @on_ranks(2)
 def test_static_scales_are_calibrated_over_all_ranks(how):
     model = convert_to_float8_training(models.make_model(), config=static_config())
-    inputs = [batch.chunk(2) for batch in models.batches(4, 2)]
+    inputs = [batch.chunk(2) for batch in models.get_batches(4, 2)]
     for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
         assert_same(snapshot, calibrate(model, itertools.chain(*inputs[index : index + 2])))
         assert exchanges == 0
@@ -141,11 +141,11 @@ def test_a_compiled_sync_takes_the_maximum_over_ranks():
     twin = copy.deepcopy(model)
     sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    for batch in models.batches(3, dist.get_world_size()):
+    for batch in models.get_batches(3, dist.get_world_size()):
         for trained, sync_scales in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
             models.compute_loss(trained(models.get_rank_part(batch) * (1 + dist.get_rank()))).backward()
             sync_scales(trained)
-        assert_same(models.scaling_snapshot(twin), models.scaling_snapshot(model))
+        assert_same(models.copy_scaling(twin), models.copy_scaling(model))
         models.assert_same_scaling_on_all_ranks(twin)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -163,7 +163,7 @@ def _disagree(how, call):
     if how == "outer layer":  # outside the synced module, but in its state
         sync_float8_amax_and_scale_history(model[0])
     with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
-        models.compute_loss(model(models.batches(1, 1)[0])).backward()
+        models.compute_loss(model(models.get_batches(1, 1)[0])).backward()
     sync_float8_amax_and_scale_history(model)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_that_catches_its_error_can_change_with_the_others_later():
 
 @on_ranks(2)
 def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
-    model = spread(build_model(static_config(shared_inputs=())), models.world_mesh())
-    message = refusal(calibrate, model, [part(torch.randn(2, 16, 32), 1)])
+    model = spread(build_model(static_config(shared_inputs=())), models.get_mesh())
+    message = refusal(calibrate, model, [take_part(torch.randn(2, 16, 32), 1)])
     assert re.match(r"RuntimeError: calibration: 0\.attention\.k\.input( \(and \d+ more\))? was not cast", message)
     assert "must be named in Float8LinearConfig.shared_inputs" in message

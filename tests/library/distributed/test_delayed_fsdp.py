@@ -64,10 +64,10 @@ MORE_WAYS = ["precomputed", "hsdp", "cpu offload", "keep gathered", "always resh
 def test_every_way_to_use_fsdp2_trains_as_one_process(recipe, ranks, ways):
     """On 4 ranks the weights of 18, 42 and 3 rows have shards of two sizes, and one that is empty."""
     config = make_recipe_config(recipe)
-    expected = dict.fromkeys(ways, models.single_process(config, STEPS, ranks))
+    expected = dict.fromkeys(ways, models.train_single_process(config, STEPS, ranks))
     if "mixed precision" in ways:
         options = {"param_dtype": torch.bfloat16, "float8_all_gather": True}
-        expected["mixed precision"] = models.single_process(config, STEPS, ranks, **options)
+        expected["mixed precision"] = models.train_single_process(config, STEPS, ranks, **options)
     for how in ways:
         results = train(_fsdp(recipe, how), precompute=how == "precomputed")
         check_against_one_process(results, expected[how], ranks, how)
@@ -93,7 +93,7 @@ def test_accumulated_gradients_are_those_of_one_process(recipe):
     with CollectiveCounter() as counter:
         accumulated = train(model, accumulate=2, no_sync=no_sync)
     assert counter.calls["reduce_scatter"] == LAYERS * STEPS
-    losses, snapshots = models.single_process(make_recipe_config(recipe), STEPS, 4)
+    losses, snapshots = models.train_single_process(make_recipe_config(recipe), STEPS, 4)
     expected = losses, [_halve_grad_outputs(snapshot) for snapshot in snapshots]
     check_against_one_process(accumulated, expected, 4, "accumulated")
     if recipe in PERSISTENT_RECIPES:
@@ -114,7 +114,7 @@ def _train_with_evaluations(how, scope, evaluates):
                 model(3 * models.get_rank_part(batch))
             model.train()
 
-    for batch in models.batches(STEPS, dist.get_world_size()):
+    for batch in models.get_batches(STEPS, dist.get_world_size()):
         evaluate(batch)
         with scope(model):
             for _ in range(2):
@@ -125,7 +125,7 @@ def _train_with_evaluations(how, scope, evaluates):
         optimizer.step()
         optimizer.zero_grad()
         sync_float8_amax_and_scale_history(model)
-        snapshots.append(models.scaling_snapshot(model))
+        snapshots.append(models.copy_scaling(model))
     return losses, snapshots
 
 
@@ -215,7 +215,7 @@ def test_compiled_blocks_train_as_eager_ones_under_autocast_and_checkpointing(re
 def _change_alone(change, trained):
     """Run a step, and another one after rank 0 alone has made a change, at the start or after a step of both."""
     model = models.shard_model(make_recipe_config("delayed", enable_fsdp_float8_all_gather=True))
-    batch = models.get_rank_part(models.batches(1, 2)[0])
+    batch = models.get_rank_part(models.get_batches(1, 2)[0])
     if trained:
         models.compute_loss(model(batch)).backward()
         sync_float8_amax_and_scale_history(model)

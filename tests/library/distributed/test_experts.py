@@ -46,16 +46,17 @@ def shard_mixture(config, dim=0, is_transposed=False, dtype=None, **options):
     return models.shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **options)
 
 
-def _losses(config, steps, layout, compiled=None):
+def _compute_losses(config, steps, layout, compiled=None):
     model = shard_mixture(config, *layout, compiled=compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
-    return [models.train_step(model, optimizer, batch) for batch in models.batches(steps, dist.get_world_size(), DIM)]
+    batches = models.get_batches(steps, dist.get_world_size(), DIM)
+    return [models.train_step(model, optimizer, batch) for batch in batches]
 
 
 def train_one_process(config, steps, ranks, is_transposed):
     model = convert_to_float8_training(make_mixture(is_transposed=is_transposed), config=config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
-    return models.train_in_parts(model, optimizer, models.batches(steps, ranks, DIM), ranks)[0]
+    return models.train_in_parts(model, optimizer, models.get_batches(steps, ranks, DIM), ranks)[0]
 
 
 @pytest.mark.parametrize(
@@ -69,13 +70,13 @@ def train_one_process(config, steps, ranks, is_transposed):
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
     """Ranks add gradients in another order, as in test_fsdp.py. The next test has the bits of a step."""
     config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
-    losses = run(ranks, _losses, config, STEPS, layout, compiled)[0]
+    losses = run(ranks, _compute_losses, config, STEPS, layout, compiled)[0]
     expected = train_one_process(make_recipe_config(recipe), STEPS, ranks, layout[1])
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def _results(config, layout, batch):
+def _compute_results(config, layout, batch):
     """Run a step, and return this rank's output and the whole gradients."""
     model = shard_mixture(config, *layout)
     output = model(models.get_rank_part(batch))
@@ -94,11 +95,11 @@ def _results(config, layout, batch):
 )
 def test_two_ranks_have_the_bits_of_one_process(layout, gather, recipes):
     """Gradients have them, too: a sum of two has one order, and the mean halves it exactly."""
-    batch = models.batches(1, 2, DIM)[0]
+    batch = models.get_batches(1, 2, DIM)[0]
     for recipe in recipes:
         one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
         config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
-        results = run(2, _results, config, layout, batch)
+        results = run(2, _compute_results, config, layout, batch)
         for part, (output, _) in zip(batch.chunk(2), results, strict=True):
             expected = one(part)
             assert output.equal(expected), recipe
@@ -239,7 +240,7 @@ def _train(how, recipe, scope, precompute):
     model = model_by(how, make_gathering_config(recipe), make_mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     losses = []
-    for batch in models.batches(2, dist.get_world_size(), DIM):
+    for batch in models.get_batches(2, dist.get_world_size(), DIM):
         with scope(model):
             for microbatch in batch.chunk(2):
                 models.compute_loss(model(models.get_rank_part(microbatch))).backward()
@@ -269,7 +270,7 @@ def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
 
 @on_ranks(2)
 def test_cast_weights_once_casts_shards_once_and_finds_changes():
-    model, batch = shard_mixture(make_gathering_config("blockwise")), models.batches(1, 2, DIM)[0]
+    model, batch = shard_mixture(make_gathering_config("blockwise")), models.get_batches(1, 2, DIM)[0]
     shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
     spy = mock.patch.object(all_gather_weight, "cast_blocks_with_scale", wraps=all_gather_weight.cast_blocks_with_scale)
     with spy as cast, cast_weights_once(model):

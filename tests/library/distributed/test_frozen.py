@@ -18,7 +18,7 @@ from quaver import Float8ColwiseParallel, convert_to_high_precision, freeze_to_f
 from quaver.export import iter_float8_weights
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import LEARNING_RATE, batches, make_model, shard_model, train_in_parts, train_step
+from tests.library.distributed import models
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
 from tests.ranks import get_cached_mesh, on_ranks
@@ -33,28 +33,28 @@ CONFIG = pytest.mark.parametrize("config", CONFIGS)
 
 def build_frozen(config):
     """Return a model whose norms, biases and last linear train; the other linears are frozen."""
-    model = make_model(layers=2, dim=DIM, hidden=HIDDEN)
+    model = models.make_model(layers=2, dim=DIM, hidden=HIDDEN)
     return freeze_to_float8(model, config=config, module_filter_fn=lambda module, name: "." in name)
 
 
 def make_optimizer(model):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    return torch.optim.AdamW(trained, lr=models.LEARNING_RATE)
 
 
 def train_one_process(config):
     model = build_frozen(config)
-    return train_in_parts(model, make_optimizer(model), batches(STEPS, RANKS, DIM), RANKS)[0]
+    return models.train_in_parts(model, make_optimizer(model), models.get_batches(STEPS, RANKS, DIM), RANKS)[0]
 
 
 def train(model):
     """Return the losses, averaged over the ranks."""
     optimizer = make_optimizer(model)
-    return [train_step(model, optimizer, batch) for batch in batches(STEPS, RANKS, DIM)]
+    return [models.train_step(model, optimizer, batch) for batch in models.get_batches(STEPS, RANKS, DIM)]
 
 
 def shard(model, mesh=None, **options):
-    return shard_model(None, model=model, mesh=mesh, **options)
+    return models.shard_model(None, model=model, mesh=mesh, **options)
 
 
 def copy_codes(model):
@@ -75,7 +75,7 @@ def count_gathered_bytes(model):
 @on_ranks(RANKS)
 def test_fsdp_computes_the_same_and_gathers_a_byte_per_element(config):
     whole = build_frozen(config)
-    model, input = shard(copy.deepcopy(whole)), batches(1, 1, DIM)[0]
+    model, input = shard(copy.deepcopy(whole)), models.get_batches(1, 1, DIM)[0]
     with CollectiveCounter() as counter, torch.no_grad():
         assert model(input).equal(whole(input))
     assert counter.bytes["all_gather"] == count_gathered_bytes(whole)
@@ -84,7 +84,7 @@ def test_fsdp_computes_the_same_and_gathers_a_byte_per_element(config):
 
 @on_ranks(RANKS)
 def test_each_variant_of_fsdp_computes_what_one_process_does():
-    whole, input = build_frozen("blockwise"), batches(1, 1, DIM)[0]
+    whole, input = build_frozen("blockwise"), models.get_batches(1, 1, DIM)[0]
     mesh = get_cached_mesh((RANKS, 1), ("a", "b"))
     with torch.no_grad():
         half = shard(copy.deepcopy(whole), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -123,11 +123,12 @@ def test_sharding_that_frozen_weights_do_not_support_is_refused():
     with pytest.raises(RuntimeError, match="fully_shard shards its frozen float8 weight; convert back before that"):
         convert_to_high_precision(model)
     with pytest.raises(ValueError, match="is a DTensor; freeze before fully_shard"):
-        freeze_to_float8(shard(make_model(layers=1)), config=config)
+        freeze_to_float8(shard(models.make_model(layers=1)), config=config)
     mesh = get_cached_mesh((RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(build_frozen(config)[0], mesh, {"up": Float8ColwiseParallel()})
-    others = {name: value + 1 for name, value in make_model(layers=2, dim=DIM, hidden=HIDDEN).state_dict().items()}
+    state = models.make_model(layers=2, dim=DIM, hidden=HIDDEN).state_dict()
+    others = {name: value + 1 for name, value in state.items()}
     with pytest.raises(RuntimeError, match="these values do not fit the scales of the whole weight"):
         set_model_state_dict(shard(build_frozen(config)), others, options=StateDictOptions(full_state_dict=True))
     by_columns = {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)}
@@ -142,7 +143,7 @@ def test_sharding_that_frozen_weights_do_not_support_is_refused():
 @on_ranks(RANKS)
 def test_sharded_state_dicts_hold_high_precision_for_others_and_codes_for_frozen_models():
     whole = build_frozen("blockwise")
-    model, input = shard(copy.deepcopy(whole)), batches(1, 1, DIM)[0]
+    model, input = shard(copy.deepcopy(whole)), models.get_batches(1, 1, DIM)[0]
     state = model.state_dict()
     assert isinstance(state["0.up.weight"], DTensor)
     local = state["0.up.weight"].to_local()
@@ -151,7 +152,7 @@ def test_sharded_state_dicts_hold_high_precision_for_others_and_codes_for_frozen
     assert (local * 1).equal(values.chunk(RANKS)[dist.get_rank()])
     assert (state["0.up.weight"] * 1).full_tensor().equal(values)
     for how in ("load_state_dict", "set_model_state_dict"):
-        other = make_model(layers=2, dim=DIM, hidden=HIDDEN)
+        other = models.make_model(layers=2, dim=DIM, hidden=HIDDEN)
         for parameter in other.parameters():
             nn.init.normal_(parameter)
         other = shard(freeze_to_float8(other, config="blockwise", module_filter_fn=lambda module, name: "." in name))

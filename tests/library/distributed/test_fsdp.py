@@ -41,7 +41,7 @@ def test_codes_and_scales_are_those_of_one_process(ranks, dtype):
 def _write(precompute, *names):
     """Run forwards after writes to all weights, then one after this rank has written to the named one, if any."""
     config = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True)
-    model, batch = models.shard_model(config), models.get_rank_part(models.batches(1, 2)[0])
+    model, batch = models.shard_model(config), models.get_rank_part(models.get_batches(1, 2)[0])
     written = names[dist.get_rank()]
     for suffix in (".weight", ".weight", written):
         if precompute:
@@ -100,7 +100,7 @@ def test_adam_steps_equal_one_process(ranks, cases):
     for case, losses in zip(cases, run(ranks, train_cases, cases, STEPS)[0], strict=True):
         options = {"param_dtype": case.param_dtype, "float8_all_gather": case.gather}
         options["compiled"] = case.compiled if case.compiled == "inductor" else None
-        expected = models.single_process_losses(make_recipe_config(case.recipe), STEPS, ranks, **options)
+        expected = models.compute_single_process_losses(make_recipe_config(case.recipe), STEPS, ranks, **options)
         assert losses[0] == pytest.approx(expected[0], rel=1e-6), case
         assert losses == pytest.approx(expected, rel=1e-5), case
 
@@ -163,7 +163,7 @@ def _count(recipe, gather, precompute):
     """
     model = models.shard_model(make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first, second = models.batches(2, dist.get_world_size())
+    first, second = models.get_batches(2, dist.get_world_size())
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
     models.train_step(model, optimizer, first)
@@ -233,7 +233,7 @@ def test_the_cost_of_precompute_does_not_grow_with_the_model():
     for layers in (1, 10, 100):
         model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(layers)])
         convert_to_float8_training(model, config=make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=True))
-        fully_shard(model, mesh=models.world_mesh())
+        fully_shard(model, mesh=models.get_mesh())
         precompute_float8_dynamic_scale_for_fsdp(model)
         with CollectiveCounter() as counter:
             precompute_float8_dynamic_scale_for_fsdp(model)

@@ -39,19 +39,19 @@ STEPS = 2
 def compute_losses(model, *, precompute=False, steps=STEPS, step=models.train_step):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=models.LEARNING_RATE), []
-    for batch in models.batches(steps, dist.get_world_size()):
+    for batch in models.get_batches(steps, dist.get_world_size()):
         losses.append(step(model, optimizer, batch))
         if precompute:
             precompute_float8_dynamic_scale_for_fsdp(model)
     return losses
 
 
-def _losses_with(how, recipe):
+def _compute_losses_with(how, recipe):
     model = fsdp_models.model_by(how, make_gathering_config(recipe))
     return compute_losses(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, models.train_step))
 
 
-def _two_forwards(model, optimizer, batch):
+def _run_two_forwards(model, optimizer, batch):
     """Run a step with two graphs that are alive before the backward of either."""
     losses = [models.compute_loss(model(models.get_rank_part(batch))) for _ in range(2)]
     for loss in losses:
@@ -59,7 +59,7 @@ def _two_forwards(model, optimizer, batch):
     return models.finish_step(losses[0], optimizer)
 
 
-def _retained_graph(model, optimizer, batch):
+def _retain_graph(model, optimizer, batch):
     loss = models.compute_loss(model(models.get_rank_part(batch)))
     loss.backward(retain_graph=True)
     optimizer.zero_grad()
@@ -67,7 +67,7 @@ def _retained_graph(model, optimizer, batch):
     return models.finish_step(loss, optimizer)
 
 
-def _after_exceptions(model, optimizer, batch):
+def _step_after_errors(model, optimizer, batch):
     """Run a step after a forward that raises half way, and one whose graph is dropped."""
 
     def fail(*_):
@@ -81,7 +81,7 @@ def _after_exceptions(model, optimizer, batch):
     return models.train_step(model, optimizer, batch)
 
 
-ODD_STEPS = {"two forwards": _two_forwards, "retained graph": _retained_graph, "after exceptions": _after_exceptions}
+ODD_STEPS = {"two forwards": _run_two_forwards, "retained graph": _retain_graph, "after exceptions": _step_after_errors}
 
 
 def _shard_columns(parameter):
@@ -103,9 +103,9 @@ MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
-    expected = models.single_process_losses(make_recipe_config(recipe), STEPS, ranks, float8_all_gather=True)
+    expected = models.compute_single_process_losses(make_recipe_config(recipe), STEPS, ranks, float8_all_gather=True)
     for how in ways:
-        assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
+        assert _compute_losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
 
 
 AMAXES_AND_VIEWS = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "view", "gelu", "copy_")]
@@ -126,7 +126,7 @@ def _train_with_nested_groups(mode, recipe, gathers):
         fully_shard(block.up)
         fully_shard(block.down)
     models.shard_model(None, model=model)
-    for batch in models.batches(2, ranks, dim=32):
+    for batch in models.get_batches(2, ranks, dim=32):
         models.compute_loss(model(models.get_rank_part(batch))).backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
 
@@ -177,7 +177,7 @@ def _is_scale_stale(how, afterwards, optimizer_options):
     """Return whether the scale that is used after a change, and after what follows it, is not that of the weights."""
     model = models.shard_model(make_gathering_config("tensorwise"), model=models.make_model(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
-    models.compute_loss(model(models.get_rank_part(models.batches(1, dist.get_world_size())[0]))).backward()
+    models.compute_loss(model(models.get_rank_part(models.get_batches(1, dist.get_world_size())[0]))).backward()
     double = {name: value * 2 for name, value in model.state_dict().items()}
     precompute_float8_dynamic_scale_for_fsdp(model)
     fsdp_models.change_weights(how, model, optimizer, double)
@@ -206,7 +206,7 @@ def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
     """dcp.load, for example, writes into a state_dict's tensor after precompute, which the parameter does not see."""
     model, input = (
         models.shard_model(make_gathering_config("tensorwise")),
-        models.get_rank_part(models.batches(1, 2)[0]),
+        models.get_rank_part(models.get_batches(1, 2)[0]),
     )
     state_dict = model.state_dict()
     precompute_float8_dynamic_scale_for_fsdp(model)
@@ -228,7 +228,7 @@ def test_a_nan_on_one_rank_reaches_all(recipe):
             local[0, 0] = float("nan")
         else:
             local.mul_(1.0)
-    assert model(models.get_rank_part(models.batches(1, 2)[0])).isnan().any()
+    assert model(models.get_rank_part(models.get_batches(1, 2)[0])).isnan().any()
 
 
 DISAGREEMENT = "ranks disagree about the weights to all-gather in float8: rank"
@@ -244,7 +244,7 @@ def _disagree(how, precompute):
     models.shard_model(None, model=model)
     if precompute:
         precompute_float8_dynamic_scale_for_fsdp(model)
-    model(models.get_rank_part(models.batches(1, dist.get_world_size())[0]))
+    model(models.get_rank_part(models.get_batches(1, dist.get_world_size())[0]))
 
 
 @on_ranks(2)
@@ -272,9 +272,9 @@ def test_a_replica_runs_the_first_forward_alone():
     )
     if dist.get_rank() < 2:
         with torch.no_grad():
-            model(models.batches(1, 1)[0])
+            model(models.get_batches(1, 1)[0])
     dist.barrier()
-    model(models.batches(1, 1)[0]).sum().backward()
+    model(models.get_batches(1, 1)[0]).sum().backward()
 
 
 @pytest.mark.parametrize("others", [(1, 3), (3,)], ids=str)
@@ -291,7 +291,7 @@ def test_tensor_parallel_ranks_that_disagree_get_an_error(others, precompute):
     if dist.get_rank() in others:
         set_high_precision_matmuls(model, lambda name: ["grad_weight"] if name.startswith("1.") else [])
     models.shard_model(None, mesh=mesh["fsdp"], model=model)
-    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.batches(1, 1)[0])
+    call = precompute_float8_dynamic_scale_for_fsdp if precompute else lambda model: model(models.get_batches(1, 1)[0])
     message = refusal(call, model)
     assert DISAGREEMENT in message
     first, other = (int(rank) for rank in re.findall(r"rank (\d) has", message))
@@ -311,7 +311,7 @@ def test_linears_that_are_compiled_one_by_one_are_whole_graphs():
     for linear in (model[0].up, model[0].down):
         linear.compile(fullgraph=True, backend="aot_eager")
     models.shard_model(None, model=model)
-    model(models.get_rank_part(models.batches(1, 2)[0])).sum().backward()
+    model(models.get_rank_part(models.get_batches(1, 2)[0])).sum().backward()
     assert {layer.backend for layer in conversion_report(model).converted} == {"exact"}
 
 
@@ -325,7 +325,7 @@ def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
         for config in (make_recipe_config(recipe), make_gathering_config(recipe))
     )
     call = torch.compile(wrapped, fullgraph=True, backend="aot_eager") if compiled else None
-    input = models.batches(1, 1)[0]
+    input = models.get_batches(1, 1)[0]
     assert_same(compute_results(wrapped, input, call=call), compute_results(plain, input))
     for model in (plain, wrapped):
         torch.optim.AdamW(model.parameters(), lr=0.1).step()
@@ -338,7 +338,7 @@ def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
     model = models.make_model(1)
     reference = copy.deepcopy(model)
     convert_to_float8_training(model, config=make_gathering_config("rowwise"))
-    input = models.batches(1, 1)[0]
+    input = models.get_batches(1, 1)[0]
     pickled = pickle.loads(pickle.dumps(model))
     for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
         assert torch.equal(model(input), other(input))
@@ -411,7 +411,7 @@ def test_a_shard_answers_as_its_tensor():
             if local.numel():
                 check_behaves_as(local.detach(), local.get_plain().detach())
                 assert local.data_ptr() == weight._local_tensor.data_ptr()
-        models.compute_loss(model(models.get_rank_part(models.batches(1, 2)[0]))).backward()
+        models.compute_loss(model(models.get_rank_part(models.get_batches(1, 2)[0]))).backward()
 
 
 @on_ranks(2)
@@ -432,7 +432,7 @@ def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LEARNING_RATE)
     scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
     weight = model[0].up.weight
-    for step, batch in enumerate(models.batches(2, 2)):
+    for step, batch in enumerate(models.get_batches(2, 2)):
         scaler.scale(models.compute_loss(model(models.get_rank_part(batch)))).backward()
         before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
         if is_bad:

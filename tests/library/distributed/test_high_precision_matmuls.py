@@ -66,7 +66,7 @@ def train(model, compute_loss, *, once=False, precompute=False):
 @on_ranks(2)
 def test_fsdp2_gathers_what_each_phase_reads(recipe, backend, options):
     """Gathering codes changes no bit of float32 training, whatever the phases."""
-    data, losses = models.batches(len(PHASES), 2), []
+    data, losses = models.get_batches(len(PHASES), 2), []
     for gather in (False, True):
         config = make_recipe_config(recipe, enable_fsdp_float8_all_gather=gather)
         model = models.shard_model(config, model=models.make_model(1), compiled=backend if gather else None)
@@ -85,8 +85,8 @@ def _train_tp(recipe, ranks):
     model = parallel_models.build_model(parallel_models.make_sharing_config(recipe))
     if ranks == 1:
         return train(model, lambda model, step: model(batches[step]).square().mean())
-    parallel_models.spread(model, models.world_mesh())
-    losses = train(model, lambda model, step: model(parallel_models.part(batches[step], 1)).square().mean() / 2)
+    parallel_models.spread(model, models.get_mesh())
+    losses = train(model, lambda model, step: model(parallel_models.take_part(batches[step], 1)).square().mean() / 2)
     dist.all_reduce(total := torch.tensor(losses))
     return total.tolist()
 
@@ -114,7 +114,7 @@ def test_compiled_code_is_made_once_for_each_phase():
 
 def test_in_high_precision_a_linear_is_that_of_pytorch():
     plain, model = models.make_model(), convert_to_float8_training(models.make_model(), config="blockwise")
-    input, recipe = models.batches(1, 1)[0].requires_grad_(), model[0].up.config
+    input, recipe = models.get_batches(1, 1)[0].requires_grad_(), model[0].up.config
     set_high_precision_matmuls(model, ALL)
     assert_same(compute_results(model, input), compute_results(plain, input))
     set_high_precision_matmuls(model, [])

@@ -20,7 +20,7 @@ from quaver.numerics.monitoring import monitor
 from quaver.numerics.rank_statistics import gather_tallies
 from quaver.runtime.agreement import find_collective_device
 from tests.library.distributed.expert_models import concatenate, convert, make_tokens, parallelize, step
-from tests.library.distributed.models import get_rank_part, world_mesh
+from tests.library.distributed.models import get_mesh, get_rank_part
 from tests.ranks import on_ranks, refusal, run
 from tests.recipes import make_recipe_config
 
@@ -54,19 +54,19 @@ def sample(model, batches):
     return lines, gather.call_count
 
 
-def draw_batches():
+def get_batches():
     torch.manual_seed(3)
     return [torch.randn(24, 32) * torch.logspace(-3, 1, 24)[:, None] for _ in range(STEPS)]
 
 
 def sample_ranks(parallelism, recipe):
-    model, parts = make(recipe, parallelism == "float8 fsdp"), draw_batches()
+    model, parts = make(recipe, parallelism == "float8 fsdp"), get_batches()
     if parallelism == "tp":
         styles = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
-        parallelize_module(model, world_mesh(), styles)
+        parallelize_module(model, get_mesh(), styles)
     else:
         parts = [get_rank_part(batch) for batch in parts]
-        fully_shard(model, mesh=world_mesh())
+        fully_shard(model, mesh=get_mesh())
     return sample(model, parts)
 
 
@@ -82,7 +82,7 @@ def by_name(lines):
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
 def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
-    one, _ = sample(make("rowwise"), draw_batches())
+    one, _ = sample(make("rowwise"), get_batches())
     (lines, calls), (other_lines, other_calls) = run(2, sample_ranks, parallelism, "rowwise")
     assert calls == other_calls == 2  # steps 1 and 2 are sampled, step 3 is not
     assert other_lines == []
@@ -108,7 +108,7 @@ def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
 
 
 def test_weights_that_were_gathered_in_float8_have_scales_and_no_sqnr():
-    one, _ = sample(make("tensorwise"), draw_batches())
+    one, _ = sample(make("tensorwise"), get_batches())
     (lines, _), _ = run(2, sample_ranks, "float8 fsdp", "tensorwise")
     for name, values in by_name(lines)[0].items():
         if name[1] == "weight":
@@ -118,7 +118,7 @@ def test_weights_that_were_gathered_in_float8_have_scales_and_no_sqnr():
 
 def sample_replicas(changed):
     """Sample two replicas, of which the second one has another weight if it is `changed`."""
-    model, parts = DistributedDataParallel(make("rowwise")), draw_batches()
+    model, parts = DistributedDataParallel(make("rowwise")), get_batches()
     if dist.get_rank() == 1 and changed:
         with torch.no_grad():
             model.module[2].weight[3, 5] += 1e-3
@@ -139,7 +139,7 @@ def sample_with_one_batch_a_step(by_hand):
     model, lines = make("tensorwise"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     with monitor(model, every=1, sink=lines.append, steps_by_hand=by_hand) as watching:
-        for number, batch in enumerate(draw_batches()):
+        for number, batch in enumerate(get_batches()):
             if dist.get_rank() != number % 2:
                 model(batch).square().sum().backward()
             optimizer.step()
@@ -173,7 +173,7 @@ def sample_to_a_sink_that_fails():
         errors.append("no error")
     failing = 2
     with count_gathers() as gather, monitor(model, every=1, sink=sink) as watching:
-        for batch in draw_batches():
+        for batch in get_batches():
             model(batch).square().sum().backward()
             optimizer.step()
     return (
@@ -219,9 +219,9 @@ def test_what_a_callback_raises_ends_the_step_on_all_ranks(kind):
     optimizer, is_first = torch.optim.SGD(model.parameters(), lr=0), dist.get_rank() == 0
     expected = kind("the loss is gone") if is_first else RuntimeError("a callback of an alarm ended the step")
     with monitor(model, every=1, sink=AlarmSink(on_event=stop)) as watching:
-        model(draw_batches()[0]).sum().backward()
+        model(get_batches()[0]).sum().backward()
         assert refusal(optimizer.step).startswith(f"{type(expected).__name__}: {expected}")
-        model(draw_batches()[0]).sum().backward()  # the alarm is not raised twice
+        model(get_batches()[0]).sum().backward()  # the alarm is not raised twice
         optimizer.step()
         assert watching._is_open
 

@@ -85,7 +85,7 @@ def shard(dtype=torch.float32, **options):
     return model, Float8AdamW(model.parameters(), lr=1e-2)
 
 
-def _fsdp_equals_one_process(dtype):
+def _check_fsdp_equals_one_process(dtype):
     model, optimizer = shard(dtype)
     train(model, optimizer, range(STEPS))
     assert_same(copy_states(model, optimizer), train_one_process(dtype=dtype))
@@ -93,7 +93,7 @@ def _fsdp_equals_one_process(dtype):
 
 @pytest.mark.parametrize("ranks", [2, 3, *at_night([(8,)])])
 def test_states_are_the_same_on_any_number_of_ranks(ranks):
-    run(ranks, _fsdp_equals_one_process, torch.bfloat16 if ranks == 3 else torch.float32)
+    run(ranks, _check_fsdp_equals_one_process, torch.bfloat16 if ranks == 3 else torch.float32)
 
 
 @on_ranks(4)
@@ -253,7 +253,7 @@ def _offload(model):
     return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def _muon_equals_one_process(parallelize, folder):
+def _check_muon_equals_one_process(parallelize, folder):
     assert_same(train_muon(parallelize, folder), train_muon(lambda model: model))
 
 
@@ -262,7 +262,7 @@ def _muon_equals_one_process(parallelize, folder):
     [(3, fully_shard), (2, _shard_tensors), *at_night([(2, fully_shard), (4, _replicate), (2, _offload)])],
 )
 def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
-    run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))
+    run(ranks, _check_muon_equals_one_process, parallelize, str(tmp_path))
 
 
 @on_ranks(2)

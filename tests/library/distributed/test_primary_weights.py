@@ -43,7 +43,7 @@ def _train_under_ddp(recipe, master_dtype, **options):
     replicas = DistributedDataParallel(model, **options)
     parts = [
         torch.cat([models.get_rank_part(microbatch) for microbatch in batch.chunk(MICROBATCHES)])
-        for batch in models.batches(3, MICROBATCHES * dist.get_world_size())
+        for batch in models.get_batches(3, MICROBATCHES * dist.get_world_size())
     ]
     losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
     return losses, model.state_dict()
@@ -159,7 +159,7 @@ def test_weights_that_fully_shard_replaced_are_an_error():
         optimizer.step()
 
 
-def _ddp(dtype, master_dtype=None, scope=nullcontext):
+def _make_ddp(dtype, master_dtype=None, scope=nullcontext):
     model = convert_to_float8_training(models.make_model(LAYERS).to(dtype), config="tensorwise")
     optimizer = torch.optim.AdamW(model.parameters(), lr=models.LEARNING_RATE)
     if master_dtype is not None:
@@ -167,7 +167,7 @@ def _ddp(dtype, master_dtype=None, scope=nullcontext):
     return DistributedDataParallel(model), optimizer, scope
 
 
-def _fsdp2(dtype, gather, scope=nullcontext):
+def _make_fsdp2(dtype, gather, scope=nullcontext):
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
     config = make_recipe_config("tensorwise", enable_fsdp_float8_all_gather=gather)
     model = models.shard_model(config, model=models.make_model(LAYERS).to(dtype), **options)
@@ -176,15 +176,15 @@ def _fsdp2(dtype, gather, scope=nullcontext):
 
 F32, BF16 = torch.float32, torch.bfloat16
 LAYOUTS = {
-    ("float32", "DDP"): lambda: _ddp(F32),
-    ("float32, `cast_weights_once`", "DDP"): lambda: _ddp(F32, scope=cast_weights_once),
-    ("bfloat16", "DDP"): lambda: _ddp(BF16),
-    ("float8, float32 masters", "DDP"): lambda: _ddp(F32, F32),
-    ("float8, bfloat16 masters", "DDP"): lambda: _ddp(F32, BF16),
-    ("float32, gathered in bfloat16", "FSDP2"): lambda: _fsdp2(F32, False),
-    ("float32, gathered in float8", "FSDP2"): lambda: _fsdp2(F32, True),
-    ("float32, gathered in float8, `cast_weights_once`", "FSDP2"): lambda: _fsdp2(F32, True, cast_weights_once),
-    ("bfloat16, gathered in float8", "FSDP2"): lambda: _fsdp2(BF16, True),
+    ("float32", "DDP"): lambda: _make_ddp(F32),
+    ("float32, `cast_weights_once`", "DDP"): lambda: _make_ddp(F32, scope=cast_weights_once),
+    ("bfloat16", "DDP"): lambda: _make_ddp(BF16),
+    ("float8, float32 masters", "DDP"): lambda: _make_ddp(F32, F32),
+    ("float8, bfloat16 masters", "DDP"): lambda: _make_ddp(F32, BF16),
+    ("float32, gathered in bfloat16", "FSDP2"): lambda: _make_fsdp2(F32, False),
+    ("float32, gathered in float8", "FSDP2"): lambda: _make_fsdp2(F32, True),
+    ("float32, gathered in float8, `cast_weights_once`", "FSDP2"): lambda: _make_fsdp2(F32, True, cast_weights_once),
+    ("bfloat16, gathered in float8", "FSDP2"): lambda: _make_fsdp2(BF16, True),
 }
 
 
@@ -231,7 +231,7 @@ def _measure(make):
     model, optimizer, scope = make()
     blocks = getattr(model, "module", model)
     linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
-    first, second = models.batches(2, MICROBATCHES * dist.get_world_size())
+    first, second = models.get_batches(2, MICROBATCHES * dist.get_world_size())
     run_step(model, first.to(dtype), scope=scope)
     optimizer.step()
     optimizer.zero_grad()

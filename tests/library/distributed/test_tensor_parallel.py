@@ -19,15 +19,14 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.input_all_gather import InputAllGather, is_all_gathered_in_float8
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.library.distributed import parallel_models
-from tests.library.distributed.models import quantize, world_mesh
+from tests.library.distributed.models import get_mesh, quantize
 from tests.library.distributed.parallel_models import (
     Arrangement,
     OneLinear,
     TwoLinears,
-    arrangements,
     check_results,
-    part,
-    part_or_whole,
+    list_arrangements,
+    take_part,
 )
 from tests.ranks import on_ranks, run
 from tests.recipes import BLOCK_RECIPES, DYNAMIC_RECIPES, NON_BLOCK_RECIPES, make_recipe_config
@@ -51,7 +50,7 @@ def draw_uneven(*shape):
 
 def assert_part_of(operand, whole, dim):
     """Assert that an operand has the bits of this rank's part of `whole` along `dim`, or of all for None."""
-    data, scale = (tensor if tensor is None else part_or_whole(tensor, dim) for tensor in whole[:2])
+    data, scale = (tensor if tensor is None else take_part(tensor, dim) for tensor in whole[:2])
     if scale is None:
         assert operand.dequant_scale is None
         torch.testing.assert_close(operand.data, data, rtol=0, atol=0)
@@ -84,7 +83,7 @@ def _build_linear(config, quant_scale, style=None, features=(48, 40)):
     model = nn.Sequential(nn.Linear(*features, bias=False))
     convert_to_float8_training(model, config=config)
     if style is not None:
-        parallelize_module(model, world_mesh(), {"0": style})
+        parallelize_module(model, get_mesh(), {"0": style})
     linear = model[0]
     if quant_scale is None:
         return linear, NO_PERSISTENT_SCALES._asdict()
@@ -121,7 +120,7 @@ def _check_operands(config, is_delayed, features, tokens, hp_dtype):
         reference, reference_scales = _build_linear(config, quant_scale, features=features)
         for operand, hp in whole.items():
             dim, dim_of_matrix = dims[operand]
-            local = part_or_whole(hp, dim)
+            local = take_part(hp, dim)
             options = {"casts": getattr(config.casts, operand), "hp_dtype": hp_dtype, "scale": scales[operand]}
             options |= {"input": local, "linear_id": None} if operand == "input" else {}
             expected = quantize(hp, config, operand, reference_scales[operand])
@@ -152,8 +151,8 @@ def _check_observed(parts, whole, quant_scale):
 def _check_all_gathered_input(config, input, expected):
     for as_dtensor in (False, True):
         linear = Float8Linear(input.shape[-1], 16, config=config)
-        all_gather = InputAllGather(Shard(1), world_mesh(), linear, as_dtensor=as_dtensor)
-        whole = all_gather(part(input, 1).requires_grad_(), for_grad_weight=True)
+        all_gather = InputAllGather(Shard(1), get_mesh(), linear, as_dtensor=as_dtensor)
+        whole = all_gather(take_part(input, 1).requires_grad_(), for_grad_weight=True)
         assert (whole.shape, whole.dtype, whole.requires_grad) == (input.shape, input.dtype, True)
         whole = whole.to_local() if as_dtensor else whole
         assert isinstance(whole, Float8Tensor)
@@ -191,9 +190,9 @@ def test_placements_are_those_of_nn_linear(weight):
         outputs = []
         for linear in (nn.Linear(16, 32), Float8Linear(16, 32)):
             for name, layout in (("weight", weight), ("bias", weight if weight == Shard(0) else Replicate())):
-                distributed = distribute_tensor(getattr(linear, name).detach(), world_mesh(), [layout])
+                distributed = distribute_tensor(getattr(linear, name).detach(), get_mesh(), [layout])
                 setattr(linear, name, nn.Parameter(distributed))
-            outputs.append(linear(distribute_tensor(whole, world_mesh(), [input])))
+            outputs.append(linear(distribute_tensor(whole, get_mesh(), [input])))
         assert outputs[0].shape == outputs[1].shape
         if weight != Shard(0) or input == Replicate():  # nn.Linear may keep tokens apart
             assert outputs[1].placements == outputs[0].placements
@@ -235,15 +234,15 @@ def test_ranks_may_share_features_unevenly(recipe, layouts):
     arrangement = Arrangement(OneLinear, {"a": Float8ColwiseParallel(**layouts)}, None, None if layouts else 2)
     reference, down = OneLinear(32, 13, torch.float32, config), Float8Linear(13, 32, config=config)
     module, rowwise = copy.deepcopy(reference), copy.deepcopy(down)
-    parallelize_module(module, world_mesh(), arrangement.styles)
-    parallelize_module(rowwise, world_mesh(), Float8RowwiseParallel())
+    parallelize_module(module, get_mesh(), arrangement.styles)
+    parallelize_module(rowwise, get_mesh(), Float8RowwiseParallel())
     input, grad_output = torch.randn(2, 16, 32), torch.randn(2, 16, 13)
     expected = parallel_models.select_parts(
         arrangement, parallel_models.step(reference, input.clone().requires_grad_(), [grad_output])
     )
     results = parallel_models.step_on_parts(arrangement, module, input, [grad_output])
     torch.testing.assert_close(results, expected, **FLOAT32_SUMS)
-    torch.testing.assert_close(rowwise(part(grad_output, 2)), down(grad_output), **FLOAT32_SUMS)
+    torch.testing.assert_close(rowwise(take_part(grad_output, 2)), down(grad_output), **FLOAT32_SUMS)
     with pytest.raises(ValueError, match="tensor parallelism expects parts of whole blocks"):
         rowwise.config = "blockwise"
 
@@ -255,7 +254,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_devic
     for (recipe, value), name in itertools.product(
         [("tensorwise", torch.nan), ("rowwise", -torch.inf)], ["prepared", "colwise", "rowwise", "rowwise by sequence"]
     ):
-        arrangement = arrangements()[name]
+        arrangement = list_arrangements()[name]
         reference = arrangement.module(32, 16, torch.float32, make_recipe_config(recipe))
         input = torch.randn(2, 8, 32)
         grad_outputs = [torch.randn(2, 8, 16) for _ in range(2 if arrangement.module is TwoLinears else 1)]
@@ -264,7 +263,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_that_it_reaches_on_one_devic
         else:
             {"input": input, "grad_output": grad_outputs[0]}[where][-1, -1, -1] = value
         module = copy.deepcopy(reference)
-        parallelize_module(module, world_mesh(), arrangement.styles)
+        parallelize_module(module, get_mesh(), arrangement.styles)
         expected = parallel_models.step(reference, input.clone().requires_grad_(), grad_outputs)
         assert any(grad.isnan().any() for grad in (*expected[0], expected[1], *expected[2].values()))
         results = parallel_models.step_on_parts(arrangement, module, input, grad_outputs)
@@ -278,13 +277,13 @@ def test_a_model_is_copied_saved_and_scoped_as_any_other(recipe):
     config = make_recipe_config(recipe)
     plain, model = (
         parallel_models.build_model(config),
-        parallel_models.spread(parallel_models.build_model(config), world_mesh()),
+        parallel_models.spread(parallel_models.build_model(config), get_mesh()),
     )
     batch = torch.randn(2, 8, 32)
 
     def compute_gradients(model):
         model.zero_grad()
-        model(part(batch, 1)).square().mean().backward()
+        model(take_part(batch, 1)).square().mean().backward()
         return {name: to_plain(parameter.grad) for name, parameter in model.named_parameters()}
 
     def set_to_zero(model):
@@ -318,11 +317,11 @@ def test_one_style_serves_several_modules():
     reference, style = copy.deepcopy(module), parallel_models.prepare(False)
     pair = {"a": Float8ColwiseParallel(), "b": Float8ColwiseParallel()}
     for child in module:
-        parallelize_module(child, world_mesh(), {"": style, **pair})
+        parallelize_module(child, get_mesh(), {"": style, **pair})
     input = torch.randn(2, 8, 32)
     for child, expected in zip(module, reference, strict=True):
-        for output, whole in zip(child(part(input, 1)), expected(input), strict=True):
-            torch.testing.assert_close(output, part(whole, 2), **FLOAT32_SUMS)
+        for output, whole in zip(child(take_part(input, 1)), expected(input), strict=True):
+            torch.testing.assert_close(output, take_part(whole, 2), **FLOAT32_SUMS)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -332,7 +331,7 @@ def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
     module = TwoLinears(32, 32, torch.float32, make_recipe_config("tensorwise"))
     reference = copy.deepcopy(module)
     styles = {name: Float8ColwiseParallel(input_layouts=Shard(1)) for name in "ab"}
-    parallelize_module(module, world_mesh(), styles | ({"": parallel_models.prepare(False)} if prepared else {}))
+    parallelize_module(module, get_mesh(), styles | ({"": parallel_models.prepare(False)} if prepared else {}))
     copied = copy.deepcopy(module)  # has its own configs
     call = torch.compile(nn.Sequential(module), fullgraph=True, backend="aot_eager") if compiled else module
     input = torch.randn(2, 8, 32)
@@ -340,8 +339,8 @@ def test_a_gathered_input_follows_the_config_of_its_linear(prepared, compiled):
         for linear in (module.a, module.b, reference.a, reference.b):
             linear.float8_config = make_recipe_config(recipe)
         copied.a.float8_config = copied.b.float8_config = make_recipe_config("rowwise_with_gw_hp")
-        for output, whole in zip(call(part(input, 1)), reference(input), strict=True):
-            torch.testing.assert_close(to_plain(output), part(whole, 2), **FLOAT32_SUMS)
+        for output, whole in zip(call(take_part(input, 1)), reference(input), strict=True):
+            torch.testing.assert_close(to_plain(output), take_part(whole, 2), **FLOAT32_SUMS)
 
 
 @on_ranks(2)
@@ -350,11 +349,11 @@ def test_a_gathered_input_follows_a_second_conversion():
     convert_to_float8_training(module, config="tensorwise")
     reference = copy.deepcopy(module)
     styles = {name: ColwiseParallel(use_local_output=False) for name in "ab"}
-    parallelize_module(module, world_mesh(), styles | {"": parallel_models.prepare(False)})
+    parallelize_module(module, get_mesh(), styles | {"": parallel_models.prepare(False)})
     for model in (module, reference):
         convert_to_float8_training(convert_to_high_precision(model), config="rowwise")
     input = torch.randn(2, 8, 32)
-    for output, whole in zip(module(part(input, 1)), reference(input), strict=True):
+    for output, whole in zip(module(take_part(input, 1)), reference(input), strict=True):
         torch.testing.assert_close(to_plain(output), whole, **FLOAT32_SUMS)
 
 
@@ -367,12 +366,12 @@ def test_a_float8_weight_saved_for_backward_changes_no_bit(recipe):
         results = []
         for keep in (False, True):
             torch.manual_seed(0)
-            arrangement = arrangements()[name]
+            arrangement = list_arrangements()[name]
             module = arrangement.module(
                 64, 48, torch.float32, make_recipe_config(recipe, keep_float8_weight_for_backward=keep)
             )
             module.a.weight.data.copy_(weight)
-            parallelize_module(module, world_mesh(), arrangement.styles)
+            parallelize_module(module, get_mesh(), arrangement.styles)
             grad_outputs = [torch.randn(2, 8, 48)] * (2 if arrangement.module is TwoLinears else 1)
             results.append(parallel_models.step_on_parts(arrangement, module, torch.randn(2, 8, 64), grad_outputs))
         assert_same(*results)

@@ -14,8 +14,8 @@ from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from quaver.experts.grouped_module import Float8GroupedModule
 from quaver.linear.module import Float8Linear
 from tests.counting import CollectiveCounter
-from tests.library.distributed.models import world_mesh
-from tests.library.distributed.parallel_models import TwoLinears, arrangements, part, prepare
+from tests.library.distributed.models import get_mesh
+from tests.library.distributed.parallel_models import TwoLinears, list_arrangements, prepare, take_part
 from tests.ranks import get_cached_mesh, on_ranks, refusal
 from tests.recipes import E4M3, E5M2, NON_BLOCK_RECIPES, make_recipe_config
 from tests.reference import assert_same_bits
@@ -34,7 +34,7 @@ def count_collectives(module, input):
     return forward, backward
 
 
-def payloads(recipe, rows, columns, casts_first_dim=True):
+def list_payloads(recipe, rows, columns, casts_first_dim=True):
     """Return what is gathered of a matrix whose rows are spread over the ranks."""
     codes, scales = (U8, rows * columns), (F32, rows * 4)
     if recipe == "rowwise_with_gw_hp":
@@ -44,7 +44,7 @@ def payloads(recipe, rows, columns, casts_first_dim=True):
     return [codes, scales, codes] if casts_first_dim else [codes, scales]
 
 
-def amaxes(recipe, rows, columns, casts_first_dim=True):
+def list_amaxes(recipe, rows, columns, casts_first_dim=True):
     """Return the amaxes that are reduced for such a matrix."""
     length = {"tensorwise": 1, "rowwise_with_gw_hp": 0}.get(recipe, columns if casts_first_dim else 0)
     return [(I32, 4 * length)] if length else []
@@ -59,13 +59,13 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
     """The input is gathered once and grad_input is scattered once; amaxes, of 4 bytes each, are reduced per linear."""
     config = make_recipe_config(recipe)
     module = TwoLinears(K, N, F32, config)
-    arrangement = arrangements()["prepared, local" if use_local_output else "prepared"]
-    parallelize_module(module, world_mesh(), arrangement.styles)
+    arrangement = list_arrangements()["prepared, local" if use_local_output else "prepared"]
+    parallelize_module(module, get_mesh(), arrangement.styles)
     input = torch.randn(2, 8, K, requires_grad=True)
     forward, backward = count_collectives(lambda input: torch.stack(module(input)), input)
     weights = [(I32, 4)] * 2 if config.casts.weight.row.is_tensorwise else []
-    assert forward.of("all_gather") == payloads(recipe, M, K)
-    assert forward.of("all_reduce") == amaxes(recipe, M, K) + weights
+    assert forward.of("all_gather") == list_payloads(recipe, M, K)
+    assert forward.of("all_reduce") == list_amaxes(recipe, M, K) + weights
     assert forward.of("reduce_scatter") == []
     grad_output = (I32, 4) if recipe == "tensorwise" else (I32, 4 * M)
     weight = {"rowwise": [(I32, 4 * K)], "rowwise_with_gw_hp": [(I32, 4)]}.get(recipe, [])
@@ -74,7 +74,7 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
     with CollectiveCounter() as forward, torch.no_grad():
         module(input)
-    assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=False)
+    assert forward.of("all_gather") == list_payloads(recipe, M, K, casts_first_dim=False)
 
 
 @pytest.mark.parametrize("trained", ["", "a", "b"])
@@ -82,20 +82,20 @@ def test_one_gather_serves_all_linears_that_share_an_input(recipe, use_local_out
 @on_ranks(2)
 def test_a_shared_input_is_gathered_for_grad_weight_if_a_linear_trains(recipe, trained):
     module = TwoLinears(K, N, F32, make_recipe_config(recipe))
-    parallelize_module(module, world_mesh(), arrangements()["prepared"].styles)
+    parallelize_module(module, get_mesh(), list_arrangements()["prepared"].styles)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name == f"{trained}.weight")
     copied = copy.deepcopy(module).requires_grad_(False)
     for linears, trains in ((module, bool(trained)), (copied, False)):
         input = torch.randn(2, 8, K, requires_grad=True)
         forward, _ = count_collectives(lambda input, linears=linears: torch.stack(linears(input)), input)
-        assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=trains)
+        assert forward.of("all_gather") == list_payloads(recipe, M, K, casts_first_dim=trains)
 
 
 def count_collectives_of_linear(recipe, style, trains, *shape):
     linear = Float8Linear(K, N, bias=False, config=make_recipe_config(recipe))
     linear.weight.requires_grad_(trains)
-    parallelize_module(linear, world_mesh(), style)
+    parallelize_module(linear, get_mesh(), style)
     return count_collectives(linear, torch.randn(*shape, requires_grad=True))
 
 
@@ -105,7 +105,7 @@ def count_collectives_of_linear(recipe, style, trains, *shape):
 def test_a_colwise_linear_gathers_its_own_input_as_codes(recipe, trains):
     style = Float8ColwiseParallel(input_layouts=Shard(1))
     forward, backward = count_collectives_of_linear(recipe, style, trains, 2, 8, K)
-    assert forward.of("all_gather") == payloads(recipe, M, K, casts_first_dim=trains)
+    assert forward.of("all_gather") == list_payloads(recipe, M, K, casts_first_dim=trains)
     assert backward.of("all_gather") == []
     assert backward.of("reduce_scatter") == [(F32, M * K * 4)]
 
@@ -126,8 +126,8 @@ def test_a_rowwise_linear_gathers_its_grad_output_as_codes(recipe, trains):
         assert backward.of("all_gather") == ([(F32, M * N * 4)] if trains else [(U8, M * N), (F32, 4 * M)])
         assert backward.of("all_reduce") == [(I32, 4)]  # of the weight as grad_input reads it
     else:
-        assert backward.of("all_gather") == payloads(recipe, M, N, casts_first_dim=trains)
-        assert backward.of("all_reduce") == amaxes(recipe, M, N, casts_first_dim=trains)
+        assert backward.of("all_gather") == list_payloads(recipe, M, N, casts_first_dim=trains)
+        assert backward.of("all_reduce") == list_amaxes(recipe, M, N, casts_first_dim=trains)
     assert backward.of("reduce_scatter") == []
 
 
@@ -142,7 +142,7 @@ def raises(kind, *words):
 
 @on_ranks(2)
 def test_a_style_refuses_modules_meshes_and_layouts():
-    mesh, mesh_2d = world_mesh(), get_cached_mesh((1, 2), ("dp", "tp"))
+    mesh, mesh_2d = get_mesh(), get_cached_mesh((1, 2), ("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
@@ -182,7 +182,7 @@ class ReadsItsInput(TwoLinears):
 
 @on_ranks(2)
 def test_a_parallel_linear_refuses_inputs_of_another_layout():
-    mesh = world_mesh()
+    mesh = get_mesh()
     by_sequence = parallelize_module(Float8Linear(16, 16), mesh, Float8ColwiseParallel(input_layouts=Shard(1)))
     with raises(ValueError, "sharded along its features"):
         by_sequence(torch.randn(4, 16))
@@ -213,12 +213,12 @@ def test_a_parallel_linear_refuses_inputs_of_another_layout():
         several(torch.randn(2, 4, 16))
     whole = torch.randn(2, 8, 16)
     module = parallelize_module(ReadsItsInput(16, 16, F32, None), mesh, {**styles, "": prepare(True)})
-    from_values, from_codes = module(part(whole, 1))
+    from_values, from_codes = module(take_part(whole, 1))
     assert_same_bits(from_values, from_codes)  # values lie on the codes, so a second cast changes nothing
 
 
 @on_ranks(2)
 def test_a_graph_that_ends_after_the_gathering_is_an_error_that_says_so():
-    module = parallelize_module(TwoLinears(16, 16, F32, None), world_mesh(), arrangements()["prepared"].styles)
+    module = parallelize_module(TwoLinears(16, 16, F32, None), get_mesh(), list_arrangements()["prepared"].styles)
     message = refusal(torch.compile(module, backend="aot_eager"), torch.randn(2, 4, 16, requires_grad=True))
     assert "Compile a module around the one that PrepareFloat8ModuleInput" in message

@@ -23,9 +23,9 @@ from tests.counting import CollectiveCounter
 from tests.library.distributed.models import (
     assert_same_scaling_on_all_ranks,
     assert_same_snapshots,
-    scaling_snapshot,
+    copy_scaling,
+    get_mesh,
     train_in_parts,
-    world_mesh,
 )
 from tests.library.distributed.parallel_models import (
     DIMS,
@@ -34,9 +34,9 @@ from tests.library.distributed.parallel_models import (
     build_model,
     make_batches,
     make_sharing_config,
-    part,
     spread,
     spread_by_torch,
+    take_part,
 )
 from tests.ranks import get_cached_mesh, on_ranks, refusal, run
 from tests.recipes import NON_BLOCK_RECIPES, PERSISTENT_RECIPES, make_recipe_config
@@ -81,7 +81,7 @@ def train_ranks(model, parts, *, divided_by, compiled=None, precompute=False):
         assert_same_scaling_on_all_ranks(model)
         dist.all_reduce(mean := loss.detach().clone())
         losses.append(mean.item() / dist.get_world_size())
-        snapshots.append(scaling_snapshot(model))
+        snapshots.append(copy_scaling(model))
         exchanged.append((forward.count, backward.count))
     torch._dynamo.config.error_on_recompile = False
     return losses, snapshots, exchanged
@@ -114,8 +114,8 @@ def count_amax_exchanges(counter):
 def _train_tp(recipe, compiled=None, use_local_output=False, by_torch=False):
     batches = make_batches(recipe)
     model = build_model(make_sharing_config(recipe), batches[0].shape[-1], attends=compiled is None)
-    model = spread_by_torch(model, world_mesh()) if by_torch else spread(model, world_mesh(), use_local_output)
-    parts = [part(batch, 1) for batch in batches]
+    model = spread_by_torch(model, get_mesh()) if by_torch else spread(model, get_mesh(), use_local_output)
+    parts = [take_part(batch, 1) for batch in batches]
     return train_ranks(model, parts, divided_by=dist.get_world_size(), compiled=compiled)
 
 
@@ -149,7 +149,7 @@ def check_against_one_process(result, recipe, what, *, in_2d=False, compiled=Non
     assert_same_snapshots(snapshots, expected_snapshots, lambda step: 1e-5, what, parts)
 
 
-def amax_exchanges(recipe, *, weights, inputs=4, linears=7):
+def list_amax_exchanges(recipe, *, weights, inputs=4, linears=7):
     """Return the exchanges of amaxes in the forward and in the backward of each step; all weights take `weights`.
 
     Each input and grad_output of the linears is spread over the ranks.
@@ -180,7 +180,7 @@ def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(reci
     """PrepareFloat8ModuleInput gives a DTensor or a local tensor; other ways add FSDP2."""
     for way, result in zip(ways, run(ranks, _train_in_ways, recipe, ways)[0], strict=True):
         check_against_one_process(result, recipe, f"way {way}", in_2d=way in IN_2D)
-        assert result[2] == amax_exchanges(recipe, weights=IN_2D.get(way, 7)), way
+        assert result[2] == list_amax_exchanges(recipe, weights=IN_2D.get(way, 7)), way
 
 
 @pytest.mark.parametrize("recipe", ["delayed", *at_night([PERSISTENT_RECIPES[1:]])])
@@ -229,28 +229,28 @@ def test_compiled_steps_equal_one_process_and_are_not_compiled_again(recipe, bac
     ranks, train, options = (4, _train_2d, [True]) if in_2d else (2, _train_tp, [])
     result = run(ranks, train, recipe, *options, backend, timeout=400)[0]
     check_against_one_process(result, recipe, backend, in_2d=in_2d, compiled=backend)
-    eager = amax_exchanges(recipe, weights=1 if in_2d else 3, inputs=2, linears=3)
+    eager = list_amax_exchanges(recipe, weights=1 if in_2d else 3, inputs=2, linears=3)
     differences, expected = (torch.tensor(first) - torch.tensor(second) for first, second in (result[2], eager))
     assert differences.tolist() == expected.tolist()
 
 
 def _backward(model, batch):
-    loss = model(part(batch, 1)).square().mean()
+    loss = model(take_part(batch, 1)).square().mean()
     loss.backward()
     return loss.item()
 
 
 @on_ranks(2)
 def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
-    model, batch = spread(build_model(make_sharing_config("delayed")), world_mesh()), torch.randn(2, 16, 32)
+    model, batch = spread(build_model(make_sharing_config("delayed")), get_mesh()), torch.randn(2, 16, 32)
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
-    known, expected = scaling_snapshot(model), _backward(model, batch)
+    known, expected = copy_scaling(model), _backward(model, batch)
     float8_scaling_state(model).reset()  # as in a new model: all ranks exchange amaxes again
     with CollectiveCounter() as counter:
         _backward(model, batch)
     checks = 7  # that the ranks changed each linear alike
-    assert count_amax_exchanges(counter) == sum(amax_exchanges("delayed", weights=7)[0]) + checks
+    assert count_amax_exchanges(counter) == sum(list_amax_exchanges("delayed", weights=7)[0]) + checks
     float8_scaling_state(model).load_state_dict(known)
     with CollectiveCounter() as counter:
         assert _backward(model, batch) == expected
@@ -262,7 +262,7 @@ def test_ranks_exchange_amaxes_after_a_reset_and_not_after_a_load():
 
 def _change(change, spread, ranks):
     """Run a forward after these ranks have made a change."""
-    model = spread(build_model(make_sharing_config("delayed")), world_mesh())
+    model = spread(build_model(make_sharing_config("delayed")), get_mesh())
     batch = make_batches("delayed")[0]
     _backward(model, batch)
     sync_float8_amax_and_scale_history(model)
@@ -293,7 +293,7 @@ def test_a_rank_that_changes_alone_raises(change, spread):
 
 
 def _change_compiled_and_eager():
-    linear = parallelize_module(Float8Linear(64, 64, config="rowwise"), world_mesh(), Float8ColwiseParallel())
+    linear = parallelize_module(Float8Linear(64, 64, config="rowwise"), get_mesh(), Float8ColwiseParallel())
     if dist.get_rank() == 0:
         linear.compile(fullgraph=True, backend="aot_eager")
     linear(torch.ones(16, 64))
@@ -312,7 +312,7 @@ def test_an_eager_rank_beside_a_compiled_one_is_told_that_it_reports_no_change()
 def test_ranks_that_change_different_linears_of_one_shape_raise():
     """Nothing is exchanged between the forwards, so each rank checks its change while the other one does."""
     gate, up = (
-        parallelize_module(Float8Linear(64, 64, config="rowwise"), world_mesh(), Float8ColwiseParallel())
+        parallelize_module(Float8Linear(64, 64, config="rowwise"), get_mesh(), Float8ColwiseParallel())
         for _ in range(2)
     )
     (gate, up)[dist.get_rank()].requires_grad_(False)

@@ -28,17 +28,17 @@ from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
 
 
-def _linear(recipe):
+def _build_linear(recipe):
     weight = torch.randn(48, 64).bfloat16()
     return torch.randn(32, 64).bfloat16(), [weight], lambda input: float8_linear(F.silu(input), weight, config=recipe)
 
 
-def _delayed(recipe):
+def _build_delayed(recipe):
     model = nn.Sequential(nn.SiLU(), nn.Linear(64, 48, bias=False)).bfloat16()
     return torch.randn(32, 64).bfloat16(), list(model.parameters()), convert_to_float8_training(model, config=recipe)
 
 
-def _experts(recipe):
+def _build_experts(recipe):
     stack, ends = torch.randn(3, 64, 48).bfloat16(), torch.tensor([10, 10, 32], dtype=torch.int32)
     multiply = lambda input: float8_grouped_mm(F.silu(input), stack, ends, config=recipe)  # noqa: E731
     return torch.randn(32, 64).bfloat16(), [stack], multiply
@@ -53,7 +53,7 @@ class BlockWithRope(Block):
         return super().forward(hidden, *self.tables)
 
 
-def _block(recipe):
+def _build_block(recipe):
     block = BlockWithRope().bfloat16()
     if recipe is not None:
         convert_to_float8_training(block, config=recipe)
@@ -124,10 +124,10 @@ def test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused(int
 @pytest.mark.parametrize(
     ("make", "recipe", "card_name"),
     [
-        (_linear, "tensorwise", "h100"),
-        *at_night((_linear, recipe, "h100") for recipe in DYNAMIC_RECIPES[1:]),
-        *at_night((_linear, recipe, "b200") for recipe in ("mxfp8", "mxfp8_with_gw_hp", "rowwise")),
-        *at_night((_experts, recipe, "h100") for recipe in ("rowwise", "rowwise_with_gw_hp")),
+        (_build_linear, "tensorwise", "h100"),
+        *at_night((_build_linear, recipe, "h100") for recipe in DYNAMIC_RECIPES[1:]),
+        *at_night((_build_linear, recipe, "b200") for recipe in ("mxfp8", "mxfp8_with_gw_hp", "rowwise")),
+        *at_night((_build_experts, recipe, "h100") for recipe in ("rowwise", "rowwise_with_gw_hp")),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -140,16 +140,16 @@ def test_compiled_code_has_eager_bits(interpreter, make, recipe, card_name):
     ("recipe", "knows_scales"), [("delayed", True), ("delayed", False), ("delayed_with_dynamic_weight", True)]
 )
 def test_a_linear_with_persistent_scales_has_eager_bits(interpreter, recipe, knows_scales):
-    assert_finite_and_same(*interpreter(_run_eager_and_compiled, _delayed, recipe, "h100", knows_scales))
+    assert_finite_and_same(*interpreter(_run_eager_and_compiled, _build_delayed, recipe, "h100", knows_scales))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_kernels_that_inductor_joins_side_by_side_have_eager_bits(interpreter, recipe):
     """docs/experiments/block-cost.md has the launches that the option saves."""
-    joined = interpreter(_run_eager_and_compiled, _linear, recipe, "h100", True, [("combo_kernels", True)])
+    joined = interpreter(_run_eager_and_compiled, _build_linear, recipe, "h100", True, [("combo_kernels", True)])
     assert_finite_and_same(*joined)
-    apart = interpreter(_run_eager_and_compiled, _linear, recipe, "h100")
+    apart = interpreter(_run_eager_and_compiled, _build_linear, recipe, "h100")
     assert sum(joined[2].values()) < sum(apart[2].values())
 
 
@@ -162,7 +162,7 @@ def test_a_block_for_hopper_has_eager_numbers(interpreter, recipe):
     `tensorwise` has eager bits but for the gradients of the input, of q and k, and of the first norm: 38 dB and more,
     as without float8.
     """
-    eager, compiled, launches, calls = interpreter(_run_eager_and_compiled, _block, recipe, "h100")
+    eager, compiled, launches, calls = interpreter(_run_eager_and_compiled, _build_block, recipe, "h100")
     assert launches
     assert calls[0] == calls[1]
     for expected, result in zip(eager, compiled, strict=True):

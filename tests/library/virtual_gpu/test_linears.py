@@ -31,14 +31,14 @@ def run_step(call, *tensors, module=None):
     return [output.detach(), *(leaf.grad for leaf in (*leaves, *(module.parameters() if module else ())))]
 
 
-def _linear(recipe, shape, dtype, has_bias, backend):
+def _run_linear(recipe, shape, dtype, has_bias, backend):
     tokens, k, n = shape
     tensors = torch.randn(tokens, k), torch.randn(n, k), *([torch.randn(n)] if has_bias else [])
     function = functools.partial(float8_linear, config=recipe)
     return run_step(compile_on_card(function, backend), *(tensor.to(dtype) for tensor in tensors))
 
 
-def _experts(recipe, transposed, backend):
+def _run_experts(recipe, transposed, backend):
     tokens, weights = torch.randn(50, 40).bfloat16(), torch.randn(3, 40, 24).bfloat16()
     weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
     ends = torch.tensor([20, 20, 43], dtype=torch.int32)
@@ -46,13 +46,13 @@ def _experts(recipe, transposed, backend):
     return run_step(function, tokens, weights)
 
 
-def _block(recipe):
+def _run_block(recipe):
     block = convert_to_float8_training(Block(64, 96, heads=2, kv_heads=1), config=recipe)
     call = compile_on_card(lambda hidden: block(hidden, *rope_tables(32, 32, "cpu")), "aot_eager")
     return run_step(call, torch.randn(1, 32, 64), module=block)
 
 
-def _one_row_shard():
+def _run_one_row_shard():
     shard = LocatedShard(torch.randn(1, 48).bfloat16(), (3, 48), 0, 2, None, None, None, torch.device("cpu"), ((), ()))
     scales = torch.rand(3, 1) + 1, torch.rand(1, 48) + 1
     return [
@@ -89,12 +89,12 @@ def assert_near(results, expected, *mantissa_bits):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("blockwise",)])])
 def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe):
-    results, expected, *_ = interpreter(on_card, "h100", _block, recipe)
+    results, expected, *_ = interpreter(on_card, "h100", _run_block, recipe)
     assert_near(results, expected, 3, 3)  # a native matmul of blocks rounds to bfloat16, so the next codes differ
 
 
 def test_a_shard_of_one_row_has_the_codes_of_a_cpu(interpreter):
-    results, expected, *_ = interpreter(on_card, "h100", _one_row_shard)
+    results, expected, *_ = interpreter(on_card, "h100", _run_one_row_shard)
     assert [codes.view(torch.uint8).tolist() for codes in results] == [
         codes.view(torch.uint8).tolist() for codes in expected
     ]
@@ -129,7 +129,7 @@ NATIVE_RECIPES = {
     ],
 )
 def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
-    results, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
+    results, expected, calls, _ = interpreter(on_card, name, _run_linear, recipe, shape, dtype, has_bias, backend)
     assert_near(results, expected, 7, 7)  # both may round to bfloat16, sums in different orders
     assert {kind for _, kind in calls} <= NATIVE[name]
     assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
@@ -145,7 +145,7 @@ def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dty
     ],
 )
 def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
-    results, expected, _, slow_paths = interpreter(on_card, name, _experts, recipe, transposed, backend)
+    results, expected, _, slow_paths = interpreter(on_card, name, _run_experts, recipe, transposed, backend)
     assert_near(results, expected, 7, 7)  # both may round to bfloat16, sums in different orders
     assert any("waits for the sizes" in path for path in slow_paths) == (name == "a100" or recipe == "tensorwise")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.library.distributed.fsdp_models import STEPS, Case, train_cases
-from tests.library.distributed.models import single_process_losses
+from tests.library.distributed.models import compute_single_process_losses
 from tests.library.distributed.parallel_models import ARRANGEMENTS, check_results
 from tests.ranks import run
 from tests.recipes import NON_BLOCK_RECIPES, make_recipe_config
@@ -36,7 +36,7 @@ FSDP = [
 def test_fsdp_computes_what_one_card_does(case):
     """As test_fsdp.py of tests/library/distributed, with the same bound on the order of sums."""
     options = {"param_dtype": case.param_dtype, "float8_all_gather": case.gather, "compiled": None}
-    expected, _ = _on_card(lambda: single_process_losses(make_recipe_config(case.recipe), STEPS, 2, **options))
+    expected, _ = _on_card(lambda: compute_single_process_losses(make_recipe_config(case.recipe), STEPS, 2, **options))
     for losses, calls in run(2, _on_card, train_cases, [case], STEPS):
         assert calls > 3 * 3 * STEPS
         assert losses[0] == pytest.approx(expected, rel=1e-5)
