@@ -63,7 +63,7 @@ class MonitorOptions(NamedTuple):
 
     @classmethod
     def parse(
-        cls, every: object, extras_every: object, completed_steps: object, sums_of: str | None, steps_by_hand: bool
+        cls, *, every: object, extras_every: object, completed_steps: object, sums_of: str | None, steps_by_hand: bool
     ) -> MonitorOptions:
         """Return the options with numbers as ints. Raises ValueError for a number that is out of range."""
         options = cls(
@@ -141,7 +141,13 @@ class Monitor:
         self._is_open = True
         error: BaseException | None = None
         try:
-            self._options = MonitorOptions.parse(every, extras_every, completed_steps, sums_of, steps_by_hand)
+            self._options = MonitorOptions.parse(
+                every=every,
+                extras_every=extras_every,
+                completed_steps=completed_steps,
+                sums_of=sums_of,
+                steps_by_hand=steps_by_hand,
+            )
             maxlen = _parse_number("history_len", history_len, "a number of 0 or more")
             self.samples: deque[dict[str, Any]] = deque(maxlen=maxlen)
             """The last samples, on the first rank only."""
