@@ -36,7 +36,7 @@ def test_the_headline_has_the_peak_and_its_difference(browser, pages):
     assert read_column(browser, "categories-table", "what") == ["between steps"]
 
 
-def test_hovering_over_the_timeline(browser, pages):
+def test_the_timeline_is_read_by_pointer(browser, pages):
     browser.open(pages / "plain.html")
     tip = browser.one(".tip")
     assert not tip.is_displayed()
@@ -52,7 +52,7 @@ def test_hovering_over_the_timeline(browser, pages):
     assert not tip.is_displayed()
 
 
-def test_the_timeline_by_keyboard(browser, pages):
+def test_the_timeline_is_read_by_keyboard(browser, pages):
     browser.open(pages / "plain.html")
     plot = browser.one(".plot")
     browser.run("arguments[0].focus()", plot)
@@ -117,7 +117,7 @@ def test_zooming_into_the_breakdown_and_back(browser, pages):
     assert find_cell(browser, "temporaries").get_attribute("aria-label") == "temporaries, 10.00 MiB, 10.0%"
 
 
-def test_the_breakdown_by_keyboard(browser, pages):
+def test_the_breakdown_is_walked_by_keyboard(browser, pages):
     browser.open(pages / "plain.html")
 
     def press(*keys):
@@ -213,7 +213,7 @@ def test_the_difference_is_drawn_and_listed(browser, pages):
     assert browser.one("#saved-caption").text == "Saved for backward of second"
 
 
-def test_advice_and_measurement(browser, pages):
+def test_advice_and_measurement_are_shown(browser, pages):
     browser.open(pages / "full.html")
     text = "It is to fit into 64.00 MiB. Best is the marked row: full checkpointing."
     assert browser.one("#advice-about").text == text

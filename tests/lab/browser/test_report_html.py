@@ -104,7 +104,7 @@ def test_a_large_page_redraws_no_cell_on_hover(browser, reports):
     assert browser.run("return window.painted") == 1
 
 
-def test_zooming_by_pointer(browser, reports):
+def test_the_maps_zoom_by_pointer(browser, reports):
     browser.open(reports / "one.html")
     heat = HeatMap(browser, len(TENSORS))
     assert read_view(browser) == "48 of 48 rows, steps 10 to 400"
@@ -155,7 +155,7 @@ def test_walking_and_zooming_by_keyboard(browser, reports):
     assert read_view(browser) == "48 of 48 rows, steps 10 to 400"
 
 
-def test_statistics_filters_and_order(browser, reports, runs):
+def test_statistics_filters_and_order_change_the_maps(browser, reports, runs):
     browser.forget_what_was_logged()
     browser.open(reports / "one.html")
     heat = HeatMap(browser, len(TENSORS))
