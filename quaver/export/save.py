@@ -331,9 +331,7 @@ class _LogitsMeasurement:
         self._model = model.eval()
         vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 0)
         if not vocab_size:
-            raise InputError(
-                f"make_hp_model: expected a model with an nn.Embedding of its tokens, got {type(model).__name__}"
-            )
+            raise InputError(f"the logits cannot be measured: {type(model).__name__} has no nn.Embedding of tokens")
         self._tokens = torch.randint(vocab_size, (1, count), device="cpu", generator=torch.Generator().manual_seed(0))
         try:
             self._before = _compute_logits(model, self._tokens)
