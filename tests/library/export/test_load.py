@@ -236,7 +236,7 @@ def test_errors_of_the_measured_model_are_raised(error, raised, message, tmp_pat
     model.forward = Mock(side_effect=error)
     with pytest.raises(raised, match=message):
         saved(tmp_path / "out", make_hp_model=lambda: model)
-    with pytest.raises(InputError, match="^make_hp_model: expected a model with an nn.Embedding .* got Linear$"):
+    with pytest.raises(InputError, match="^the logits cannot be measured: Linear has no nn.Embedding"):
         saved(tmp_path / "out", make_hp_model=lambda: nn.Linear(32, 32))
 
 
