@@ -52,9 +52,9 @@ class PipelinedRun(PlannedRun):
     """The number of parts of the model on each stage."""
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """The number of GPUs."""
-        return super().ranks * self.pipeline
+        return super().world_size * self.pipeline
 
 
 def order_turns(stages: int, parts: int, micro_batches: int, stage: int) -> list[Turn]:
@@ -115,7 +115,7 @@ def _predict_part_seconds(run: PipelinedRun, cluster: Cluster) -> dict[str, floa
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, unpipelined = predict_block_times(run, cluster), replace(run, pipeline=1)
     stride = run.tp * run.cp * run.dp_shard * run.dp_replicate
-    activation = 2 * run.tokens * run.model.dim / run.tp
+    activation = 2 * run.micro_batch_tokens * run.model.dim / run.tp
     share = run.checkpointed_blocks / run.model.n_layers
     directions = {"forward": times.forward, "backward": times.backward + share * times.recomputed}
     seconds = {}

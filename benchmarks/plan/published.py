@@ -112,7 +112,7 @@ def simulate_seconds(row: Published, gpu: CalibratedGPU) -> float:
 def predict_tokens_per_s(row: Published, gpu: CalibratedGPU | None = None) -> float:
     """Return the predicted tokens/s per GPU, on the row's GPU unless another is given."""
     run = make_run(row)
-    return run.step_tokens / simulate_seconds(row, gpu or CALIBRATED_GPUS[row.gpu]) / run.ranks
+    return run.step_tokens / simulate_seconds(row, gpu or CALIBRATED_GPUS[row.gpu]) / run.world_size
 
 
 def calibrate_share(name: str) -> float:

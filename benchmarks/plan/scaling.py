@@ -115,7 +115,7 @@ def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) ->
     except ValueError:
         return None
     most, sequences = USABLE_MEMORY_SHARE * H100.memory_gb * 1e9, run.local_batch
-    while estimate_peak(make_run_config(run, settings, precision), run.ranks) > most:
+    while estimate_peak(make_run_config(run, settings, precision), run.world_size) > most:
         if run.local_batch == 1:
             return None
         local = run.local_batch // 2
@@ -150,7 +150,7 @@ def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, compute_times)
     if run.micro_batches > 3:
         took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, compute_times))
-    return run.step_tokens / took / run.ranks
+    return run.step_tokens / took / run.world_size
 
 
 def predict_all() -> dict[str, Any]:

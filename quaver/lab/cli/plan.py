@@ -17,7 +17,7 @@ from quaver.lab.plan.ledger_times import check_ledger_gpu
 from quaver.lab.plan.limits import describe_limits, list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import USABLE_MEMORY_SHARE, FittingLayout, SearchResult, search
+from quaver.lab.plan.search import USABLE_MEMORY_SHARE, SearchResult, SimulatedLayout, search
 from quaver.lab.plan.unsimulated import iter_unsimulated
 from quaver.lab.plan.write_run import check_run_files, write_run
 from quaver.lab.runs.provenance import describe_measurement
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             options.gpus,
             gpus_per_node=options.gpus_per_node,
             precisions=list_precisions(spec, options.recipes),
-            step_sequences=options.count_step_sequences(config),
+            step_batch_size=options.find_step_batch_size(config),
             less_precise_storage=options.less_precise_storage,
         )
         layouts.drop_configured_if_unsupported(spec)
@@ -106,7 +106,7 @@ def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], 
         print(f"saved {file}")
 
 
-def _make_json_row(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+def _make_json_row(row: SimulatedLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
         "precision": row.candidate.precision_label,
         "mesh": row.candidate.dims.mesh,

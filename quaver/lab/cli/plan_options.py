@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quaver.lab.output_file import check_option_files
 from quaver.lab.plan.device_file import read_device_spec
-from quaver.lab.plan.layouts import round_step_sequences
+from quaver.lab.plan.layouts import round_step_batch_size
 from quaver.lab.plan.search import USABLE_MEMORY_SHARE
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.fields import AtLeast1, RankCount, Settings, UserPath, setting
@@ -108,11 +108,11 @@ class PlanOptions(Settings):
         tokens = float(match[1]) * _TOKEN_UNITS[match[2].lower()] if match else 0
         return int(tokens) if tokens < math.inf else 0
 
-    def count_step_sequences(self, config: TrainConfig) -> int | None:
+    def find_step_batch_size(self, config: TrainConfig) -> int | None:
         """Return the sequences of a step on all ranks, or None for one microbatch per data-parallel rank."""
         if self.global_batch is None:
             size = config.training.global_batch_size
             return None if size == -1 else size
         expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
         self.require(self.global_batch_tokens >= config.training.seq_len, "global_batch", expected)
-        return round_step_sequences(self.global_batch_tokens, config.training, self.gpus)
+        return round_step_batch_size(self.global_batch_tokens, config.training, self.gpus)

@@ -14,7 +14,7 @@ from quaver.lab.plan.ledger_times import predict_ledger_times
 from quaver.lab.plan.limits import list_links
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import ESTIMATE_ERROR
-from quaver.lab.plan.search import FittingLayout, SearchResult, simulate_step
+from quaver.lab.plan.search import SearchResult, SimulatedLayout, simulate_step
 from quaver.lab.plan.step import ComputeTimes
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.terminal.byte_sizes import format_bytes
@@ -41,7 +41,7 @@ def iter_views(
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.gpus_per_node} to a node, "
         f"{options.network_gbit_per_s:g} Gb/s each; "
-        f"{first.run.seq_len:,} tokens a sequence; {result.fitting_layouts:,} layouts compared, "
+        f"{first.run.seq_len:,} tokens a sequence; {result.fitting_count:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
     rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
@@ -101,7 +101,7 @@ def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchRe
 _REDUCTION_MARKS = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
-def _make_cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
+def _make_cells(number: int, row: SimulatedLayout, cluster: Cluster) -> tuple[str, ...]:
     waiting_share = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
     dims = row.candidate.dims
     return (
@@ -131,7 +131,7 @@ def _format_degrees(first: int, second: int) -> str:
     return f"{first}x{second}" if second > 1 else str(first)
 
 
-def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+def _explain(row: SimulatedLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision_label}, {row.candidate.description}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
@@ -156,18 +156,18 @@ def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluste
         yield _count_kernels(row, cluster)
 
 
-def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
+def _count_kernels(row: SimulatedLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with show_progress("compiling the block of the row"):
-            compute_times = predict_ledger_times(row.candidate.config, row.run.ranks, row.run, cluster)
+            compute_times = predict_ledger_times(row.candidate.config, row.run.world_size, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
     seconds = simulate_step(row.run, cluster, compute_times).seconds
     computed_block = ComputeTimes.from_formulas(row.run, cluster).block
     times = zip(("forward", "backward"), compute_times.block, computed_block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in times]
-    tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
+    tokens_per_s = row.run.step_tokens / seconds / row.run.world_size
     return (
         f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
         f"{seconds:.3g} s ({row.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({row.tokens_per_s:,.0f})"

@@ -156,7 +156,7 @@ class _AdviceSearch:
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._set_activity = spec, set_activity
         resolved, self._dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
-        self._step_sequences = resolved.training.step_batch_size
+        self._step_batch_size = resolved.training.step_batch_size
         self._row_by_config: dict[TrainConfig, int] = {}
         self._storage_saving_bytes = 0
         # Unlike `_try` this raises: there is nothing else to compare with.
@@ -164,7 +164,7 @@ class _AdviceSearch:
 
     def try_single_changes(self) -> None:
         """Try each single change."""
-        for change in list_single_changes(self._config, self._dims, self._step_sequences):
+        for change in list_single_changes(self._config, self._dims, self._step_batch_size):
             self._try(change)
         less_precise = [self._try(change) for change in iter_with_less_precise_storage(Change((), self._config))]
         least = min((self.rows[index].difference_bytes or 0 for index in less_precise), default=0)
@@ -176,7 +176,7 @@ class _AdviceSearch:
         Args:
             can_estimate: leave out combinations that cannot fit by `estimate_peak`, which is for a GPU.
         """
-        changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_sequences)]
+        changes = [Change((AS_CONFIGURED,), self._config), *list_combinations(self._config, self._step_batch_size)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = self._compute_costs(by_config)
         if can_estimate:

@@ -42,33 +42,33 @@ class Change:
         return "; ".join(self.labels)
 
 
-def list_single_changes(config: TrainConfig, dims: ParallelDims, step_sequences: int) -> list[Change]:
+def list_single_changes(config: TrainConfig, dims: ParallelDims, step_batch_size: int) -> list[Change]:
     """Return changes of one setting each that differ from `config`.
 
     Args:
-        step_sequences: the sequences of one optimizer step over all ranks, which no change affects.
+        step_batch_size: the sequences of one optimizer step over all ranks, which no change affects.
     """
     edits = [
         *_iter_checkpointing_edits(),
         *_iter_precision_edits(config),
-        *_iter_communication_edits(config, dims, step_sequences),
+        *_iter_communication_edits(config, dims, step_batch_size),
     ]
-    edits += [*_iter_storage_edits(config), *list(_iter_batch_edits(config, step_sequences))[1:2]]
+    edits += [*_iter_storage_edits(config), *list(_iter_batch_edits(config, step_batch_size))[1:2]]
     changes = [_apply_edits(config, (label,), [edit]) for label, edit in edits]
     return [change for change in changes if change.config != config]
 
 
-def list_combinations(config: TrainConfig, step_sequences: int) -> list[Change]:
+def list_combinations(config: TrainConfig, step_batch_size: int) -> list[Change]:
     """Return all combinations of checkpointing, precision and local batch size that the config accepts.
 
-    The local batch size is halved as often as possible; `step_sequences` as in `list_single_changes`.
+    The local batch size is halved as often as possible; `step_batch_size` as in `list_single_changes`.
     """
     checkpointing_edits, precisions = (
         _prepend_unchanged(_iter_checkpointing_edits()),
         _prepend_unchanged(_iter_precision_edits(config)),
     )
     changes = []
-    for chosen in product(checkpointing_edits, precisions, _iter_batch_edits(config, step_sequences)):
+    for chosen in product(checkpointing_edits, precisions, _iter_batch_edits(config, step_batch_size)):
         labels = tuple(label for label, _ in chosen if label)
         changes.append(_apply_edits(config, labels, [edit for _, edit in chosen]))
     by_config = {change.config: change for change in reversed(changes) if change.config is not None}
@@ -185,9 +185,13 @@ def _make_precision_edit(precision: str) -> Edit:
 
 
 def _iter_communication_edits(
-    config: TrainConfig, dims: ParallelDims, step_sequences: int
+    config: TrainConfig, dims: ParallelDims, step_batch_size: int
 ) -> Iterator[tuple[str, Edit]]:
-    if step_sequences > config.training.local_batch_size * dims.data_parallel_degree > config.training.local_batch_size:
+    if (
+        step_batch_size
+        > config.training.local_batch_size * dims.data_parallel_degree
+        > config.training.local_batch_size
+    ):
         for reduce in REDUCE_MODES[: 3 if dims.dp_replicate > 1 else 2]:
             yield f"gradients reduced after microbatches: {reduce}", _make_edit("training", reduce=reduce)
     if dims.dp_shard == 1:
@@ -210,11 +214,11 @@ def _iter_storage_edits(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     yield "saved activations: float8", _make_edit("activation_checkpoint", store_in_float8=True)
 
 
-def _iter_batch_edits(config: TrainConfig, step_sequences: int) -> Iterator[tuple[str, Edit]]:
+def _iter_batch_edits(config: TrainConfig, step_batch_size: int) -> Iterator[tuple[str, Edit]]:
     """Yield the local batch size unchanged, and then halved repeatedly with twice the microbatches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:
         sequences //= 2
-        edit = _make_edit("training", local_batch_size=sequences, global_batch_size=step_sequences)
+        edit = _make_edit("training", local_batch_size=sequences, global_batch_size=step_batch_size)
         yield f"local batch size: {sequences}", edit

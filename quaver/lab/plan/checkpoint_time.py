@@ -30,7 +30,7 @@ def predict_checkpoint_seconds_per_step(run: PlannedRun, cluster: Cluster, step_
 
 def predict_write_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the seconds in which all nodes together write one checkpoint, each replica a part of it."""
-    node_bytes = _count_state_bytes(run) / run.dp_replicate * min(cluster.gpus_per_node, run.ranks)
+    node_bytes = _count_state_bytes(run) / run.dp_replicate * min(cluster.gpus_per_node, run.world_size)
     return node_bytes / (1e9 * cluster.storage_gb_per_s)
 
 

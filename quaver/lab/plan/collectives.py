@@ -57,17 +57,17 @@ def list_embedding_collectives(run: PlannedRun, *, backward: bool) -> list[Model
     if run.tp == 1:
         return []
     kind = "all_gather" if backward else "reduce_scatter"
-    return [ModeledCollective(kind, run.residual_bytes * run.tokens * run.model.dim, run.tp)]
+    return [ModeledCollective(kind, run.residual_bytes * run.micro_batch_tokens * run.model.dim, run.tp)]
 
 
 def list_head_collectives(run: PlannedRun, *, backward: bool) -> list[ModeledCollective]:
     """Return the collectives of the loss and the projection, which gathers its input and scatters its gradient."""
     if run.tp == 1:
         return []
-    input_bytes = 2 * run.tokens * run.model.dim
+    input_bytes = 2 * run.micro_batch_tokens * run.model.dim
     if backward:
         return [ModeledCollective("reduce_scatter", input_bytes, run.tp)]
-    logit_bytes = _LOSS_BYTES_PER_TOKEN * run.tokens * run.tp
+    logit_bytes = _LOSS_BYTES_PER_TOKEN * run.micro_batch_tokens * run.tp
     return [ModeledCollective("all_gather", size, run.tp) for size in (input_bytes, logit_bytes)]
 
 
@@ -98,10 +98,12 @@ def _iter_tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
         float8_repeats = sum(min(map(run.get_float8_share, linears)) for linears in readers)
         sent_as = None if run.framework.casts_gathered else operand
         for repeats, operand_casts in ((float8_repeats, sent_as), (halves - float8_repeats, None)):
-            for gathered_bytes in _list_gathered_bytes(operand_casts, run.tokens, dim, run.tp) if repeats else []:
+            for gathered_bytes in (
+                _list_gathered_bytes(operand_casts, run.micro_batch_tokens, dim, run.tp) if repeats else []
+            ):
                 yield ModeledCollective("all_gather", gathered_bytes, run.tp, repeats=repeats)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
-    yield ModeledCollective("reduce_scatter", 2 * run.tokens * dim, run.tp, repeats=scatters)
+    yield ModeledCollective("reduce_scatter", 2 * run.micro_batch_tokens * dim, run.tp, repeats=scatters)
 
 
 def _list_gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
@@ -130,7 +132,7 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
     Dynamic scales of weights that FSDP2 gathers as codes: 4 bytes for each scale, over the ranks that hold the shards.
     Without float8.precompute_float8_dynamic_scale_for_fsdp the first all-gather of a step computes all of them.
     """
-    if run.recipe is None or run.ranks == 1:
+    if run.recipe is None or run.world_size == 1:
         return []
     model, config = run.model, Float8LinearConfig.from_recipe_name(run.recipe)
     linears = [(model.n_layers * run.get_float8_share(name), *size) for name, size in list_linear_sizes(model).items()]
@@ -141,7 +143,7 @@ def list_scale_collectives(run: PlannedRun) -> list[ModeledCollective]:
             for name in list_linear_sizes(model)
         )
         operands = 2 * sum(count for count, _, _ in linears) + inputs + run.get_float8_share(LM_HEAD)
-        return [ModeledCollective("all_reduce", 8 * operands, run.ranks)]
+        return [ModeledCollective("all_reduce", 8 * operands, run.world_size)]
     shards = run.dp_shard * run.cp
     if not run.float8_all_gather or shards == 1:
         return []
@@ -183,7 +185,7 @@ def _count_amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[_Amaxes, _Amaxes
     gate and up split their outputs, and their inputs by sequence. o and down split their inputs, and their gradients by
     sequence. With a float8 all-gather, FSDP2 agrees on the scales of weights once a step.
     """
-    tokens, dim = run.tokens, run.model.dim
+    tokens, dim = run.micro_batch_tokens, run.model.dim
     forward, backward = _Amaxes(), _Amaxes()
     split_outputs, split_inputs = (5, 2) if run.has_feed_forward else (3, 1)
     halves = split_inputs
@@ -224,7 +226,7 @@ def _iter_context_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledC
     """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
     if run.cp == 1:
         return
-    kv_bytes = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.cp * 2 / run.tp
+    kv_bytes = 2 * run.model.n_kv_heads * run.model.head_dim * run.micro_batch_tokens * run.cp * 2 / run.tp
     yield ModeledCollective("all_gather", kv_bytes, run.cp, stride=run.tp)
     if backward:
         yield ModeledCollective("reduce_scatter", kv_bytes, run.cp, stride=run.tp)
@@ -243,7 +245,7 @@ def _iter_expert_parallel(run: PlannedRun, backward: bool) -> Iterator[ModeledCo
     def make_collective(kind: str, tensor_bytes: float, *, repeats: float = 1) -> ModeledCollective:
         return ModeledCollective(kind, tensor_bytes, run.ep, stride=run.tp * run.cp, repeats=repeats)
 
-    rows = run.tokens * model.top_k * run.framework.exchanged_share
+    rows = run.micro_batch_tokens * model.top_k * run.framework.exchanged_share
     operands = []
     if not backward or run.checkpointing != "none":
         yield make_collective("all_to_all", 8 * (model.n_experts + run.ep))

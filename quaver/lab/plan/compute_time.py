@@ -92,7 +92,7 @@ def predict_block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     linears = {
         name: predict_linear_time(run, name, *sizes, cluster) for name, sizes in list_linear_sizes(run.model).items()
     }
-    spec, model, rank_tokens = cluster.spec, run.model, run.tokens / run.tp
+    spec, model, rank_tokens = cluster.spec, run.model, run.micro_batch_tokens / run.tp
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     hidden = model.hidden_dim * count_feed_forwards_per_token(model)
     between = predict_seconds_between_matmuls(
@@ -168,9 +168,9 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
             return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
         return linear.float8 if float8_share else linear.bfloat16
 
-    time = predict_time(run.tokens)
+    time = predict_time(run.micro_batch_tokens)
     if run.framework.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
-        part = predict_time(max(1, run.tokens // split))
+        part = predict_time(max(1, run.micro_batch_tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not float8_share:
         return time
@@ -184,7 +184,7 @@ def predict_linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, c
         )
     if split > 1 and not is_split_by_input and not run.framework.casts_gathered:
         # a rank casts its part of the sequence, and changes the layout of the gathered codes
-        layout_s = predict_move_seconds(2 * run.tokens * inputs, spec) / INPUT_READERS.get(name, 1)
+        layout_s = predict_move_seconds(2 * run.micro_batch_tokens * inputs, spec) / INPUT_READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + layout_s)
     return time
 
@@ -211,7 +211,7 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
 def predict_expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
-    local_experts, rows = model.n_experts // run.ep, run.tokens * model.top_k
+    local_experts, rows = model.n_experts // run.ep, run.micro_batch_tokens * model.top_k
     padded_rows = local_experts * ceil(rows / local_experts / GROUPED_TILE_ROWS) * GROUPED_TILE_ROWS
     forward = backward = 0.0
     for inputs, outputs in list_expert_matrix_sizes(model):
@@ -228,7 +228,7 @@ def predict_head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
     time = predict_linear_time(run, LM_HEAD, model.dim, model.vocab_size, cluster)
-    logits = run.tokens * model.vocab_size / run.tp
+    logits = run.micro_batch_tokens * model.vocab_size / run.tp
     bytes_per_logit = LOGIT_BYTES if run.tp == 1 else SPLIT_LOGIT_BYTES
     loss = [predict_move_seconds(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
     forward, share = _sum_forward_seconds(time), cluster.sustained_share
@@ -238,7 +238,7 @@ def predict_head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
 def predict_embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
-    rows = run.tokens * model.dim * 2 * run.residual_bytes
+    rows = run.micro_batch_tokens * model.dim * 2 * run.residual_bytes
     gradient = model.vocab_size * model.dim * 4 / run.tp
     return PerPass(predict_move_seconds(rows, spec), predict_move_seconds(rows + gradient, spec))
 
@@ -253,4 +253,4 @@ def _predict_storing_seconds(run: PlannedRun, cluster: Cluster) -> float:
     model = run.model
     stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
     stored += 2 * model.hidden_dim * count_feed_forwards_per_token(model)
-    return predict_move_seconds(3 * stored * run.tokens / run.tp, cluster.spec)
+    return predict_move_seconds(3 * stored * run.micro_batch_tokens / run.tp, cluster.spec)

@@ -133,18 +133,18 @@ def list_layouts(
     *,
     gpus_per_node: int,
     precisions: list[str],
-    step_sequences: int | None,
+    step_batch_size: int | None,
     less_precise_storage: bool,
 ) -> Layouts:
-    """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
+    """Return all candidates, with the configured run first if the trainer accepts it with `step_batch_size`.
 
     Args:
-        step_sequences: the sequences of every candidate's step on all ranks. None: one microbatch per data-parallel
+        step_batch_size: the sequences of every candidate's step on all ranks. None: one microbatch per data-parallel
             rank, so that layouts have different steps.
         less_precise_storage: also try less precise storage between the matmuls and in the optimizer.
     """
     layouts = Layouts()
-    size = config.training.global_batch_size if step_sequences is None else step_sequences
+    size = config.training.global_batch_size if step_batch_size is None else step_batch_size
     try:
         training = replace(config.training, global_batch_size=size)
     except InputError as error:
@@ -153,13 +153,13 @@ def list_layouts(
         layouts.add(replace(config, training=training), ranks, is_configured=True)
     for dims, local_batch, checkpoint, precision in product(
         list(_iter_dims(config, ranks, gpus_per_node)),
-        _list_local_batches(config, step_sequences),
+        _list_local_batches(config, step_batch_size),
         ACTIVATION_CHECKPOINTS.values(),
         precisions,
     ):
         for gathering, reduce in product(
             _list_gatherings(dims.dp_shard, precision, config.float8),
-            _list_reductions(dims, local_batch, step_sequences),
+            _list_reductions(dims, local_batch, step_batch_size),
         ):
             try:
                 changed = _configure(
@@ -167,7 +167,7 @@ def list_layouts(
                     dims,
                     precision=precision,
                     local_batch=local_batch,
-                    step_sequences=step_sequences,
+                    step_batch_size=step_batch_size,
                     checkpoint=checkpoint,
                     gathering=gathering,
                     reduce=reduce,
@@ -204,7 +204,7 @@ def list_precisions(spec: DeviceSpec, recipes: Sequence[str] = ()) -> list[str]:
     return list(dict.fromkeys((BFLOAT16, *names)))
 
 
-def round_step_sequences(tokens: int, training: Training, ranks: int) -> int:
+def round_step_batch_size(tokens: int, training: Training, ranks: int) -> int:
     """Return the number of sequences nearest to a step of `tokens` that layouts of `ranks` can divide.
 
     Fewer sequences than ranks become a power of two. More become a multiple of the configured run's smallest step, or
@@ -239,14 +239,14 @@ def _list_gatherings(dp_shard: int, precision: str, float8: Float8) -> list[_Gat
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 
 
-def has_reductions(step_sequences: int, local_batch: int, dims: ParallelDims) -> bool:
+def has_reductions(step_batch_size: int, local_batch: int, dims: ParallelDims) -> bool:
     """Return whether data-parallel ranks reduce gradients in a step of several microbatches."""
-    return dims.data_parallel_degree > 1 and step_sequences > local_batch * dims.data_parallel_degree
+    return dims.data_parallel_degree > 1 and step_batch_size > local_batch * dims.data_parallel_degree
 
 
-def _list_reductions(dims: ParallelDims, local_batch: int, step_sequences: int | None) -> list[str]:
+def _list_reductions(dims: ParallelDims, local_batch: int, step_batch_size: int | None) -> list[str]:
     """Return the values of training.reduce to try. With replicas, "every" sends more than "last_all_reduce"."""
-    if not has_reductions(step_sequences or 0, local_batch, dims):
+    if not has_reductions(step_batch_size or 0, local_batch, dims):
         return ["every"]
     return ["last_all_reduce" if dims.dp_replicate > 1 else "every", "last"]
 
@@ -257,7 +257,7 @@ def _configure(
     *,
     precision: str,
     local_batch: int,
-    step_sequences: int | None,
+    step_batch_size: int | None,
     checkpoint: ActivationCheckpoint,
     gathering: _Gathering,
     reduce: str,
@@ -271,7 +271,7 @@ def _configure(
         training=replace(
             config.training,
             local_batch_size=local_batch,
-            global_batch_size=-1 if step_sequences is None else step_sequences,
+            global_batch_size=-1 if step_batch_size is None else step_batch_size,
             reduce=reduce,
         ),
         activation_checkpoint=replace(checkpoint, store_in_float8=config.activation_checkpoint.store_in_float8),
@@ -293,8 +293,8 @@ def _iter_dims(config: TrainConfig, ranks: int, gpus_per_node: int) -> Iterator[
                     yield ParallelDims(groups // dp_shard, dp_shard, tp, ep=ep)
 
 
-def _list_local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
-    largest = min(MAX_LOCAL_BATCH, step_sequences or MAX_LOCAL_BATCH)
+def _list_local_batches(config: TrainConfig, step_batch_size: int | None) -> list[int]:
+    largest = min(MAX_LOCAL_BATCH, step_batch_size or MAX_LOCAL_BATCH)
     return sorted({*_list_powers_of_2(largest), config.training.local_batch_size})
 
 

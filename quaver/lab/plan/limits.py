@@ -8,7 +8,7 @@ from quaver.lab.plan.checkpoint_time import predict_write_seconds
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.lab.plan.extrapolate import predict_step_seconds, sum_compute_seconds
 from quaver.lab.plan.mfu import count_float8_flops_per_token, count_flops_per_token
-from quaver.lab.plan.search import FittingLayout, make_bfloat16_run
+from quaver.lab.plan.search import SimulatedLayout, make_bfloat16_run
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 from quaver.lab.plan.step import ComputeTimes
 
@@ -49,7 +49,7 @@ def list_links(timeline: SimulatedTimeline) -> list[Link]:
     ]
 
 
-def describe_limits(layout: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_limits(layout: SimulatedLayout, cluster: Cluster) -> list[str]:
     """Return sentences about the share of computing, hidden and exposed communication, and the speedup of float8."""
     timeline, step_s = layout.timeline, layout.timeline.seconds
     kinds = [kind for kind in COLLECTIVE_NAMES if kind in timeline.kinds]
@@ -72,7 +72,7 @@ def describe_limits(layout: FittingLayout, cluster: Cluster) -> list[str]:
     return [*sentences, *describe_float8_speedup(layout, cluster)]
 
 
-def describe_float8_speedup(layout: FittingLayout, cluster: Cluster) -> list[str]:
+def describe_float8_speedup(layout: SimulatedLayout, cluster: Cluster) -> list[str]:
     """Return a sentence about the speedup by float8 in this layout; an empty list for bfloat16."""
     if layout.run.recipe is None:
         return []
@@ -97,7 +97,7 @@ class Float8Speedup:
     """`value` if also no communication were exposed: the step takes as long as its compute."""
 
 
-def compute_float8_speedup(layout: FittingLayout, cluster: Cluster) -> Float8Speedup:
+def compute_float8_speedup(layout: SimulatedLayout, cluster: Cluster) -> Float8Speedup:
     """Return the speedup of a layout in float8, even if the layout does not fit in bfloat16."""
     run, spec = make_bfloat16_run(layout), cluster.spec
     bfloat16_s = predict_step_seconds(run, cluster)

@@ -44,7 +44,7 @@ def compute_mfu(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
     float8_flops = count_float8_flops_per_token(run)
     float8_tflops_per_s = spec.float8_tflops or spec.bfloat16_tflops
     peak_s = (count_flops_per_token(run) - float8_flops) / spec.bfloat16_tflops + float8_flops / float8_tflops_per_s
-    share = 1e-12 * peak_s * run.step_tokens / run.ranks / seconds
+    share = 1e-12 * peak_s * run.step_tokens / run.world_size / seconds
     if share > 1:
         raise RuntimeError(
             f"a step of {seconds:.3g} s would be {share:.1f} times as fast as the peak of {spec.name} allows: the "

@@ -1,7 +1,7 @@
 """Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
 The peak is the sum of what lives during the whole step (parameters, optimizer states, tokens) and the largest of the
-moments in `PeakEstimate.count_moment_bytes`.
+instants in `PeakEstimate.count_bytes_by_instant`.
 
 With several microbatches the gradients of earlier ones are resident too (`_count_held_gradient_bytes`): shards, or
 with training.reduce = last whole float32 sums.
@@ -11,7 +11,7 @@ recipes count as the run's recipe.
 
 `predict_run_memory` (quaver/lab/memory/train_step/predict_run.py) runs the trainer's code with fake tensors, and
 predicts the peak to the byte in seconds to minutes. Nothing runs here: formulas state which tensors are alive at each
-moment. Both share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py compares their results.
+instant. Both share the trainer's shapes and degrees, and tests/lab/plan/test_peak_memory.py compares their results.
 docs/design/0020-plan.md says why there are two.
 """
 
@@ -97,12 +97,12 @@ def estimate_peak(config: TrainConfig, ranks: int = 1) -> int:
 
 
 class PeakEstimate:
-    """The bytes of one rank at the moments of a step, for what `resolve_parallel_dims` returned."""
+    """The bytes of one rank at the instants of a step, for what `resolve_parallel_dims` returned."""
 
     def __init__(self, config: TrainConfig, dims: ParallelDims) -> None:
         self.config, self.dims, self.model = config, dims, config.model
         training, float8 = config.training, config.float8
-        self.tokens = training.local_batch_size * training.seq_len
+        self.micro_batch_tokens = training.local_batch_size * training.seq_len
         self.micro_batches = dims.count_micro_batches(training)
         self.residual_bytes = get_itemsize(training.residual_stream_dtype)
         self.compute_bytes = get_itemsize(training.mixed_precision_param)
@@ -127,17 +127,17 @@ class PeakEstimate:
         """Return the bytes of the peak."""
         resident = self.count_parameter_bytes() + self.count_state_bytes()
         resident += self._count_router_buffer_bytes() + self._count_token_bytes()
-        return resident + max(self.count_moment_bytes().values())
+        return resident + max(self.count_bytes_by_instant().values())
 
-    def count_moment_bytes(self) -> dict[str, int]:
-        """Return the bytes beside the resident ones at each moment that may be the peak.
+    def count_bytes_by_instant(self) -> dict[str, int]:
+        """Return the bytes beside the resident ones at each instant that may be the peak.
 
         FSDP2 keeps the gathered embedding, the root, until its backward; fsdp_reshard_after_forward = "always" frees it
         only between the forward and the backward of the whole model.
         """
         codes_and_root = self._count_held_code_bytes()
         codes_and_root += self.embedding_elements * self.residual_bytes if self.is_sharded else 0
-        in_model = {**self._count_head_moments(), **self._count_block_moments(), **self._count_embedding_moments()}
+        in_model = {**self._count_head_instants(), **self._count_block_instants(), **self._count_embedding_instants()}
         # Resident are the embedding's gradient, in the dtype of its weight, and the float32 copy that FSDP2 reduces.
         reduced = self._count_reduced_bytes(self.embedding_elements)
         reduced += self.embedding_bytes * self.embedding_elements if self.is_sharded else 0
@@ -148,7 +148,7 @@ class PeakEstimate:
             "optimizer": self.count_parameter_bytes() + self._count_optimizer_bytes(),
         }
 
-    def _count_head_moments(self) -> dict[str, int]:
+    def _count_head_instants(self) -> dict[str, int]:
         """Return the bytes during the output projection and the loss, which follow the forward of the last block."""
         saved = sum(self._list_saved_by_blocks()) + self._count_rope_table_bytes() + self.held_gradient_bytes
         saved += self.model.n_layers * self.kept_block_bytes
@@ -165,7 +165,7 @@ class PeakEstimate:
             + self._count_reduced_bytes(weights),
         }
 
-    def _count_block_moments(self) -> dict[str, int]:
+    def _count_block_instants(self) -> dict[str, int]:
         """Return the bytes in the backward of the first block and the last two.
 
         In the feed-forward of a block the gradients of the module after it are reduced, and the weights of the block
@@ -192,7 +192,7 @@ class PeakEstimate:
         last = count_alive(head_shard, saved[:-1]) + kept_before_last
         first = count_alive(self.count_parameter_bytes() - embedding_shard - block_shard, []) + self.kept_block_bytes
         first += gathered
-        moments = {
+        instants = {
             "feed-forward of the last block": last
             + self.kept_block_bytes
             + 2 * gathered
@@ -209,13 +209,13 @@ class PeakEstimate:
         if blocks > 2:
             second_last = count_alive(head_shard + block_shard, saved[:-2]) + kept_before_last
             second_last += 2 * gathered + reduced_block
-            moments |= {
+            instants |= {
                 "feed-forward of the second last block": second_last + count_feed_forward(-2),
                 "end of the second last block": second_last + block_gradients,
             }
-        return moments
+        return instants
 
-    def _count_embedding_moments(self) -> dict[str, int]:
+    def _count_embedding_instants(self) -> dict[str, int]:
         """Return the bytes in the embedding's backward, while the first block's gradients are reduced.
 
         The embedding's gradient is summed in float32, for the whole vocabulary also under tensor parallelism, where a
@@ -230,12 +230,12 @@ class PeakEstimate:
         return {
             "embedding": size
             + self._count_reduced_bytes(self.padded_block_elements)
-            + self.tokens * self.model.dim * FLOAT32_BYTES // tp
+            + self.micro_batch_tokens * self.model.dim * FLOAT32_BYTES // tp
         }
 
     def _list_saved_by_blocks(self) -> list[int]:
         """Return the bytes that each block saves."""
-        return [self.tokens * token_bytes for token_bytes in self.saved.iter_bytes_per_token()]
+        return [self.micro_batch_tokens * token_bytes for token_bytes in self.saved.iter_bytes_per_token()]
 
     def _count_gathered_block_bytes(self) -> int:
         """Return the bytes of a block's gathered weights."""
@@ -290,7 +290,7 @@ class PeakEstimate:
 
     def _count_mask_bytes(self) -> int:
         """Return the bytes of a bool per query and key, with which attention keeps documents apart."""
-        return self.tokens * self.config.training.seq_len if self.config.data.document_mask else 0
+        return self.micro_batch_tokens * self.config.training.seq_len if self.config.data.document_mask else 0
 
     def _count_router_buffer_bytes(self) -> int:
         """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
@@ -299,8 +299,8 @@ class PeakEstimate:
     def _count_head_bytes(self) -> dict[str, int]:
         """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
         tp, weights, compute_bytes = self.dims.tp, self.embedding_elements, self.compute_bytes
-        input_bytes = self.tokens * self.model.dim * compute_bytes
-        logits = self.tokens * self.model.vocab_size // tp
+        input_bytes = self.micro_batch_tokens * self.model.dim * compute_bytes
+        logits = self.micro_batch_tokens * self.model.vocab_size // tp
         is_tied = self.model.tie_word_embeddings
         gathered = weights if self.is_sharded and not is_tied else 0
         cast = weights if self.is_sharded and is_tied and self.residual_bytes > compute_bytes else 0  # from the root
@@ -344,7 +344,7 @@ class PeakEstimate:
 
     def _count_token_bytes(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
-        return self.micro_batches * tensors * self.tokens * torch.int64.itemsize
+        return self.micro_batches * tensors * self.micro_batch_tokens * torch.int64.itemsize
 
     def _compute_cast_bytes(self, *, is_held: bool = False) -> float:
         """Return the bytes per element of a weight's codes for both of its matmuls, or of its cast in high precision.
@@ -376,7 +376,7 @@ class PeakEstimate:
     def _count_head_input_bytes(self) -> int:
         """Return the bytes of the last block's output, and of its norm, which tensor parallel ranks gather."""
         residual = STORED_BYTES if self.config.activation_checkpoint.store_in_float8 else self.residual_bytes
-        return int(self.tokens * self.model.dim * (residual / self.dims.tp + self.compute_bytes))
+        return int(self.micro_batch_tokens * self.model.dim * (residual / self.dims.tp + self.compute_bytes))
 
     def _count_feed_forward_bytes(self, saved_bytes: int) -> int:
         """Return the bytes of the temporaries in a feed-forward's backward.
@@ -398,8 +398,12 @@ class PeakEstimate:
             for weight in self.block_weights
             if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
         )
-        recomputed_bytes = max(0, self.tokens * self.saved.count_bytes_without_checkpoint() - saved_bytes)
-        return self._count_gradient_bytes(wide // 3) + self.tokens * token_bytes // self.dims.tp + recomputed_bytes
+        recomputed_bytes = max(0, self.micro_batch_tokens * self.saved.count_bytes_without_checkpoint() - saved_bytes)
+        return (
+            self._count_gradient_bytes(wide // 3)
+            + self.micro_batch_tokens * token_bytes // self.dims.tp
+            + recomputed_bytes
+        )
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

@@ -112,12 +112,12 @@ class PlannedRun:
     framework: Framework = Framework()
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """The number of GPUs."""
         return self.dp_replicate * self.dp_shard * self.tp * self.cp
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Tokens of a microbatch on one rank of a context group; tensor parallel ranks split them further."""
         return self.local_batch * self.seq_len // self.cp
 
@@ -242,11 +242,11 @@ def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
         cast_weights_once=False,
     )
     tokens = training.local_batch_size * training.seq_len if float8.auto_filter else 1
-    return _count_float8_shares(config.model, converts, tokens)
+    return _convert_and_count(config.model, converts, tokens)
 
 
 @functools.lru_cache(maxsize=128)
-def _count_float8_shares(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
+def _convert_and_count(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
     llama = make_meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())

@@ -45,7 +45,7 @@ class EstimatedLayout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FittingLayout:
+class SimulatedLayout:
     """A layout that fits, with its estimated memory and its simulated step."""
 
     candidate: Candidate
@@ -62,16 +62,16 @@ class FittingLayout:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of one GPU."""
-        return self.run.step_tokens / self.seconds / self.run.ranks
+        return self.run.step_tokens / self.seconds / self.run.world_size
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The result of a search."""
 
-    rows: list[FittingLayout]
+    rows: list[SimulatedLayout]
     """Sorted by speed, the fastest first."""
-    fitting_layouts: int
+    fitting_count: int
     """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
     """The number of layouts that the trainer refuses, by reason."""
@@ -133,7 +133,7 @@ def search(
     rows = []
     for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
         set_activity(f"simulating step {number}")
-        rows.append(FittingLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
+        rows.append(SimulatedLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
     rows.sort(key=lambda layout: -layout.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), smallest)
 
@@ -209,9 +209,9 @@ def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes
     return timeline.append(Task("its share of a checkpoint", DISK, checkpoint_s, kind="checkpoint"))
 
 
-def make_bfloat16_run(layout: FittingLayout) -> PlannedRun:
+def make_bfloat16_run(layout: SimulatedLayout) -> PlannedRun:
     """Return the run of the same layout in bfloat16, even if that does not fit."""
     resolved, dims = resolve_parallel_dims(
-        with_precision(layout.candidate.config, BFLOAT16), rank=0, world_size=layout.run.ranks
+        with_precision(layout.candidate.config, BFLOAT16), rank=0, world_size=layout.run.world_size
     )
     return make_planned_run(resolved, dims)

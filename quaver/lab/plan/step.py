@@ -268,8 +268,8 @@ class _TaskBuilder:
         parameters = count_held_parameters(run)
         norm_s = predict_move_seconds(4 * parameters, cluster.spec)
         norm = self._compute("norm of gradients", norm_s, "optimizer", [self._last_reduction])
-        if run.ranks > 1:
-            norm = self._send("all-reduce of the norm", ModeledCollective("all_reduce", 4, run.ranks), [norm])
+        if run.world_size > 1:
+            norm = self._send("all-reduce of the norm", ModeledCollective("all_reduce", 4, run.world_size), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = (2 + 3) * run.parameter_bytes + 2 * run.state_bytes
         optimizer_s = predict_move_seconds(moved * parameters, cluster.spec)

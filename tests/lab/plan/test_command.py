@@ -162,7 +162,7 @@ def test_ledger_times_are_printed_beside_the_formulas(is_counted, plan, tmp_path
 )
 def test_a_step_has_the_nearest_number_of_sequences_that_the_ranks_divide(gpus, tokens, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
-    assert plan_views.PlanOptions(gpus=gpus, global_batch=tokens).count_step_sequences(TrainConfig()) == sequences
+    assert plan_views.PlanOptions(gpus=gpus, global_batch=tokens).find_step_batch_size(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(

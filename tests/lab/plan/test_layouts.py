@@ -12,9 +12,9 @@ from quaver.roofline.device_specs import find_device_spec
 from tests.lab.trainer.runs import CONFIGS, with_settings
 
 
-def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, less_precise_storage=False):
+def load_layouts(name, ranks, *, precisions=(BFLOAT16, "tensorwise"), step_batch_size=None, less_precise_storage=False):
     config = load_config(CONFIGS / f"{name}.toml")
-    options = {"step_sequences": step_sequences, "less_precise_storage": less_precise_storage}
+    options = {"step_batch_size": step_batch_size, "less_precise_storage": less_precise_storage}
     return list_layouts(config, ranks, gpus_per_node=8, precisions=list(precisions), **options)
 
 
@@ -40,7 +40,7 @@ def test_a_layout_in_words_names_the_degrees_above_1():
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
-    for candidate in load_layouts("llama3_70b", 64, step_sequences=128).candidates:
+    for candidate in load_layouts("llama3_70b", 64, step_batch_size=128).candidates:
         training, groups = candidate.config.training, candidate.dims.data_parallel_degree
         assert training.global_batch_size == 128
         assert 128 % (training.local_batch_size * groups) == 0
@@ -57,7 +57,7 @@ def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
     """With a batch of its own it would be compared with steps of other tokens."""
     config = with_settings(TrainConfig(), training={"local_batch_size": 4, "global_batch_size": 16})
     layouts = list_layouts(
-        config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_sequences=4, less_precise_storage=False
+        config, 2, gpus_per_node=8, precisions=[BFLOAT16], step_batch_size=4, less_precise_storage=False
     )
     assert not any(candidate.is_configured for candidate in layouts.candidates)
     assert {candidate.config.training.global_batch_size for candidate in layouts.candidates} == {4}
@@ -90,7 +90,7 @@ def test_weights_are_gathered_in_each_way_that_the_trainer_has():
 
 
 def test_gradients_are_reduced_in_each_way_that_may_be_best():
-    candidates = load_layouts("llama3_8b", 16, step_sequences=32, precisions=[BFLOAT16]).candidates
+    candidates = load_layouts("llama3_8b", 16, step_batch_size=32, precisions=[BFLOAT16]).candidates
     assert candidates[0].is_configured
     reduces = defaultdict(set)
     for candidate in candidates[1:]:

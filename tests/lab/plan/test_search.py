@@ -17,7 +17,7 @@ from quaver.lab.plan.limits import Link, compute_float8_speedup, describe_float8
 from quaver.lab.plan.mfu import compute_mfu
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import make_planned_run
-from quaver.lab.plan.search import FittingLayout, predict_step_seconds, search
+from quaver.lab.plan.search import SimulatedLayout, predict_step_seconds, search
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import build_tasks
 from quaver.lab.settings.config_file import load_config
@@ -42,9 +42,9 @@ def known_memory():
 
 
 @cache
-def make_layouts(ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=2):
+def make_layouts(ranks=16, precisions=(BFLOAT16, "tensorwise"), step_batch_size=None, blocks=2):
     config = with_settings(load_config(LLAMA_8B), model={"n_layers": blocks})
-    options = {"precisions": list(precisions), "step_sequences": step_sequences}
+    options = {"precisions": list(precisions), "step_batch_size": step_batch_size}
     return list_layouts(config, ranks, gpus_per_node=8, **options, less_precise_storage=False)
 
 
@@ -53,7 +53,7 @@ def plan_last_layout(**options):
     return make_planned_run(candidate.config, candidate.dims)
 
 
-MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_sequences": 48, "blocks": 6}
+MICRO_BATCHES = {"ranks": 8, "precisions": (BFLOAT16,), "step_batch_size": 48, "blocks": 6}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_rows_have_the_estimated_peaks_of_their_configs(monkeypatch):
     limit = peaks[len(peaks) // 2]
     result = search(layouts, CLUSTER, limit, top=3)
     assert [row.peak_bytes for row in result.rows] == [estimate_peak(row.candidate.config, 16) for row in result.rows]
-    assert result.fitting_layouts == sum(peak <= limit for peak in peaks) < len(peaks)
+    assert result.fitting_count == sum(peak <= limit for peak in peaks) < len(peaks)
     assert result.smallest.peak_bytes == peaks[0]
 
 
@@ -121,7 +121,7 @@ def test_the_share_of_the_peak_counts_causal_attention(search_result):
     row = next(row for row in search_result.rows if row.candidate.precision_label == BFLOAT16)
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
-    flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.ranks
+    flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.world_size
     share = compute_mfu(run, row.seconds, CLUSTER.spec)
     assert share == pytest.approx(flops / row.seconds / 1e12 / CLUSTER.spec.bfloat16_tflops)
 
@@ -134,7 +134,7 @@ def test_no_speedup_is_above_its_bound(ranks, network_gbit_per_s, gpu):
     layouts = make_layouts(ranks, precisions=("tensorwise", "rowwise")).candidates
     for candidate in layouts[1 :: max(1, len(layouts) // 12)]:
         run = make_planned_run(candidate.config, candidate.dims)
-        row = FittingLayout(candidate, run, 0, searching.simulate_step(run, cluster))
+        row = SimulatedLayout(candidate, run, 0, searching.simulate_step(run, cluster))
         speedup = compute_float8_speedup(row, cluster)
         assert speedup.value <= speedup.max_value
 
@@ -163,7 +163,7 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
     run, spec = plan_last_layout(ranks=8, precisions=(BFLOAT16,), blocks=4), CLUSTER.spec
     long = replace(run, seq_len=2**20)
     seconds = predict_step_seconds(long, replace(CLUSTER, sustained_share=1.0))
-    as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
+    as_usual = long.step_tokens * count_training_flops_per_token(long.model, long.seq_len) / long.world_size / seconds
     assert compute_mfu(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
     with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
         compute_mfu(long, seconds / 5, spec)
@@ -185,7 +185,7 @@ def test_a_slow_network_shows_what_waits(float8_gradients, reduction):
     slow = replace(CLUSTER, network_gbit_per_s=10.0)
     candidate = make_layouts().candidates[0]
     run = replace(make_planned_run(candidate.config, candidate.dims), float8_gradients=float8_gradients)
-    row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
+    row = SimulatedLayout(candidate, run, 0, searching.simulate_step(run, slow))
     (network,) = [link for link in list_links(row.timeline) if link.name == "network"]
     assert network.exposed_s > 0.2 * row.seconds
     assert f"the step waits for {reduction} for " in "; ".join(describe_limits(row, slow))
@@ -195,7 +195,7 @@ def test_storage_that_cannot_keep_up_limits_the_step():
     slow = replace(CLUSTER, storage_gb_per_s=1e-3)
     candidate = make_layouts().candidates[0]
     run = replace(make_planned_run(candidate.config, candidate.dims), steps_between_saves=10)
-    row = FittingLayout(candidate, run, 0, searching.simulate_step(run, slow))
+    row = SimulatedLayout(candidate, run, 0, searching.simulate_step(run, slow))
     writing_s = predict_write_seconds(run, slow)
     assert writing_s < 10 * row.seconds == pytest.approx(writing_s, rel=1e-3)
     sentence = (

@@ -86,7 +86,7 @@ def test_curves_of_scaling_are_the_models():
     cluster = Cluster.from_spec(H100)
     for config, layout, gpus in (("llama3_8b", Layout(0, 1), 1024), ("mixture_30b_a3b", Layout(64, 1, 8), 512)):
         run = make_run(config, "float8", layout, gpus, is_weak=True)
-        assert run.ranks == gpus
+        assert run.world_size == gpus
         points = scaling.find_points(SCALING["curves"], config, "float8", "weak", layout.name)
         assert points[gpus] == pytest.approx(scaling.predict_tokens_per_s(run, cluster), rel=1e-4)
     assert make_run("llama3_8b", "float8", Layout(64, 1), 100, is_weak=True) is None
