@@ -51,7 +51,7 @@ class Prediction:
     """The module that reaches the peak; empty for code outside of modules."""
     operator_of_peak: str
     """The operator that reaches the peak."""
-    reads: int
+    num_reads: int
     """The number of values that the step read. Each was 1 ([Note: values that are read] in fakes.py)."""
     notes: tuple[str, ...] = ()
     """The assumptions of an estimate."""
@@ -118,7 +118,7 @@ class Prediction:
             "step_peak_bytes": self.step_peak_bytes,
             "saved_by_forward_bytes": self.saved_by_forward_bytes,
             "by_category": self.by_category,
-            "reads_answered_by_1": self.reads,
+            "reads_answered_by_1": self.num_reads,
             "assumptions": list(self.notes),
             "report": {key: value for key, value in self.report.items() if key not in excluded},
         }
@@ -205,7 +205,7 @@ def record_fake_step(
     backend = GlooBuffers() if fake_mode.device == "cpu" else None
 
     def record() -> Prediction:
-        fake_mode.reads = 0
+        fake_mode.num_reads = 0
         if fake_mode.assumptions is not None:
             fake_mode.assumptions.notes.clear()
         tracker = CompiledTracker(model) if fake_mode.runs_compiled_code else None
@@ -213,7 +213,7 @@ def record_fake_step(
             run_step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, context=backend
         )
         notes = () if fake_mode.assumptions is None else tuple(fake_mode.assumptions.notes)
-        return replace(prediction, reads=fake_mode.reads, notes=notes)
+        return replace(prediction, num_reads=fake_mode.num_reads, notes=notes)
 
     (run_first_step or run_step)()
     prediction = repeat_until_nothing_compiles(record)
@@ -247,7 +247,7 @@ def record_step(
     saved_bytes = 0 if backward is None else timeline.count_added_bytes(backward)
     at_peak = timeline.get_allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")
-    return Prediction(report, saved_bytes, module, operator, reads=0)
+    return Prediction(report, saved_bytes, module, operator, num_reads=0)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

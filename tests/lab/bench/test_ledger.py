@@ -111,7 +111,7 @@ def test_each_kernel_has_its_source_line_and_the_operations_that_it_fuses():
 def test_quantization_reads_a_tensor_at_most_three_times_and_surplus_stores_are_counted():
     counted = count_case("linear", "quaver tensorwise")
     assert max(counted.quantization_reads.values()) == 3  # an amax, and a cast for each layout
-    assert sum(map(len, counted.stores.values())) == counted.surplus_stores + len(
+    assert sum(map(len, counted.stores.values())) == counted.num_surplus_stores + len(
         {(name, tensor.stride) for name, stored in counted.stores.items() for tensor in stored}
     )
 
@@ -193,7 +193,7 @@ def test_operations_in_triton_launch_what_the_ledger_counts():
     with interpreting_process() as call:
         launched = call(count_launches_in_triton)
     reads = [access((32, 48), (48, 1), torch.bfloat16)]
-    assert launched == {name: count_operator(name, reads, ROWS).launches for name in launched}
+    assert launched == {name: count_operator(name, reads, ROWS).num_launches for name in launched}
 
 
 @pytest.mark.parametrize(("rows", "results", "reads", "launches"), [(M, 6, 1, 1), (M - 1, 6, 2, 2), (M - 1, 4, 1, 1)])
@@ -203,7 +203,7 @@ def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
     writes = (*[access((rows, N), (N, 1))] * results, *[access((0,), (1,))] * (6 - results))
     launch = Launch("quaver.cast_blockwise", (), (operand,), writes, (), "", {}, False)
     (entry,) = list_entries([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
-    assert (entry.read_bytes, entry.launches) == (reads * operand.moved_bytes, launches)
+    assert (entry.read_bytes, entry.num_launches) == (reads * operand.moved_bytes, launches)
 
 
 def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
@@ -225,7 +225,7 @@ def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
 def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided):
     spec, gradient = find_device_spec("H200"), access((M, N), (N, 1), torch.bfloat16)
     ledger = count_operator(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
-    assert (ledger.copies, ledger.strided_copies, ledger.overhead_bytes) == (1, int(is_strided), 2 * M * N)
+    assert (ledger.num_copies, ledger.num_strided_copies, ledger.overhead_bytes) == (1, int(is_strided), 2 * M * N)
     seconds = M * N * 7.4e-12 if is_strided else 2 * M * N / (4800e9 * 0.85)
     assert sum_milliseconds(ledger, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
     assert any("aten's strided copy of bytes 1 times" in line for line in iter_findings(ledger)) is is_strided
@@ -240,15 +240,15 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
         ((PART, access((N, M), (1, N))), 1, 1),
     ):
         ledger = count_operator("quaver.native_block_mm", [*operands, *scales], result)
-        assert (ledger.copies, ledger.strided_copies) == (copies, strided)
-        assert ledger.launches == copies + 2  # rows' scales are transposed
+        assert (ledger.num_copies, ledger.num_strided_copies) == (copies, strided)
+        assert ledger.num_launches == copies + 2  # rows' scales are transposed
         assert ledger.count_bytes("copies") == copies * 2 * M * N
     ragged = access((1000, 700), (700, 1)), access((700, 250), (250, 1))
     ragged_scales = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
     result = access((1000, 250), (250, 1), torch.bfloat16)
     ledger = count_operator("quaver.native_block_mm", [*ragged, *ragged_scales], result)
-    assert (ledger.copies, ledger.strided_copies) == (3, 0)  # pads of both, and b along K
-    assert ledger.launches == 11  # a pad is two kernels; rows' scales are completed and transposed in one copy
+    assert (ledger.num_copies, ledger.num_strided_copies) == (3, 0)  # pads of both, and b along K
+    assert ledger.num_launches == 11  # a pad is two kernels; rows' scales are completed and transposed in one copy
     weights, tokens = access((8 * K, N), (N, 1)), access((M, K), (K, 1))
     scale = [TOKEN_SCALES, TOKEN_SCALES, GROUP_ENDS]
     for operands, result, is_backward, copies in (
@@ -258,9 +258,11 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
     ):
         written = access(result, (1,) * len(result), torch.bfloat16)
         ledger = count_operator("quaver.grouped_mm", [*operands, *scale], written, is_backward)
-        assert (ledger.copies, ledger.strided_copies) == (copies, 0)
+        assert (ledger.num_copies, ledger.num_strided_copies) == (copies, 0)
         blocks = [access((M, 6), (6, 1), torch.float32)] * 2
-        assert not count_operator("quaver.grouped_mm", [*operands, *blocks, GROUP_ENDS], written, is_backward).copies
+        assert not count_operator(
+            "quaver.grouped_mm", [*operands, *blocks, GROUP_ENDS], written, is_backward
+        ).num_copies
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_no_time_is_below_what_bytes_and_instructions_take():
         seconds, issued = predict_entry_seconds(entry, spec), replace(entry, issued_instructions=10**9)
         assert seconds > entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
         assert seconds > entry.flops / (1e12 * (spec.float8_tflops or 0))
-        issuing = 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
+        issuing = 1e9 / (4 * 132 * 1.83e9) + entry.num_launches * KERNEL_LAUNCH_S
         assert predict_entry_seconds(issued, spec) == max(seconds, issuing)
 
 

@@ -99,13 +99,13 @@ def make_wide(events: int, rows: int) -> dict:
 def make_comparison() -> dict:
     """What `make_report` and another run differ in: one row of more, one of less, one at the peak."""
     names = ("category", "operator", "of", "shape", "dtype", "source", "saved_by")
-    plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: make_row(0)[name] for name in names}
+    plain = {"count_a": 32, "count_b": 0, "num_layers": 32} | {name: make_row(0)[name] for name in names}
     more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}
     less = {"module": HOSTILE, "bytes_a": 8 * MIB, "bytes_b": 2 * MIB, "difference_bytes": -6 * MIB}
     rows = [
-        plain | less | {"moment": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
-        plain | more | {"moment": "saved", "sentence": "+3 MiB: more of it"},
-        plain | more | {"moment": "peak", "sentence": "+3 MiB: at the peak"},
+        plain | less | {"table": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
+        plain | more | {"table": "saved", "sentence": "+3 MiB: more of it"},
+        plain | more | {"table": "peak", "sentence": "+3 MiB: at the peak"},
     ]
     peaks = {"peak_bytes_a": 100 * MIB, "peak_bytes_b": 97 * MIB}
     return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}

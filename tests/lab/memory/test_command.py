@@ -62,7 +62,7 @@ def test_two_settings_are_compared_drawn_and_measured(tmp_path, ask):
     assert written["comparison"]["label_b"] == vs
     assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
     assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed
-    largest = next(row for row in written["comparison"]["rows"] if row["moment"] == "saved")
+    largest = next(row for row in written["comparison"]["rows"] if row["table"] == "saved")
     assert largest["difference_bytes"] < 0
     assert largest["sentence"] in " ".join(printed.split("\n"))
     html = page.read_text()

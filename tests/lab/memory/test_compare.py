@@ -53,7 +53,7 @@ def test_a_tensor_that_one_model_saves_is_counted_per_layer_in_both_orders(relu,
     comparison, reverse = compare_reports(relu, silu), compare_reports(silu, relu)
     row = comparison.list_rows("saved")[0]
     assert (row.module, row.operator, row.shape, row.dtype) == ("layers.*.up", "aten.mm", (128, 256), "float32")
-    assert (row.count_a, row.count_b, row.layers) == (0, 3, 3)
+    assert (row.count_a, row.count_b, row.num_layers) == (0, 3, 3)
     assert (row.difference_bytes, row.per_layer_bytes) == (3 * HIDDEN_BYTES, HIDDEN_BYTES)
     assert row.sentence.startswith("+128 KiB per layer x 3: `mm` of ")
     assert "float32 (128, 256)" in row.sentence
@@ -86,7 +86,7 @@ def test_equal_reports_have_no_differences(relu):
 
 def test_fewer_layers_are_a_difference_of_bytes_only_and_one_has_its_own_name(relu):
     row = compare_reports(relu, explain_stack(layers=2)).list_rows("saved")[0]
-    assert (row.count_a, row.count_b, row.layers) == (3, 2, 3)
+    assert (row.count_a, row.count_b, row.num_layers) == (3, 2, 3)
     assert row.difference_bytes == -HIDDEN_BYTES
     assert "384 KiB in all became 256 KiB" in row.sentence
     row = compare_reports(explain_stack(layers=1), explain_stack(nn.functional.silu, layers=1)).list_rows("saved")[0]

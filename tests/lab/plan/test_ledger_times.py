@@ -76,7 +76,7 @@ def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
     whole, share = list_block_entries(with_precision(CONFIG, precision), 1, H200), list_block_entries(config, 2, H200)
     assert not any("c10d" in entry.name for entry in share)
     assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
-    assert Ledger(precision, "H200", share, ()).surplus_stores == 0
+    assert Ledger(precision, "H200", share, ()).num_surplus_stores == 0
 
 
 @pytest.mark.nightly

@@ -50,7 +50,7 @@ class LedgerEntry:
     name: str
     location: str
     fuses: tuple[str, ...]
-    launches: int
+    num_launches: int
     read_bytes: int
     written_bytes: int
     reread_bytes: int
@@ -87,7 +87,7 @@ def _list_accesses(launches: Sequence[Launch]) -> list[BufferAccess]:
 
 
 def _make_entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[LedgerEntry]:
-    again, cached = _count_repeated_loads(launch, l2_bytes)
+    reread, cached = _count_repeated_loads(launch, l2_bytes)
     category = _classify(launch, small)
     entry = LedgerEntry(
         category=category,
@@ -95,10 +95,10 @@ def _make_entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int
         name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
         location=launch.location,
         fuses=launch.fuses,
-        launches=max(1, len(launch.kernels)),
-        read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
+        num_launches=max(1, len(launch.kernels)),
+        read_bytes=sum(access.moved_bytes for access in launch.reads) + reread,
         written_bytes=sum(access.moved_bytes for access in launch.writes),
-        reread_bytes=again,
+        reread_bytes=reread,
         cached_bytes=cached,
         flops=0,
         strided_elements=launch.writes[0].elements if category == "copies" and _is_copied_by_aten(launch) else 0,
@@ -132,7 +132,7 @@ def _count_repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
 
     The first loop that loads a buffer does not count, unless the kernel has stored the buffer.
     """
-    again = cached = 0
+    reread = cached = 0
     for kernel in launch.kernels:
         loops = count_loads_in_loops(kernel.source)
         first = {kernel.pointers.get(access.name) for access in launch.reads}
@@ -142,8 +142,8 @@ def _count_repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
             if is_along_rows(kernel.source) or access.moved_bytes <= l2_bytes:
                 cached += moved
             else:
-                again += moved
-    return again, cached
+                reread += moved
+    return reread, cached
 
 
 def find_matrices(entry: LedgerEntry) -> tuple[BufferAccess, BufferAccess]:
@@ -203,7 +203,7 @@ def _correct_expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
             entry,
             category="copies",
             name=f"{entry.name}: copy",
-            launches=3 if contracts_tokens else 1,
+            num_launches=3 if contracts_tokens else 1,
             read_bytes=operand.elements * (2 if contracts_tokens else 1),
             written_bytes=operand.elements * (3 if contracts_tokens else 1),
         )
@@ -232,7 +232,7 @@ def _make_called_entries(entry: LedgerEntry, call: OperatorCall) -> list[LedgerE
         entry,
         category="copies" if moves_codes else "small",
         name=f"{entry.name}: {call.name}",
-        launches=call.kernels,
+        num_launches=call.kernels,
         read_bytes=call.read_bytes,
         written_bytes=call.written_bytes,
         strided_elements=call.reads[0].numel() if moves_codes and not (is_copied_by_quaver or keeps_layout) else 0,
@@ -264,20 +264,20 @@ def is_contiguous(access: BufferAccess, *, transposed: bool = False) -> bool:
 
 def _correct_group_amaxes(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a second launch, which fills the amaxes with zeros."""
-    return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
+    return [replace(entry, category="small" if entry.category == "small" else "amax", num_launches=2)]
 
 
 def _correct_cast_of_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count two reads of the operand, for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
-    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
+    return [replace(entry, read_bytes=entry.read_bytes + operand, num_launches=3)]
 
 
 def _correct_cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count one kernel; for 1 x n blocks in both directions of unaligned sizes two, which both read the operand."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
     if written == len(FlatOperands._fields) - 2 and not casts_both_directions_at_once(*operand.size):
-        return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
+        return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, num_launches=2)]
     return [entry]
 
 

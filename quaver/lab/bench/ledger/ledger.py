@@ -26,9 +26,9 @@ class Ledger:
     graphs: tuple[CompiledGraph, ...]
 
     @property
-    def launches(self) -> int:
+    def num_launches(self) -> int:
         """The number of launched kernels."""
-        return sum(entry.launches for entry in self.entries)
+        return sum(entry.num_launches for entry in self.entries)
 
     def count_bytes(self, *categories: str) -> int:
         """Return the bytes that entries of these categories read and write."""
@@ -44,12 +44,12 @@ class Ledger:
         return self.count_bytes(*OVERHEAD_CATEGORIES)
 
     @property
-    def copies(self) -> int:
+    def num_copies(self) -> int:
         """The number of copies of codes into another layout."""
         return len(self.select("copies"))
 
     @property
-    def strided_copies(self) -> int:
+    def num_strided_copies(self) -> int:
         """The number of copies by aten's strided copy of bytes, which is slow."""
         return sum(1 for entry in self.entries if entry.strided_elements)
 
@@ -92,7 +92,7 @@ class Ledger:
         return buffers
 
     @property
-    def surplus_stores(self) -> int:
+    def num_surplus_stores(self) -> int:
         """The number of redundant stores: the same codes are written twice in one layout."""
         return sum(len(buffers) - len({access.stride for access in buffers}) for buffers in self.stores.values())
 
@@ -118,12 +118,12 @@ class Ledger:
     def list_counts(self) -> dict[str, Any]:
         """Return the numbers that tests compare."""
         return {
-            "launches": self.launches,
-            "copies": self.copies,
-            "strided_copies": self.strided_copies,
+            "launches": self.num_launches,
+            "copies": self.num_copies,
+            "strided_copies": self.num_strided_copies,
             **{f"{category}_bytes": self.count_bytes(category) for category in OVERHEAD_CATEGORIES},
             "saved_bytes": self.saved_bytes,
-            "surplus_stores": self.surplus_stores,
+            "surplus_stores": self.num_surplus_stores,
             "float64_per_element": round(self.float64_per_element, 2),
         }
 
@@ -131,7 +131,7 @@ class Ledger:
         """Return sums and the names of Inductor's kernels by category, and with `kernels` all entries."""
         categories = {
             category: {
-                "launches": sum(entry.launches for entry in self.select(category)),
+                "launches": sum(entry.num_launches for entry in self.select(category)),
                 "read_bytes": sum(entry.read_bytes for entry in self.select(category)),
                 "written_bytes": sum(entry.written_bytes for entry in self.select(category)),
                 "kernels": sorted({kernel.name for entry in self.select(category) for kernel in entry.launch.kernels}),
@@ -143,7 +143,7 @@ class Ledger:
             "gpu": self.gpu,
             **self.list_counts(),
             "overhead_bytes": self.overhead_bytes,
-            "read_again_bytes": sum(entry.reread_bytes for entry in self.entries),
+            "reread_bytes": sum(entry.reread_bytes for entry in self.entries),
             "cached_bytes": sum(entry.cached_bytes for entry in self.entries),
             "float32_bytes": self.float32_bytes,
             "categories": categories,
@@ -158,7 +158,8 @@ _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _make_row(entry: LedgerEntry) -> dict[str, Any]:
     row = {name: getattr(entry, name) for name in LedgerEntry.__dataclass_fields__ if name != "launch"}
-    return row | {"reads": _list_accesses(entry.launch.reads), "writes": _list_accesses(entry.launch.writes)}
+    accesses = {"reads": _list_accesses(entry.launch.reads), "writes": _list_accesses(entry.launch.writes)}
+    return {"launches": row.pop("num_launches"), **row, **accesses}
 
 
 def _list_accesses(accesses: Iterable[BufferAccess]) -> list[dict[str, Any]]:

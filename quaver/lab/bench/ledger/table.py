@@ -31,10 +31,10 @@ def iter_ledger_rows(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[li
     base = sum(sum_milliseconds(ledgers[0], spec).values())
     for ledger in ledgers:
         total = sum(sum_milliseconds(ledger, spec).values())
-        cells = [ledger.name.removeprefix("quaver "), str(ledger.launches)]
+        cells = [ledger.name.removeprefix("quaver "), str(ledger.num_launches)]
         cells += [_format_gigabytes(ledger.count_bytes(category)) for category in OVERHEAD_CATEGORIES]
-        if ledger.copies:
-            cells[2 + OVERHEAD_CATEGORIES.index("copies")] += f" ({ledger.copies})"
+        if ledger.num_copies:
+            cells[2 + OVERHEAD_CATEGORIES.index("copies")] += f" ({ledger.num_copies})"
         cells += [_format_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
         yield [*cells, f"{base / total:.2f}"]
 
@@ -61,10 +61,10 @@ def iter_findings(ledger: Ledger) -> Iterator[str]:
     if reads:
         times = sorted(reads.values())
         yield f"{ledger.name}: reads {len(reads)} tensors to quantize them, {times[0]} to {times[-1]} times each"
-    if ledger.strided_copies:
-        yield f"{ledger.name}: copies codes by aten's strided copy of bytes {ledger.strided_copies} times"
-    if ledger.surplus_stores:
-        yield f"{ledger.name}: stores codes {ledger.surplus_stores} times in a layout that is stored already"
+    if ledger.num_strided_copies:
+        yield f"{ledger.name}: copies codes by aten's strided copy of bytes {ledger.num_strided_copies} times"
+    if ledger.num_surplus_stores:
+        yield f"{ledger.name}: stores codes {ledger.num_surplus_stores} times in a layout that is stored already"
     if ledger.float64_per_element >= 1:
         yield f"{ledger.name}: computes up to {ledger.float64_per_element:.1f} float64 operations an element"
     if ledger.float32_bytes > ledger.overhead_bytes / 100:

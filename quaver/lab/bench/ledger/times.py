@@ -56,7 +56,7 @@ def predict_entry_seconds(
     seconds = max(
         predict_move_seconds(entry.moved_bytes, spec), multiplied_s, predict_issue_seconds(entry, spec), strided_s
     )
-    return seconds + entry.launches * KERNEL_LAUNCH_S
+    return seconds + entry.num_launches * KERNEL_LAUNCH_S
 
 
 def predict_issue_seconds(entry: LedgerEntry, spec: DeviceSpec) -> float:

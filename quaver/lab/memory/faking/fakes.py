@@ -53,7 +53,7 @@ class FakeMode(FakeTensorMode):
             raise ValueError(f"expected a device to predict for, {' or '.join(DEVICES)}, got {device!r}")
         super().__init__(allow_non_fake_inputs=True)  # tensors that a module created on import
         self.device, self.runs_compiled_code = device, runs_compiled_code
-        self.reads = 0
+        self.num_reads = 0
         """The number of values that were read ([Note: values that are read])."""
         self.integer_reads: set[str] = set()
         """The locations where integers were read."""
@@ -78,7 +78,7 @@ class FakeMode(FakeTensorMode):
             return assumed
 
     def _read(self, dtype: torch.dtype) -> Any:
-        self.reads += 1
+        self.num_reads += 1
         if dtype is torch.bool:
             return True
         if dtype.is_floating_point:

@@ -34,7 +34,7 @@ _UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")
 class TensorDifference:
     """Equal tensors of all layers, if their bytes differ between two runs."""
 
-    moment: str
+    table: str
     """saved: saved for backward when that takes the most bytes; peak: alive at the peak."""
     category: str
     module: str
@@ -52,7 +52,7 @@ class TensorDifference:
     bytes_b: int
     count_a: int
     count_b: int
-    layers: int
+    num_layers: int
     """The number of modules that have the tensor."""
     hint: str
     """A way to avoid the difference; empty if none is known."""
@@ -65,12 +65,12 @@ class TensorDifference:
     @property
     def per_layer_bytes(self) -> int:
         """`difference_bytes` per layer, on average."""
-        return round(self.difference_bytes / self.layers)
+        return round(self.difference_bytes / self.num_layers)
 
     @property
     def sentence(self) -> str:
         """The row as one line of text."""
-        layers = f" per layer x {self.layers}" if self.layers > 1 else ""
+        layers = f" per layer x {self.num_layers}" if self.num_layers > 1 else ""
         amount = f"{format_change(self.per_layer_bytes)}{layers}"
         parts = [f"{amount}: {self._format_subject()}", *self._iter_details()]
         return ", ".join(parts) + (f"; {self.hint}" if self.hint else "")
@@ -91,12 +91,12 @@ class TensorDifference:
 
     def _iter_details(self) -> Iterator[str]:
         count = max(self.count_a, self.count_b)
-        times = f"{count // self.layers} x " if self.dtype and count // self.layers > 1 else ""
+        times = f"{count // self.num_layers} x " if self.dtype and count // self.num_layers > 1 else ""
         yield f"{times}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
         if self.source:
             yield f"made at {self.source}"
         saved_by = f"{'the ' if self.saved_by in _UNNAMED_SAVERS else ''}{self.saved_by or 'other code'}"
-        yield f"saved by {saved_by}" if self.moment == "saved" else "alive at the peak"
+        yield f"saved by {saved_by}" if self.table == "saved" else "alive at the peak"
         if self.first_use is not None:
             line = self.first_use.get("source")
             at = f" at {line}" if line else ""
@@ -122,9 +122,9 @@ class Comparison:
     """The differences, the largest absolute value first. Rows at the peaks may differ merely because the peaks are at
     different moments of the step."""
 
-    def list_rows(self, moment: str) -> tuple[TensorDifference, ...]:
-        """Return the rows with this `TensorDifference.moment`, "saved" or "peak"."""
-        return tuple(row for row in self.rows if row.moment == moment)
+    def list_rows(self, table: str) -> tuple[TensorDifference, ...]:
+        """Return the rows with this `TensorDifference.table`, "saved" or "peak"."""
+        return tuple(row for row in self.rows if row.table == table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
@@ -171,11 +171,11 @@ def _merge_layers_of(row: Row) -> Row:
     return merge_layers([row])[0]
 
 
-def _iter_differences(moment: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
+def _iter_differences(table: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
     for described, aligned in _align(rows_a, rows_b):
         if aligned.difference_bytes:
             runs = (rows_b, rows_a) if aligned.difference_bytes > 0 else (rows_a, rows_b)
-            yield _make_difference(moment, described, aligned, SavedByRuns(*runs))
+            yield _make_difference(table, described, aligned, SavedByRuns(*runs))
 
 
 def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows, _AlignedRows]]:
@@ -200,16 +200,14 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
         yield max(aligned, key=lambda rows: sign * rows.difference_bytes), merged
 
 
-def _make_difference(
-    moment: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns
-) -> TensorDifference:
-    layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
+def _make_difference(table: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
+    num_layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
     rows = described.b if aligned.difference_bytes > 0 else described.a
     operands = [_merge_layers_of(row).get("of") for row in rows]
     row = rows[operands.index(Counter(operands).most_common(1)[0][0])]
-    shown = _merge_layers_of(row) if layers > 1 else row
+    shown = _merge_layers_of(row) if num_layers > 1 else row
     return TensorDifference(
-        moment=moment,
+        table=table,
         **{name: shown[name] for name in ("category", "module", "operator", "dtype")},
         **{name: shown.get(name) or "" for name in ("of", "source", "saved_by")},
         shape=tuple(shown["shape"]),
@@ -218,6 +216,6 @@ def _make_difference(
         bytes_b=_sum_bytes(aligned.b),
         count_a=sum(row["count"] for row in aligned.a),
         count_b=sum(row["count"] for row in aligned.b),
-        layers=layers,
-        hint=find_hint(row, runs) if moment == "saved" else "",
+        num_layers=num_layers,
+        hint=find_hint(row, runs) if table == "saved" else "",
     )

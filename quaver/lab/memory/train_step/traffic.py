@@ -59,7 +59,7 @@ class Collectives:
 class CollectiveSum(NamedTuple):
     """How many collectives a rank starts, and the bytes that it sends in them."""
 
-    collectives: int
+    num_collectives: int
     sent_bytes: int
 
 

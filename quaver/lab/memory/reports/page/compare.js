@@ -43,10 +43,10 @@ function sumsTable(name, caption, [a, b], labels, colors, ofRatio) {
 }
 
 const MOST_DIFFERENCES = 15;
-const MOMENTS = { saved: "Saved for backward: what differs", peak: "Alive at the peak: what differs" };
+const CAPTIONS = { saved: "Saved for backward: what differs", peak: "Alive at the peak: what differs" };
 
-/** The ranked differences of one moment. */
-function differenceTable(moment, rows, comparison, colors) {
+/** The ranked differences of one table. */
+function differenceTable(table, rows, comparison, colors) {
   const columns = [
     differenceColumn(rows, (row) => row.difference_bytes),
     bytesColumn(comparison.label_a, (row) => row.bytes_a), bytesColumn(comparison.label_b, (row) => row.bytes_b),
@@ -54,10 +54,10 @@ function differenceTable(moment, rows, comparison, colors) {
     { label: "module", kind: "name", read: (row) => moduleName(row.module) },
     { label: "in words", kind: "sentence", read: (row) => row.sentence || "" },
     { label: "count", kind: "shape", read: (row) => countsOf(row) },
-    { label: "layers", kind: "number", read: (row) => row.layers ?? "" },
+    { label: "layers", kind: "number", read: (row) => row.num_layers ?? "" },
   ];
-  const caption = MOMENTS[moment] || "What differs";
-  return new SortedTable({ name: `compare-${moment || "rows"}`, caption, columns, rows, most: MOST_DIFFERENCES }).element;
+  const caption = CAPTIONS[table] || "What differs";
+  return new SortedTable({ name: `compare-${table || "rows"}`, caption, columns, rows, most: MOST_DIFFERENCES }).element;
 }
 
 function countsOf(row) {
@@ -69,9 +69,9 @@ function showComparison(runs, comparison, colors) {
   byId("compare-categories").append(
     sumsTable("categories", "By what it is for", runs, labels, colors, (row) => ratio(row.a, row.b)));
   if (!comparison) return;
-  for (const moment of new Set(comparison.rows.map((row) => row.moment || ""))) {
-    const rows = comparison.rows.filter((row) => (row.moment || "") === moment);
-    byId("compare-rows").append(differenceTable(moment, rows, comparison, colors));
+  for (const table of new Set(comparison.rows.map((row) => row.table || ""))) {
+    const rows = comparison.rows.filter((row) => (row.table || "") === table);
+    byId("compare-rows").append(differenceTable(table, rows, comparison, colors));
   }
 }
 
