@@ -93,7 +93,7 @@ def make_parts(folder: Path, *, dry: bool = False) -> dict[str, list[GpuPart]]:
 
 
 DEFAULT_GROUPS = ("quiet", "tests")
-TIMED_AFTER = "gradients"
+GRADIENTS_PART = "gradients"
 """The part whose exit code `EXIT_WRONG_GRADIENTS` stops all later parts but the tests."""
 
 
@@ -159,13 +159,13 @@ def run_all(todo: list[GpuPart], results: Path) -> dict[str, dict[str, Any]]:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands with &
     results.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, dict[str, Any]] = {}
-    deadline, is_wrong = time.monotonic(), False
+    deadline, are_gradients_wrong = time.monotonic(), False
     with (results / "gpu.log").open("w+") as log:
         for part in todo:
             deadline += part.seconds
             start = time.monotonic()
-            if is_wrong and part.name not in DEFAULT_GROUPS:
-                outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
+            if are_gradients_wrong and part.name not in DEFAULT_GROUPS:
+                outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {GRADIENTS_PART} are wrong"}
                 _save(outcomes, results)
                 continue
             for stream in (sys.stdout, log):
@@ -178,7 +178,9 @@ def run_all(todo: list[GpuPart], results: Path) -> dict[str, dict[str, Any]]:
             before = log.tell()
             failure = run(part.argv, deadline - start, log)
             printed = _read_log_from(Path(log.name), before)
-            is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {EXIT_WRONG_GRADIENTS}")
+            are_gradients_wrong = are_gradients_wrong or (
+                part.name == GRADIENTS_PART and failure == f"exit code {EXIT_WRONG_GRADIENTS}"
+            )
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
             outcomes[part.name]["result"] = _read_result(part, printed)
             _save(outcomes, results)

@@ -76,13 +76,13 @@ class PartContext:
         Args:
             with_host: leave out the spinning kernel, so that the time includes a host that is slower than the device.
         """
-        hosts: dict[str, float] = {}
+        host_seconds: dict[str, float] = {}
         for name, function in contestants.items():
             for _ in range(1 if self.dry else warmup):
                 synchronize(self.device)
                 start = time.perf_counter()
                 function()
-                hosts[name] = 0.0 if with_host else time.perf_counter() - start
+                host_seconds[name] = 0.0 if with_host else time.perf_counter() - start
         samples: dict[str, list[float]] = {name: [] for name in contestants}
         names, cache = list(contestants), 4 * (find_cache_bytes(self.device) or 1 << 24)
         flush = torch.empty(1 << 16 if self.dry else cache, dtype=torch.uint8, device=self.device)
@@ -91,7 +91,7 @@ class PartContext:
             for name in names[first:] + names[:first]:
                 flush.zero_()
                 flush.view(torch.int32).amax()
-                self._spin(hosts[name])
+                self._spin(host_seconds[name])
                 samples[name].append(self._sample(contestants[name]))
         return {name: Timing.from_seconds(seconds) for name, seconds in samples.items()}
 

@@ -78,10 +78,10 @@ def make_run(config: str, precision: str, layout: Layout, gpus: int, *, is_weak:
     settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
     checkpointing, batch = CONFIGS[config]
     model, seq_len = settings.model, settings.training.seq_len
-    ranks, left = divmod(gpus, layout.tp)
+    ranks, undivided_gpus = divmod(gpus, layout.tp)
     shard = layout.dp_shard or ranks
-    replicate, apart = divmod(ranks, shard)
-    if left or apart or replicate < 1 or (layout.dp_shard and replicate == 1) or shard % layout.ep:
+    replicate, undivided_ranks = divmod(ranks, shard)
+    if undivided_gpus or undivided_ranks or replicate < 1 or (layout.dp_shard and replicate == 1) or shard % layout.ep:
         return None
     sequences = layout.tp * 8192 // seq_len if is_weak else batch // seq_len // ranks
     if sequences < 1:
@@ -114,8 +114,8 @@ def fit_micro_batches(run: PlannedRun, settings: TrainConfig, precision: str) ->
         make_run_config(run, settings, precision)
     except ValueError:
         return None
-    most, sequences = USABLE_MEMORY_SHARE * H100.memory_gb * 1e9, run.local_batch
-    while estimate_peak(make_run_config(run, settings, precision), run.world_size) > most:
+    usable_bytes, sequences = USABLE_MEMORY_SHARE * H100.memory_gb * 1e9, run.local_batch
+    while estimate_peak(make_run_config(run, settings, precision), run.world_size) > usable_bytes:
         if run.local_batch == 1:
             return None
         local = run.local_batch // 2
@@ -147,10 +147,10 @@ def make_run_config(run: PlannedRun, settings: TrainConfig, precision: str) -> T
 def predict_tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return tokens/s per GPU. Microbatches after the third are taken to be as long as the third."""
     compute_times = ComputeTimes.from_formulas(run, cluster)
-    took = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, compute_times)
+    seconds = extrapolate_seconds(run, min(run.micro_batches, 3), cluster, compute_times)
     if run.micro_batches > 3:
-        took += (run.micro_batches - 3) * (took - extrapolate_seconds(run, 2, cluster, compute_times))
-    return run.step_tokens / took / run.world_size
+        seconds += (run.micro_batches - 3) * (seconds - extrapolate_seconds(run, 2, cluster, compute_times))
+    return run.step_tokens / seconds / run.world_size
 
 
 def predict_all() -> dict[str, Any]:

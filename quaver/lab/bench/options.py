@@ -1,7 +1,7 @@
 """The options that benchmarks share.
 
-The dataclass of a benchmark inherits from these and has the name of its verb. It
-measures in its method `measure`, or for `train` in `measure_steps`, which gets models that are made before.
+The dataclass of a benchmark inherits from these and has the name of its verb. It measures in its method `measure`, or
+for `train` in `measure_steps`, which gets models that are made before.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         cluster = Cluster.from_spec(spec, options.gpus_per_node, options.network_gbit_per_s, options.storage)
         if options.ledger:
             check_ledger_gpu(spec)
-        memory = (
+        usable_bytes = (
             parse_bytes(options.memory, "--memory")
             if options.memory
             else int(USABLE_MEMORY_SHARE * spec.memory_gb * 1e9)
@@ -57,30 +57,30 @@ def main(argv: list[str]) -> int:
         if options.write is not None:
             check_run_files(config, options.gpus, options.gpus_per_node, Path(options.write))
         with show_progress("planning") as set_activity:
-            result = search(layouts, cluster, memory, top=options.top, set_activity=set_activity)
+            result = search(layouts, cluster, usable_bytes, top=options.top, set_activity=set_activity)
         if not result.rows:
-            raise InputError(_describe_misfit(result, spec, memory))
+            raise InputError(_describe_misfit(result, spec, usable_bytes))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(result.rows):
                 raise InputError(f"{option} must be a row of 1 to {len(result.rows)}, got {number}")
     limits = [describe_limits(row, cluster) for row in result.rows]
-    print_views(iter_views(options, result, limits, cluster, memory))
+    print_views(iter_views(options, result, limits, cluster, usable_bytes))
     print_views(iter_notes_on_steps(options, layouts, result))
     print_views(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
-    _write(options, result, limits, cluster)
+    _write_files(options, result, limits, cluster)
     return 0
 
 
-def _describe_misfit(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
+def _describe_misfit(result: SearchResult, spec: DeviceSpec, usable_bytes: int) -> str:
     candidate, _, needed = result.smallest
     return (
-        f"no layout fits into {format_bytes(memory)} of one {spec.name}: the smallest, {candidate.precision_label} on "
-        f"{candidate.description}, needs about {format_bytes(needed)}, {format_bytes(needed - memory)} more; "
-        "add GPUs with --gpus, or try --less-precise-storage"
+        f"no layout fits into {format_bytes(usable_bytes)} of one {spec.name}: the smallest, "
+        f"{candidate.precision_label} on {candidate.description}, needs about {format_bytes(needed)}, "
+        f"{format_bytes(needed - usable_bytes)} more; add GPUs with --gpus, or try --less-precise-storage"
     )
 
 
-def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
+def _write_files(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = []
     if options.output is not None:
         rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]

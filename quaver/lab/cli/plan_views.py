@@ -34,7 +34,7 @@ wait: share of the step that waits for collectives and checkpoints
 
 
 def iter_views(
-    options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
+    options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, usable_bytes: int
 ) -> Iterator[str | Table]:
     """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
     first = result.rows[0]
@@ -45,9 +45,9 @@ def iter_views(
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
     rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
-    yield make_layout_table(rows, memory)
+    yield make_layout_table(rows, usable_bytes)
     has_bytes = cluster.spec.memory_gb * 1e9
-    if memory > has_bytes:
+    if usable_bytes > has_bytes:
         yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
     yield _LEGEND
     best_bfloat16 = next((row for row in result.rows if row.candidate.precision_label == BFLOAT16), None)
@@ -70,10 +70,10 @@ def iter_views(
     yield f"{share}; times are simulated, not measured: docs/plan.md has published runs"
 
 
-def make_layout_table(rows: Iterable[tuple[str, ...]], memory: int) -> Table:
-    """Return the table of layouts whose peak fits into `memory` bytes; `rows` are cells."""
+def make_layout_table(rows: Iterable[tuple[str, ...]], usable_bytes: int) -> Table:
+    """Return the table of layouts whose peak fits into `usable_bytes`; `rows` are cells."""
     columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *_NUMBER_COLUMNS)
-    title = f"Fastest layouts whose peak fits into {format_bytes(memory)}"
+    title = f"Fastest layouts whose peak fits into {format_bytes(usable_bytes)}"
     return make_table(title, columns, rows=rows, right=_NUMBER_COLUMNS, wrapped=("precision",))
 
 

@@ -55,7 +55,7 @@ NVLINK, NETWORK = "NVLink", "network"
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes."""
+    """Equal GPUs in equal nodes, with the rates of their links and of their storage."""
 
     spec: DeviceSpec
     gpus_per_node: int = 8

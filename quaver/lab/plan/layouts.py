@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quaver.activations.policy import parse_selective_option
 from quaver.lab.plan.changes import ACTIVATION_CHECKPOINTS, Change, iter_with_less_precise_storage, with_precision
-from quaver.lab.plan.planned_run import reuses_weight_codes
+from quaver.lab.plan.planned_run import recipe_reuses_weight_codes
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.float8 import BFLOAT16
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
@@ -39,7 +39,7 @@ MAX_EXPERT_RANKS = 64
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that the trainer accepts."""
+    """A layout and a recipe of the run, as a config that the trainer accepts."""
 
     config: TrainConfig
     """The config with its global batch size resolved."""
@@ -234,7 +234,9 @@ def _list_gatherings(dp_shard: int, precision: str, float8: Float8) -> list[_Gat
     if dp_shard == 1:
         return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
     choices = (
-        [True, False] if precision != BFLOAT16 and reuses_weight_codes(float8.append_backward(precision)) else [False]
+        [True, False]
+        if precision != BFLOAT16 and recipe_reuses_weight_codes(float8.append_backward(precision))
+        else [False]
     )
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 

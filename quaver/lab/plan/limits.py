@@ -73,7 +73,7 @@ def describe_limits(layout: SimulatedLayout, cluster: Cluster) -> list[str]:
 
 
 def describe_float8_speedup(layout: SimulatedLayout, cluster: Cluster) -> list[str]:
-    """Return a sentence about the speedup by float8 in this layout; an empty list for bfloat16."""
+    """Return a list of one sentence about the speedup by float8 in this layout, or an empty list for bfloat16."""
     if layout.run.recipe is None:
         return []
     speedup = compute_float8_speedup(layout, cluster)

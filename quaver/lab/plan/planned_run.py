@@ -139,7 +139,7 @@ class PlannedRun:
     @property
     def reuses_weight_codes(self) -> bool:
         """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
-        return self.recipe is not None and reuses_weight_codes(self.recipe)
+        return self.recipe is not None and recipe_reuses_weight_codes(self.recipe)
 
     def get_float8_share(self, name: str) -> float:
         """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
@@ -157,7 +157,7 @@ def count_feed_forwards_per_token(model: Model) -> int:
 
 
 @functools.cache
-def reuses_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
+def recipe_reuses_weight_codes(recipe: Float8LinearRecipeName | str) -> bool:
     """Return whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
@@ -214,7 +214,7 @@ def make_planned_run(config: TrainConfig, dims: ParallelDims) -> PlannedRun:
 
 
 def count_checkpointed_blocks(config: TrainConfig) -> int:
-    """Return the number of checkpointed blocks."""
+    """Return how many blocks the mode recomputes: none, all, or every n-th of the selective option."""
     activation_checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
     if activation_checkpoint.mode == "selective":
         return blocks // (parse_selective_option(activation_checkpoint.selective_ac_option) or 1)
@@ -242,11 +242,11 @@ def find_float8_shares(config: TrainConfig) -> Mapping[str, float]:
         cast_weights_once=False,
     )
     tokens = training.local_batch_size * training.seq_len if float8.auto_filter else 1
-    return _convert_and_count(config.model, converts, tokens)
+    return _convert_and_count_shares(config.model, converts, tokens)
 
 
 @functools.lru_cache(maxsize=128)
-def _convert_and_count(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
+def _convert_and_count_shares(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
     llama = make_meta_llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())

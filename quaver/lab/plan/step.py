@@ -133,8 +133,8 @@ def add_block(
         return
 
     def send(collective: ModeledCollective, share: float, dependencies: Dependencies) -> int:
-        half = collective._replace(repeats=share * collective.repeats / 2)
-        return _add_collective(tasks, f"{name}: {half.kind}", half, cluster, dependencies)
+        sent = collective._replace(repeats=share * collective.repeats / 2)
+        return _add_collective(tasks, f"{name}: {sent.kind}", sent, cluster, dependencies)
 
     def get_exposed_share(collective: ModeledCollective) -> float:
         return 1 / collective.ranks if collective.kind in overlapped else 1.0
@@ -148,10 +148,10 @@ def add_block(
             dependencies = [send(collective, get_exposed_share(collective), dependencies)]
             if collective.kind in overlapped:
                 overlapping.append(send(collective, 1 - get_exposed_share(collective), dependencies))
-        first_half = tasks.add(name, COMPUTE, seconds / 4, dependencies, kind)
+        first_part = tasks.add(name, COMPUTE, seconds / 4, dependencies, kind)
         for collective in outgoing:
             if collective.kind in overlapped:
-                send(collective, 1 - get_exposed_share(collective), [first_half])
+                send(collective, 1 - get_exposed_share(collective), [first_part])
         dependencies = [tasks.add(name, COMPUTE, seconds / 4, overlapping, kind)]
         for collective in outgoing:
             dependencies = [send(collective, get_exposed_share(collective), dependencies)]
