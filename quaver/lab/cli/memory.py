@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     print_views(views)
     name = config_path.stem if config_path else "defaults"
     title = f"{name} in {memory.name}, {format_count(options.ranks, 'rank')}"
-    _write(memory, results, options, title)
+    _write_files(memory, results, options, title)
     return 0
 
 
@@ -142,7 +142,7 @@ def _print_traffic(options: MemoryOptions, config: TrainConfig, device: str) -> 
     with show_progress("counting the collectives of a step"):
         traffic = predict_traffic(config, options.ranks, device)
     print_views(iter_traffic_views(traffic, per_s))
-    _write_result(traffic.to_dict(), options)
+    _write_json(traffic.to_dict(), options)
     return 0
 
 
@@ -166,7 +166,7 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     if advice is not None:
         print_views([make_advice_table(advice), *summarize_advice(advice)])
     result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
-    _write_result(result, options)
+    _write_json(result, options)
     return 0
 
 
@@ -205,10 +205,10 @@ def _predict(
     return memory, results
 
 
-def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> None:
+def _write_files(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> None:
     """Write the files that the options ask for."""
     other_results = {name: result.to_dict() for name, result in results.items()}
-    _write_result(memory.to_dict() | other_results, options)
+    _write_json(memory.to_dict() | other_results, options)
     if options.html is not None:
         pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         with replace_output(Path(options.html), "--html") as page:
@@ -220,7 +220,7 @@ def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, t
         print(f"saved {options.png}")
 
 
-def _write_result(result: dict[str, Any], options: MemoryOptions) -> None:
+def _write_json(result: dict[str, Any], options: MemoryOptions) -> None:
     if options.output is not None:
         write_result({"environment": describe_measurement(torch.device("cpu")), **result}, Path(options.output))
         print(f"saved {options.output}")

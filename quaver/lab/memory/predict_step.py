@@ -14,7 +14,7 @@ The prediction counts the memory of tensors. It excludes an operator's scratch, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,13 @@ from quaver.lab.memory.compiling.compiled import (
 )
 from quaver.lab.memory.compiling.compiled_tracker import CompiledTracker
 from quaver.lab.memory.devices.gloo_buffers import GlooBuffers
-from quaver.lab.memory.faking.fakes import FakeMode, check_integers, fake_tensors, make_fake_copies, make_fake_copy
+from quaver.lab.memory.faking.fakes import (
+    FakeMode,
+    check_sizes_ignore_integers,
+    fake_tensors,
+    make_fake_copies,
+    make_fake_copy,
+)
 from quaver.lab.recorder.allocator import pause_garbage_collection
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import CATEGORIES
@@ -202,7 +208,7 @@ def record_fake_step(
         persistent_scales: float8 scaling state that persists across steps.
         run_first_step: runs a shorter step that creates the same states; `run_step` by default.
     """
-    backend = GlooBuffers() if fake_mode.device == "cpu" else None
+    gloo_buffers = GlooBuffers() if fake_mode.device == "cpu" else None
 
     def record() -> Prediction:
         fake_mode.num_reads = 0
@@ -210,7 +216,7 @@ def record_fake_step(
             fake_mode.assumptions.notes.clear()
         tracker = CompiledTracker(model) if fake_mode.runs_compiled_code else None
         prediction = record_step(
-            run_step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, context=backend
+            run_step, model, optimizer, persistent_scales=persistent_scales, tracker=tracker, gloo_buffers=gloo_buffers
         )
         notes = () if fake_mode.assumptions is None else tuple(fake_mode.assumptions.notes)
         return replace(prediction, num_reads=fake_mode.num_reads, notes=notes)
@@ -218,7 +224,7 @@ def record_fake_step(
     (run_first_step or run_step)()
     prediction = repeat_until_nothing_compiles(record)
     with refuse_to_compile() if fake_mode.runs_compiled_code else nullcontext():
-        return replace(prediction, notes=(*prediction.notes, *check_integers(run_step, fake_mode)))
+        return replace(prediction, notes=(*prediction.notes, *check_sizes_ignore_integers(run_step, fake_mode)))
 
 
 def record_step(
@@ -228,18 +234,18 @@ def record_step(
     *,
     persistent_scales: Sequence[Tensor] = (),
     tracker: ModuleTracker | None = None,
-    context: AbstractContextManager[Any] | None = None,
+    gloo_buffers: GlooBuffers | None = None,
 ) -> Prediction:
     """Record one call of `run_step` with fake or real tensors. With real compiled code the report has no peak.
 
     Args:
         tracker: as for `record_timeline`.
-        context: a context manager whose allocations are recorded too.
+        gloo_buffers: allocates the buffers of Gloo, which are recorded too.
     """
     with (
         pause_garbage_collection(),
         record_timeline(model, optimizer, persistent_scales=persistent_scales, tracker=tracker) as timeline,
-        context or nullcontext(),
+        gloo_buffers or nullcontext(),
     ):
         run_step()
     report = timeline.report()

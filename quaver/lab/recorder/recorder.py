@@ -52,8 +52,8 @@ class Use(NamedTuple):
     operator: str
     module: str
     phase: str
-    line: str
-    """The line of its call, as in `Allocation.line`."""
+    source: str
+    """The line of its call, as in `Allocation.source`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class Allocation:
     shape: tuple[int, ...]
     """The shape of the first tensor with the storage."""
     dtype: str
-    line: str = ""
+    source: str = ""
     """The line that called the operator, as "quaver/linear/module.py:123". For an autograd node in C++ it is the
     forward's line that created the node, as "backward of model.py:57". Empty if neither is known."""
     operand: Allocation | None = None
@@ -139,14 +139,14 @@ class Recorder(StorageTracker):
                     allocation.module = module or allocation.module
                     allocation.parameter = parameter or allocation.parameter
 
-    def save(self, part: Tensor) -> Allocation:
-        """Record that autograd saved the plain tensor `part` for backward; returns the allocation to `release`."""
+    def record_saved(self, part: Tensor) -> Allocation:
+        """Record that autograd saved the plain tensor `part`, and return its allocation for `record_dropped`."""
         allocation = self._follow_part(part)
         allocation.saved_in = allocation.saved_in or self.modules.current
         self._change_save_count(allocation.key, 1)
         return allocation
 
-    def release(self, allocation: Allocation) -> None:
+    def record_dropped(self, allocation: Allocation) -> None:
         """Record that autograd dropped a saved tensor of this storage."""
         if self._live.get(allocation.key) is allocation:
             self._change_save_count(allocation.key, -1)
@@ -182,7 +182,7 @@ class Recorder(StorageTracker):
             self.spans[-1][0],
             shape,
             dtype,
-            line=caller.line or self._find_line_of_node(),
+            source=caller.line or self._find_line_of_node(),
             operand=self._operand,
             is_collective_buffer=caller.is_collective_buffer or operator.startswith(_COLLECTIVE_PREFIXES),
             under_policy=caller.under_policy,
@@ -218,9 +218,9 @@ class Recorder(StorageTracker):
                 self._name_gathered(allocation, tensor)
             from_forward = allocation.first_use is None and allocation.phase in ("forward", BEFORE_RECORDING)
             if reads and from_forward and phase in _AFTER_FORWARD:
-                line = find_caller().line or self._find_line_of_node()
+                source = find_caller().line or self._find_line_of_node()
                 name = self._name_with_float8_phase(str(operator).removesuffix(".default"))
-                allocation.first_use = Use(name, self.modules.current, phase, line)
+                allocation.first_use = Use(name, self.modules.current, phase, source)
         if phase == "forward" and torch.is_grad_enabled():
             self.modules.record_line(find_caller().line)
 

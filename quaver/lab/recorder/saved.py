@@ -27,11 +27,11 @@ class _SavedTensor(HeldTensor):
         with without_dispatch_modes():  # DTensor's first detach also runs on a fake tensor of the whole
             super().__init__(tensor)
         self.recorder = recorder
-        self.allocations = [recorder.save(part) for part in iter_plain_parts(self.tensor)]
+        self.allocations = [recorder.record_saved(part) for part in iter_plain_parts(self.tensor)]
 
     def __del__(self) -> None:
         for allocation in self.allocations:
-            self.recorder.release(allocation)
+            self.recorder.record_dropped(allocation)
 
 
 def record_saved_tensors(recorder: Recorder) -> AbstractContextManager[None]:

@@ -127,7 +127,7 @@ def _make_row(allocation: Allocation, size_bytes: int, save_count: int) -> dict[
         "phase": allocation.phase,
         "shape": list(allocation.shape),
         "dtype": allocation.dtype,
-        "source": allocation.line,
+        "source": allocation.source,
     }
 
 
@@ -135,7 +135,7 @@ def _make_saved_row(
     allocation: Allocation, size_bytes: int, save_count: int, compiled: Collection[str]
 ) -> dict[str, Any]:
     use = allocation.first_use
-    first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
+    first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.source}
     saved_by = _name_saver(allocation, save_count)
     if saved_by == "autograd" and allocation.saved_in in compiled:
         saved_by = COMPILED_GRAPH

@@ -37,7 +37,7 @@ from quaver.lab.doctor.gpu import LayersOnGpu, describe_gpu
 from quaver.lab.doctor.linear_survey import SurveyedLinear
 from quaver.lab.doctor.model_survey import ModelSurvey
 from quaver.lab.doctor.sum_survey import MatmulSums
-from quaver.lab.memory.train_step.traffic import Collectives, StepTraffic
+from quaver.lab.memory.train_step.traffic import EqualCollectives, StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
@@ -238,7 +238,7 @@ def make_gpu_views():
 
 
 def make_traffic_views():
-    collectives = Collectives("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
+    collectives = EqualCollectives("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
     return memory_views.iter_traffic_views(
         StepTraffic("8: dp_shard 8", "rowwise", 10**11, 8, (collectives, collectives), 10**12), None
     )

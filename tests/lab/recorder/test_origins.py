@@ -73,7 +73,7 @@ def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
 
 def test_allocations_of_cpp_nodes_have_the_line_of_their_forward():
     allocations, _ = record_step(nn.Sequential(nn.Linear(WIDTH, WIDTH), Squares()), torch.randn(ROWS, WIDTH))
-    sources = {event.line for event in allocations if event.phase == "backward"}
+    sources = {event.source for event in allocations if event.phase == "backward"}
     assert {f"backward of {line}" for line in find_lines(Squares, "pow(2)")} <= sources
     assert not any(source.startswith(HERE) for source in sources)  # the call of `backward` explains nothing
 

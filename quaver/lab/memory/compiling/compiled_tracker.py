@@ -62,7 +62,7 @@ class CompiledTracker(ModuleTracker):
 
     def record_saved(self, recorder: Recorder, tensors: Sequence[Any]) -> None:
         """Record the tensors that a compiled forward returns for its backward."""
-        self._saved.update(recorder.save(part) for part in _iter_parts(tensors))
+        self._saved.update(recorder.record_saved(part) for part in _iter_parts(tensors))
 
     def begin_backward(self, recorder: Recorder, tensors: Sequence[Any]) -> None:
         """Record the tensors that a compiled backward receives. A forward saved some of them."""
@@ -77,7 +77,7 @@ class CompiledTracker(ModuleTracker):
     def end_backward(self, recorder: Recorder) -> None:
         """Record that the compiled backward that began last has dropped its arguments."""
         for allocation in self._received.pop():
-            recorder.release(allocation)
+            recorder.record_dropped(allocation)
 
     def _follow(self, name: str, module: nn.Module) -> None:
         compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]

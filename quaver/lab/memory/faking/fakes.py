@@ -3,8 +3,8 @@
 [Note: values that are read] Code may read a value from a tensor: whether a norm is finite, whether ranks agree, the
 optimizer's step count. The answer is 1, or True, and the reads are counted. An operator whose result's shape depends on
 values raises, or its result is assumed for an estimate (values.py). The answer 1 is harmless for an integer that is a
-loop count or is checked, but a length of 1 makes tensors too small. So `check_integers` repeats the step with 2 as the
-answer and compares the sizes of its tensors.
+loop count or is checked, but a length of 1 makes tensors too small. So `check_sizes_ignore_integers` repeats
+the step with 2 as the answer and compares the sizes of its tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FakeMode(FakeTensorMode):
         """The number of values that were read ([Note: values that are read])."""
         self.integer_reads: set[str] = set()
         """The locations where integers were read."""
-        self.integer = 1
+        self.integer_answer = 1
         """The answer to reads of integers."""
         self.assumptions: Assumptions | None = None
         """The assumptions of an estimate; None to raise instead."""
@@ -84,7 +84,7 @@ class FakeMode(FakeTensorMode):
         if dtype.is_floating_point:
             return 1.0
         self.integer_reads.add(describe_caller())
-        return self.integer
+        return self.integer_answer
 
     def _assume(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.assumptions is None:
@@ -165,7 +165,9 @@ def _make_fake(tensor: Tensor, fake_mode: FakeMode) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
-class _Sizes(StorageTracker):
+class AllocationSizes(StorageTracker):
+    """Lists the bytes of each storage that an operator allocates."""
+
     def __init__(self) -> None:
         super().__init__()
         self.sizes_bytes: list[int] = []
@@ -179,7 +181,7 @@ class _Sizes(StorageTracker):
             self.sizes_bytes.append(size_bytes)
 
 
-def check_integers(run_step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
+def check_sizes_ignore_integers(run_step: Callable[[], None], fake_mode: FakeMode) -> list[str]:
     """Run two more steps if integers were read, and compare their allocations ([Note: values that are read]).
 
     Returns:
@@ -191,8 +193,8 @@ def check_integers(run_step: Callable[[], None], fake_mode: FakeMode) -> list[st
         return []
     sizes = []
     for integer in (2, 1):
-        fake_mode.integer = integer
-        with _Sizes() as tracker:
+        fake_mode.integer_answer = integer
+        with AllocationSizes() as tracker:
             run_step()
         sizes.append(tracker.sizes_bytes)
     if sizes[0] == sizes[1]:

@@ -34,8 +34,8 @@ _Key = tuple[tuple[int, ...], str, str]
 
 
 @dataclass(frozen=True, order=True)
-class Collectives:
-    """Equal collectives of one step."""
+class EqualCollectives:
+    """The collectives of one step that have the same kind, dtype and mesh dims."""
 
     mesh_dims: str
     """The mesh dims that they span, such as "tp". "ep" means neighbors on "dp_shard" that split experts."""
@@ -72,7 +72,7 @@ class StepTraffic:
     """The recipe, or the high-precision dtype."""
     parameters: int
     micro_batches: int
-    collectives: tuple[Collectives, ...]
+    collectives: tuple[EqualCollectives, ...]
     checkpoint_bytes: int
     """Bytes of all ranks' parameters and optimizer states, each once."""
 
@@ -137,14 +137,14 @@ class TrafficCounter(TorchDispatchMode):
             self._bytes[key] += sum(tensor.nbytes for tensor in tensors)
         return result
 
-    def list_collectives(self, dims: ParallelDims) -> tuple[Collectives, ...]:
+    def list_collectives(self, dims: ParallelDims) -> tuple[EqualCollectives, ...]:
         """Return the counted collectives, sorted by mesh dims."""
         rows = []
         for key, count in self._counts.items():
             ranks, kind, dtype = key
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             rows.append(
-                Collectives(name_mesh_dims(ranks, dims), kind, dtype, len(ranks), stride, count, self._bytes[key])
+                EqualCollectives(name_mesh_dims(ranks, dims), kind, dtype, len(ranks), stride, count, self._bytes[key])
             )
         return tuple(sorted(rows))
 
