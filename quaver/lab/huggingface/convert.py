@@ -64,8 +64,8 @@ _DERIVED_BUFFER_NAME = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.i
 
 
 @dataclass(frozen=True)
-class CheckpointModel:
-    """One model of a checkpoint that `open_checkpoint_model` has checked."""
+class SavedModel:
+    """One model of a checkpoint on disk, which `open_checkpoint_model` has checked."""
 
     weights_path: Path
     """The model's folder in the checkpoint."""
@@ -121,7 +121,7 @@ def export_hf(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 1000**3,
     tokenizer: Path | None = None,
-) -> CheckpointModel:
+) -> SavedModel:
     """Write the model `name` of `checkpoint`, or its first model, as the new folder `target`.
 
     Args:
@@ -179,14 +179,14 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
         raise InputError(f"{str(folder)!r} does not have the tensors that its config requires: {join_names(wrong)}")
 
 
-def open_checkpoint_model(checkpoint: Path, name: str | None) -> CheckpointModel:
+def open_checkpoint_model(checkpoint: Path, name: str | None) -> SavedModel:
     """Read the record of a checkpoint and the list of its tensors, and compare the tensors with its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
     names, name = record["models"], make_file_name(name) if name else name
     if name is not None and name not in names:
         raise InputError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
-    saved = CheckpointModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
+    saved = SavedModel(checkpoint / (name or names[0]), make_section(Model, record, checkpoint), record)
     stored = read_metadata(CheckpointReader(saved.weights_path)).state_dict_metadata
     shapes = {
         name.removeprefix("model."): list(tensor.size)
@@ -216,7 +216,7 @@ def _select_usage_settings(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in USAGE_KEYS if name in config}
 
 
-def read_usage_settings(saved: CheckpointModel) -> dict[str, Any]:
+def read_usage_settings(saved: SavedModel) -> dict[str, Any]:
     """Return the token ids and the longest context, of the imported model or of the run's training."""
     if "huggingface" in saved.record:
         return _select_usage_settings(saved.record["huggingface"])

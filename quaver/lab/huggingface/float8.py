@@ -16,7 +16,7 @@ from torch import nn
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.converted_view import DEFAULT_FILTER, make_name_filter
 from quaver.lab.huggingface.config import make_hf_config
-from quaver.lab.huggingface.convert import CheckpointModel, make_section, open_checkpoint_model, read_usage_settings
+from quaver.lab.huggingface.convert import SavedModel, make_section, open_checkpoint_model, read_usage_settings
 from quaver.lab.huggingface.export_source import ExportSource
 from quaver.lab.huggingface.weights import make_empty_shared_experts, make_stored_state
 from quaver.lab.model.float8 import convert_filtered
@@ -89,7 +89,7 @@ def _without_all_gather(config: Float8) -> Float8:
     )
 
 
-def _list_decisions(saved: CheckpointModel, config: Float8) -> dict[str, FilterDecision]:
+def _list_decisions(saved: SavedModel, config: Float8) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
     is_float8 = config.enable_float8_linear and saved.weights_path.name not in ("bfloat16", "float32", "float16")
     if "huggingface" in saved.record or not is_float8:
@@ -122,7 +122,7 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
         set_scales(scaling, state, Path(reader.path))
 
 
-def _choose_forward_dtype(saved: CheckpointModel, config: Float8) -> torch.dtype | None:
+def _choose_forward_dtype(saved: SavedModel, config: Float8) -> torch.dtype | None:
     """Return the dtype in which FSDP2 gathered weights, or None if it did not change the dtype.
 
     See [Note: precision under FSDP2] in quaver/lab/model/parallelize.py.

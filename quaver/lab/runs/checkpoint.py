@@ -34,7 +34,7 @@ from quaver.lab.runs.dcp import call_converting_errors, describe_innermost_cause
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import CHECKPOINT_HINT, FileDigest, check_manifest, hash_files_of_rank
 from quaver.lab.runs.model_state import (
-    CheckpointedModel,
+    SaveableModel,
     collect_rng_states,
     collect_state,
     load_model,
@@ -84,7 +84,7 @@ class Checkpointer:
         """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
-    def save(self, progress: RunProgress, models: Sequence[CheckpointedModel]) -> None:
+    def save(self, progress: RunProgress, models: Sequence[SaveableModel]) -> None:
         """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
 
         Raises CheckpointError on every rank if this save, or the one before it in the background, failed.
@@ -128,7 +128,7 @@ class Checkpointer:
         return str(error) if error else ""
 
     def load(
-        self, step: int, models: Sequence[CheckpointedModel], restore_recipes: Callable[[RunProgress], None]
+        self, step: int, models: Sequence[SaveableModel], restore_recipes: Callable[[RunProgress], None]
     ) -> tuple[RunProgress, list[str]]:
         """Load the checkpoint of `step` into `models`.
 
@@ -241,7 +241,7 @@ class Checkpointer:
         return run_on_every_rank(partial(call_converting_errors, action), self._group)
 
 
-def load_weights(path: Path, models: Sequence[CheckpointedModel]) -> None:
+def load_weights(path: Path, models: Sequence[SaveableModel]) -> None:
     """Load the weights of the checkpoint at `path`. A model whose name it lacks gets the weights of its first model.
 
     Raises CheckpointError on every rank if they cannot be read or do not fit.

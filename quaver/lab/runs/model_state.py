@@ -28,7 +28,7 @@ _MAX_HISTORY_LEN = 1 << 16
 """The longest history of amaxes that is loaded, so that a damaged file cannot ask for any amount of memory."""
 
 
-class CheckpointedModel(Protocol):
+class SaveableModel(Protocol):
     """The parts of a model in training that a checkpoint saves and loads."""
 
     @property
@@ -57,7 +57,7 @@ class CheckpointedModel(Protocol):
         """Compute the scales of weights that were just loaded."""
 
 
-def collect_state(trained: CheckpointedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def collect_state(trained: SaveableModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Return the parameters, the states of `optimizer` or else the model's own, and the persistent scales.
 
     The options of the optimizer, such as its weight decay, are left out: they are settings, which a resume may change.
@@ -71,7 +71,7 @@ def collect_state(trained: CheckpointedModel, optimizer: torch.optim.Optimizer |
     return state
 
 
-def load_model(trained: CheckpointedModel, path: Path, saved_optimizer: str) -> None:
+def load_model(trained: SaveableModel, path: Path, saved_optimizer: str) -> None:
     """Load a model and its optimizer, and convert states that another optimizer saved."""
     optimizer = trained.optimizer
     if saved_optimizer != trained.config.optimizer.name:
