@@ -50,7 +50,7 @@ class SaveableModel(Protocol):
     @property
     def ranks(self) -> Ranks: ...
 
-    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
+    def make_optimizer_for_loading(self, name: str) -> torch.optim.Optimizer:
         """Return the optimizer `name` of `model`, for states that a run with that optimizer saved."""
 
     def precompute_scales(self) -> None:
@@ -75,7 +75,7 @@ def load_model(trained: SaveableModel, path: Path, saved_optimizer: str) -> None
     """Load a model and its optimizer, and convert states that another optimizer saved."""
     optimizer = trained.optimizer
     if saved_optimizer != trained.config.optimizer.name:
-        optimizer = trained.make_optimizer(saved_optimizer)
+        optimizer = trained.make_optimizer_for_loading(saved_optimizer)
     state, reader = collect_state(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not resize_histories(state["float8"], read_metadata(reader), path):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model

@@ -156,8 +156,8 @@ class TrainedModel:
         self._routers, self.experts = list_modules(self.model, Router), list_modules(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
 
-    def make_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""
+    def make_optimizer_for_loading(self, name: str) -> torch.optim.Optimizer:
+        """Make the optimizer `name` with default settings, to load the states that a run with it saved."""
         return build_optimizer(self.model, Optimizer(name=name))
 
     @property
