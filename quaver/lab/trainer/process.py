@@ -212,7 +212,7 @@ def use_determinism(*, enabled: bool) -> Iterator[None]:
 def use_fresh_compiler(config: TrainConfig, models: Iterable[Llama]) -> Iterator[None]:
     """Discard all compiled code, and extend Dynamo's recompile limit in the block, if the run compiles.
 
-    The run would reuse the code, and `compiled_graphs` would miss it. Blocks with different recipes share no code.
+    The run would reuse the code, and `num_compiled_graphs` would miss it. Blocks with different recipes share no code.
     """
     if not config.training.compile:
         yield

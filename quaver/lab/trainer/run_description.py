@@ -77,7 +77,7 @@ def explain_eager_blocks(trained: TrainedModel) -> str:
 
     A graph break inside a checkpoint makes Dynamo skip the whole frame, and expert parallelism breaks graphs.
     """
-    if not trained.config.training.compile or trained.compiled_graphs:
+    if not trained.config.training.compile or trained.num_compiled_graphs:
         return ""
     note = "training.compile compiled no graph, so the blocks run eagerly"
     is_split = any(experts.dispatcher is not None for experts in trained.experts)

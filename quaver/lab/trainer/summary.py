@@ -51,7 +51,7 @@ def _summarize_model(run: TrainingRun, trained: TrainedModel) -> dict[str, Any]:
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
         **utilization,
-        "compiled_graphs": trained.compiled_graphs if config.training.compile else None,
+        "compiled_graphs": trained.num_compiled_graphs if config.training.compile else None,
         "peak_memory_bytes": trained.peak_memory.peak_bytes,
         "peak_memory_source": trained.peak_memory.source + rank,
     }

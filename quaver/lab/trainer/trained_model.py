@@ -108,7 +108,7 @@ class TrainedModel:
     validation: ValidationResult = field(init=False, default=ValidationResult())
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
     """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
-    compiled_graphs: int = field(init=False, default=0)
+    num_compiled_graphs: int = field(init=False, default=0)
     """The number of graphs that the steps have compiled."""
     monitor: Monitor | None = field(init=False, default=None, repr=False)
     """Samples the numerics of the float8 matmuls, if numerics.every is set."""
@@ -241,7 +241,7 @@ class TrainedModel:
                 loss = self.compute_loss(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()
-        self.compiled_graphs += self._count_graphs() - graphs
+        self.num_compiled_graphs += self._count_graphs() - graphs
         return loss_sum
 
     def _count_graphs(self) -> int:
