@@ -34,7 +34,7 @@ class RunAlarms:
     """The layers that have fallen back. A linear, and all weights of a layer's experts, fall back once."""
     stop_reason: str = ""
     """The first alarm that stops the run."""
-    fallbacks: dict[str, str] = field(default_factory=dict)
+    pending_fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
     sink: AlarmSink | None = None
     """The sink of the monitor, on the first rank."""
@@ -52,7 +52,7 @@ class RunAlarms:
 
     def pop_fallbacks(self) -> dict[str, str]:
         """Return the layers to change now, and forget them."""
-        taken, self.fallbacks = self.fallbacks, {}
+        taken, self.pending_fallbacks = self.pending_fallbacks, {}
         return taken
 
     def handle_event(self, event: Alarm | AlarmCleared) -> None:
@@ -67,7 +67,7 @@ class RunAlarms:
             module = find_layer_name(self.model, event.layer)
             if module not in self.fallen_back:
                 self.fallen_back.add(module)
-                self.fallbacks[module] = self.config.fallback_recipe
+                self.pending_fallbacks[module] = self.config.fallback_recipe
 
 
 class _RunSink(AlarmSink):
