@@ -109,8 +109,8 @@ def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> b
     step = run.progress.step
     has_error = run.checkpoints.has_error or outputs.failures.has_error
     must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
-    is_first_in_process = step == run.began_at_step  # ranks load at different speeds
-    with run.watch_for_hangs(f"the agreement before step {step + 1}", is_slow=is_first_in_process):
+    has_just_loaded = step == run.began_at_step  # ranks load at different speeds
+    with run.watch_for_hangs(f"the agreement before step {step + 1}", is_slow=has_just_loaded):
         return run.ranks.holds_on_any(must_end, run.device)
 
 
