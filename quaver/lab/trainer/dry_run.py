@@ -18,7 +18,7 @@ from quaver.lab.runs.run_folder import check_run_folder
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve_parallel_dims
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.run_setup import check_environment, make_models
+from quaver.lab.trainer.run_setup import check_inputs, make_models
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     """
     config, dims = resolve_parallel_dims(config, rank=0, world_size=ranks)
     device = config.training.device
-    check_environment(config, None if device == "auto" else torch.device(device))
+    check_inputs(config, None if device == "auto" else torch.device(device))
     tokenizer, source = load_tokenizer(config.data), find_source(config.data)
     check_vocabulary(tokenizer, config.data, config.model)
     cpu = torch.device("cpu")

@@ -86,10 +86,11 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     """
     config, dims = resolve_parallel_dims(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.choose_device(resolve_device(config.training.device))
-    check_environment(config, device)
+    check_inputs(config, device)
     models = make_models(config, device)
     if config.comm.float8_gradients:
-        with open_fake_mesh(dims) as mesh:  # the process group is made later
+        # Refuses too few gradients per rank before the run folder is locked. The process group is made later.
+        with open_fake_mesh(dims) as mesh:
             parallelize(deepcopy(models.first[1]), config, mesh)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
@@ -106,9 +107,11 @@ def _check_recordable(config: TrainConfig) -> None:
             require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
-def check_environment(config: TrainConfig, device: torch.device | None) -> None:
-    """Raise InputError for settings that no file can hold or `device` does not support, for a logger whose package is
-    missing, and for initial weights that are missing or of another model.
+def check_inputs(config: TrainConfig, device: torch.device | None) -> None:
+    """Raise InputError for settings, packages or initial weights with which the run cannot train.
+
+    It refuses settings that no file can hold or `device` does not support, a logger whose package is missing, and
+    initial weights that are missing or of another model.
 
     Args:
         device: the run's device; None if it is not known.
