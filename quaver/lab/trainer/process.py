@@ -57,17 +57,23 @@ def silence_other_ranks(*, is_first: bool) -> Iterator[None]:
 
 
 @dataclass
-class SignalRequests:
-    """The requests that this process received as signals."""
+class StopRequest:
+    """Whether a signal asked this process to stop."""
 
     must_stop: bool = False
     """SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal was closed) arrived."""
-    snapshot_count: int = 0
+
+
+@dataclass
+class SnapshotRequests:
+    """The memory snapshots that signals asked this process for."""
+
+    count: int = 0
     """The number of SIGUSR1 that arrived."""
 
 
 @contextmanager
-def catch_stop_signals(launcher_pid: int) -> Iterator[SignalRequests]:
+def catch_stop_signals(launcher_pid: int) -> Iterator[StopRequest]:
     """Turn SIGINT, SIGTERM or SIGHUP in the block into `must_stop`, so that a run ends between two steps.
 
     A SIGINT after any of them raises KeyboardInterrupt. A second SIGTERM or SIGHUP has no effect: a scheduler signals
@@ -76,22 +82,22 @@ def catch_stop_signals(launcher_pid: int) -> Iterator[SignalRequests]:
     signals; in another thread nothing changes. If torchrun, the process `launcher_pid`, is killed, the run stops as
     after a SIGTERM.
     """
-    requests = SignalRequests()
+    request = StopRequest()
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signals += (signal.SIGHUP,)
 
     def request_stop(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGINT and requests.must_stop:
+        if signum == signal.SIGINT and request.must_stop:
             signal.default_int_handler(signum, frame)
-        requests.must_stop = True
+        request.must_stop = True
 
-    with _install_handlers(signals, request_stop), _stop_with_launcher(requests, launcher_pid):
-        yield requests
+    with _install_handlers(signals, request_stop), _stop_with_launcher(request, launcher_pid):
+        yield request
 
 
 @contextmanager
-def _stop_with_launcher(requests: SignalRequests, launcher_pid: int) -> Iterator[None]:
+def _stop_with_launcher(request: StopRequest, launcher_pid: int) -> Iterator[None]:
     """Stop the block when torchrun is killed, on Linux. Otherwise the ranks would train on and hold the lock."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
@@ -103,7 +109,7 @@ def _stop_with_launcher(requests: SignalRequests, launcher_pid: int) -> Iterator
         error = os.strerror(ctypes.get_errno())
         print_to_stderr(f"this rank would train on if torchrun is killed: prctl: {error}")
     if os.getppid() != launcher_pid:  # it ended before, and Linux sends no signal for that
-        requests.must_stop = True
+        request.must_stop = True
     try:
         yield
     finally:
@@ -111,12 +117,12 @@ def _stop_with_launcher(requests: SignalRequests, launcher_pid: int) -> Iterator
 
 
 @contextmanager
-def count_snapshot_signals() -> Iterator[SignalRequests]:
+def count_snapshot_signals() -> Iterator[SnapshotRequests]:
     """Count each SIGUSR1 in the block, which would otherwise end the process, as a request for a memory snapshot."""
-    requests = SignalRequests()
+    requests = SnapshotRequests()
 
     def count_request(_signal: int, _frame: FrameType | None) -> None:
-        requests.snapshot_count += 1
+        requests.count += 1
 
     with _install_handlers((signal.SIGUSR1,), count_request):
         yield requests

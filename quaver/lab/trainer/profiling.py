@@ -31,7 +31,7 @@ from quaver.lab.recorder.timeline import record_timeline
 from quaver.lab.runs.errors import OutputFailures, reraise_as_not_written
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.float8 import make_file_name
-from quaver.lab.trainer.process import SignalRequests, count_snapshot_signals
+from quaver.lab.trainer.process import SnapshotRequests, count_snapshot_signals
 from quaver.linear.scale_state import LinearScaleSlots
 from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.files import replace_file
@@ -51,12 +51,12 @@ class Profiler:
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._failures = failures
         self._stack = ExitStack()
-        self._requests = SignalRequests()
+        self._snapshot_requests = SnapshotRequests()
         self._served_snapshots: dict[str, int] = {}
 
     def __enter__(self) -> "Profiler":
         if self._config.profiling.enable_memory_snapshot:
-            self._requests = self._stack.enter_context(count_snapshot_signals())
+            self._snapshot_requests = self._stack.enter_context(count_snapshot_signals())
             if is_cuda_device(self._device):
                 self._stack.enter_context(_record_cuda_history(self._device))
         return self
@@ -130,7 +130,7 @@ class Profiler:
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
         """Return whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
-        requested, served = self._requests.snapshot_count, self._served_snapshots.get(name, 0)
+        requested, served = self._snapshot_requests.count, self._served_snapshots.get(name, 0)
         self._served_snapshots[name] = requested
         return step == self._config.profiling.memory_snapshot_step or requested > served
 

@@ -24,7 +24,7 @@ from quaver.lab.trainer.memory import reset_device_peaks
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.outputs import Outputs, open_outputs
 from quaver.lab.trainer.process import (
-    SignalRequests,
+    StopRequest,
     catch_stop_signals,
     silence_other_ranks,
     use_determinism,
@@ -65,7 +65,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
             return {"status": RunStatus.FINISHED}
         with (
             # Around all collectives: a scheduler's signals reach ranks one by one.
-            catch_stop_signals(run.ranks.launcher_pid) as requests,
+            catch_stop_signals(run.ranks.launcher_pid) as stop_request,
             silence_other_ranks(is_first=run.ranks.is_first),
             ignore_view_warning(),
             ignore_single_process_warning(),
@@ -75,17 +75,17 @@ def train(run: TrainingRun) -> dict[str, Any]:
             open_outputs(run, failures) as outputs,
         ):
             print_run_description(run, outputs.display)
-            _train_steps(run, outputs, requests)
+            _train_steps(run, outputs, stop_request)
             end.set_status(alarm=run.ranks.all_gather_objects(outputs.alarms.stop_reason)[0])
         return end.summary
     finally:
         run.folder.release()
 
 
-def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> None:
+def _train_steps(run: TrainingRun, outputs: Outputs, stop_request: StopRequest) -> None:
     """Train to the last step, or to a signal, an alarm or a write error on any rank; then save, or raise the error."""
     config, progress = run.config, run.progress
-    while not run.has_ended and not _must_end(run, outputs, requests):
+    while not run.has_ended and not _must_end(run, outputs, stop_request):
         try:
             _train_step(run, progress.step + 1, outputs)
         except NonFiniteError as error:
@@ -104,11 +104,11 @@ def _train_steps(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -
         _save(run, waits=True)
 
 
-def _must_end(run: TrainingRun, outputs: Outputs, requests: SignalRequests) -> bool:
+def _must_end(run: TrainingRun, outputs: Outputs, stop_request: StopRequest) -> bool:
     """Return whether any rank must end before the next step. A collective."""
     step = run.progress.step
     has_error = run.checkpoints.has_error or outputs.failures.has_error
-    must_end = requests.must_stop or has_error or bool(outputs.alarms.stop_reason)
+    must_end = stop_request.must_stop or has_error or bool(outputs.alarms.stop_reason)
     has_just_loaded = step == run.began_at_step  # ranks load at different speeds
     with run.watch_for_hangs(f"the agreement before step {step + 1}", is_slow=has_just_loaded):
         return run.ranks.holds_on_any(must_end, run.device)

@@ -60,8 +60,8 @@ def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_a_rank_stops_if_its_launcher_has_ended_and_is_not_killed_after_its_run(monkeypatch, has_launcher):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with catch_stop_signals(os.getppid() if has_launcher else -1) as requests:
-        assert requests.must_stop == (not has_launcher)
+    with catch_stop_signals(os.getppid() if has_launcher else -1) as request:
+        assert request.must_stop == (not has_launcher)
         assert read_death_signal() == signal.SIGTERM
     assert read_death_signal() == 0
 
