@@ -14,7 +14,7 @@ from quaver.lab.memory.reports.pitfalls import strip_phase
 from quaver.lab.memory.train_step.predict_run import RunMemory
 from quaver.lab.memory.train_step.traffic import StepTraffic
 from quaver.lab.plan.advise import Advice, AdvisedSetting
-from quaver.lab.recorder.timeline_report import merge_layers
+from quaver.lab.recorder.timeline_report import merge_blocks
 from quaver.lab.terminal.byte_sizes import choose_unit, format_bytes, format_change
 from quaver.lab.terminal.counts import format_count
 from quaver.lab.terminal.tables import make_table
@@ -90,7 +90,7 @@ def make_category_table(prediction: Prediction) -> Table:
 def make_tensor_table(prediction: Prediction, top: int) -> Table:
     """Return the `top` largest tensors alive at the peak, equal ones of all layers in one row."""
     rows = []
-    for row in merge_layers(prediction.at_peak)[:top]:
+    for row in merge_blocks(prediction.at_peak)[:top]:
         tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
         producer = (
             f"{strip_phase(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"

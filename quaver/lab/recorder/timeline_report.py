@@ -182,8 +182,8 @@ def _list_spans(recorder: Recorder) -> list[list[Any]]:
     return [[phase, start, end] for (phase, start), (_, end) in pairwise(starts) if end > start or phase == "optimizer"]
 
 
-def merge_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the rows of equal layers: replace numbers in module names by "*", and merge equal rows.
+def merge_blocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the rows of equal blocks: replace numbers in module names by "*", and merge equal rows.
 
     Args:
         rows: dicts with "module", "bytes", "count" and other columns. Bytes and counts are summed.

@@ -216,7 +216,7 @@ def make_memory_views():
     compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
     compared |= dict.fromkeys(("peak_bytes_a", "peak_bytes_b", "saved_bytes_a", "saved_bytes_b"), GIB)
     comparison = SimpleNamespace(at=lambda table: (), **compared)
-    with mock.patch.object(memory_views, "merge_layers", return_value=[row] * 3):
+    with mock.patch.object(memory_views, "merge_blocks", return_value=[row] * 3):
         tensors = memory_views.make_tensor_table(prediction, 3)
     differences = next(memory_views.iter_comparison_views(comparison, prediction, prediction, 1))
     return [tensors, memory_views.make_category_table(prediction), differences]

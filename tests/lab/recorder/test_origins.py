@@ -12,7 +12,7 @@ from quaver import Float8Linear
 from quaver.activations import apply_activation_checkpointing
 from quaver.lab.memory import record_timeline
 from quaver.lab.recorder.callers import NOT_MODEL_CODE
-from quaver.lab.recorder.timeline_report import merge_layers
+from quaver.lab.recorder.timeline_report import merge_blocks
 from tests.ranks import on_ranks
 
 ROWS, WIDTH = 32, 64
@@ -90,7 +90,7 @@ def test_a_float8_cast_is_of_the_parameter_by_its_name():
 def test_layers_that_are_alike_are_one_row():
     names = ["model.layers.0.up2", "model.layers.1.up2", "10 rows"]
     rows = [{"module": name, "bytes": size, "count": 2, "shape": [2]} for size, name in enumerate(names, 5)]
-    merged = [(row["module"], row["bytes"], row["count"]) for row in merge_layers(rows)]
+    merged = [(row["module"], row["bytes"], row["count"]) for row in merge_blocks(rows)]
     assert merged == [("model.layers.*.up2", 11, 4), ("10 rows", 7, 2)]
 
 

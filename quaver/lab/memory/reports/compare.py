@@ -24,7 +24,7 @@ from quaver.lab.memory.reports.pitfalls import (
     is_operator,
     shorten_operator,
 )
-from quaver.lab.recorder.timeline_report import NOT_FOR_BACKWARD, merge_layers
+from quaver.lab.recorder.timeline_report import NOT_FOR_BACKWARD, merge_blocks
 from quaver.lab.terminal.byte_sizes import format_bytes, format_change
 
 _UNNAMED_SAVERS = ("selective policy", "checkpoint", "compiled graph")
@@ -167,8 +167,8 @@ def _sum_bytes(rows: list[Row]) -> int:
     return sum(row["bytes"] for row in rows)
 
 
-def _merge_layers_of(row: Row) -> Row:
-    return merge_layers([row])[0]
+def _merge_blocks_of(row: Row) -> Row:
+    return merge_blocks([row])[0]
 
 
 def _iter_differences(table: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
@@ -183,7 +183,7 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
     groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _AlignedRows]] = {}
     for side, rows in (("a", rows_a), ("b", rows_b)):
         for row in rows:
-            merged_row = _merge_layers_of(row)
+            merged_row = _merge_blocks_of(row)
             tensor = merged_row["category"], merged_row["module"], tuple(merged_row["shape"]), merged_row["dtype"]
             operand = merged_row.get("of") or ""  # if two operands have equal sizes, a report may name either
             origin = merged_row["operator"], "" if is_operator(operand) else operand
@@ -203,9 +203,9 @@ def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows,
 def _make_difference(table: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
     num_layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
     rows = described.b if aligned.difference_bytes > 0 else described.a
-    operands = [_merge_layers_of(row).get("of") for row in rows]
+    operands = [_merge_blocks_of(row).get("of") for row in rows]
     row = rows[operands.index(Counter(operands).most_common(1)[0][0])]
-    shown = _merge_layers_of(row) if num_layers > 1 else row
+    shown = _merge_blocks_of(row) if num_layers > 1 else row
     return TensorDifference(
         table=table,
         **{name: shown[name] for name in ("category", "module", "operator", "dtype")},
