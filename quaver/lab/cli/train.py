@@ -32,6 +32,13 @@ from quaver.lab.trainer.training_run import build_run
 from quaver.runtime.errors import InputError, NotWrittenError, describe_error
 
 
+@dataclass
+class _Agreement:
+    """What the ranks compare after a block: the fingerprint of this rank's input."""
+
+    fingerprint: str = ""
+
+
 @dataclass(frozen=True)
 class Train(DryRunOptions, TrainFlags):
     """Train a Llama in float8. Flags win over CONFIG.toml."""
@@ -58,10 +65,10 @@ def main(argv: list[str]) -> int:
         if planned is not None:
             print_views(iter_views(planned))
         return 0
-    with _agree_on_input(ranks) as fingerprints:
+    with _agree_on_input(ranks) as agreement:
         config_path, flags = parse_arguments(run_flags, Train)
         setup = set_up_run(load_config(config_path, flags), ranks)
-        fingerprints.append(setup.fingerprint)
+        agreement.fingerprint = setup.fingerprint
     folder = None
     try:
         with _agree_on_input(ranks):
@@ -78,20 +85,20 @@ def main(argv: list[str]) -> int:
 
 
 @contextmanager
-def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
+def _agree_on_input(ranks: Ranks) -> Iterator[_Agreement]:
     """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit on all.
 
-    The ranks also compare the fingerprints that the block appends to the list.
+    The ranks also compare the fingerprints that the block sets.
     """
-    fingerprints: list[str] = []
+    agreement = _Agreement()
     refusal = error = None
     try:
-        yield fingerprints
+        yield agreement
     except (*BAD_INPUT_ERRORS, CheckpointError) as bad:
         error = bad
         refusal = Refusal(describe_error(bad), is_write_error=choose_exit_code(bad) == EXIT_NOT_WRITTEN)
     try:
-        verdict = ranks.agree_on_refusal(refusal, "".join(fingerprints))
+        verdict = ranks.agree_on_refusal(refusal, agreement.fingerprint)
     except TimeoutError as late:  # of the first rank, which therefore prints nothing
         print_error(late)
         raise SystemExit(EXIT_BAD_INPUT) from late
