@@ -20,7 +20,7 @@ class ShownProgress(CacheProgress):
     """Prints what the cache of tokens does. Progress is a bar on a terminal and one line elsewhere."""
 
     def print_line(self, text: str) -> None:
-        """Print `text`."""
+        """Print `text` as one line on stdout."""
         print_line(text)
 
     @contextmanager

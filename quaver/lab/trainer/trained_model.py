@@ -88,7 +88,7 @@ class ValidationResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `build` makes one. `model` must be parallelized and on `device`; with weights, `precompute_scales` is due.
+    `build` makes one. `model` must be parallelized and on `device`; call `precompute_scales` when it has its weights.
 
     A step with matmuls that float8.high_precision_schedule runs in high precision records neither time nor memory. The
     step whose memory is measured records no time after the warm-up, which medians leave out.

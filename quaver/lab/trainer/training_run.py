@@ -69,7 +69,11 @@ class TrainingRun:
 
 
 def prepare_run(config: TrainConfig) -> TrainingRun:
-    """Set up and build the run of a single process. Raises what `set_up_run`, `RunFolder.open` and `build_run` do."""
+    """Set up and build the run of a single process.
+
+    Raises InputError, OSError, NotImplementedError, MissingDeviceError, CheckpointError or NotWrittenError, for the
+    reasons that `set_up_run`, `RunFolder.open` and `build_run` name.
+    """
     setup = set_up_run(config, Ranks())
     folder = RunFolder.open(setup.config)
     try:
