@@ -100,7 +100,7 @@ def find_machine_spec() -> DeviceSpec | None:
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Matmul rates in FLOP/s, and their source.
+    """Matmul rates in FLOP/s, their source, and whether they are measured, so that they are not peaks.
 
     `flops_per_s` is the rate of bfloat16. `float8_flops_per_s` is None if the device does not multiply float8, and
     `float32_flops_per_s` is None for data sheets, because the rate depends on torch's settings.
@@ -110,6 +110,7 @@ class PeakFlops:
     source: str
     float8_flops_per_s: float | None = None
     float32_flops_per_s: float | None = None
+    is_measured: bool = False
 
     def compute_seconds(self, flops: dict[str, int]) -> float | None:
         """Return the least time for the FLOPs of each precision; None if a peak is not known."""
@@ -139,7 +140,7 @@ def get_peak_flops(device: torch.device) -> PeakFlops:
     threads_text = f"{threads} thread{'s' * (threads != 1)}"
     source = f"unknown device; measured: the fastest matmul of a linear, {threads_text}"
     bfloat16, float32 = (_measure_fastest_matmul(device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
+    return PeakFlops(bfloat16, source, float32_flops_per_s=float32, is_measured=True)
 
 
 def _measure_fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:

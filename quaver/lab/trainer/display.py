@@ -42,7 +42,7 @@ class Display:
 
     console: Console
     log_freq: int
-    peak_source: str
+    peak_is_measured: bool
 
     def print_line(self, text: str) -> None:
         """Print one line, without wrapping or styles."""
@@ -55,7 +55,7 @@ class Display:
             self._print_line_of_step(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
-            tflops, utilization = f"{record['tflops']:.3g} TFLOP/s", _describe_utilization(record, self.peak_source)
+            tflops, utilization = f"{record['tflops']:.3g} TFLOP/s", self._describe_utilization(record)
             self._print_line_of_step(
                 record, "  ".join((loss, norm, describe_memory(record), speed, tflops, utilization))
             )
@@ -68,6 +68,13 @@ class Display:
         """Show the record of one validation."""
         loss_hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
         self._print_line_of_step(record, f"validation loss {record['validation_loss']:.4f}{loss_hp}")
+
+    def _describe_utilization(self, record: dict[str, Any]) -> str:
+        """Return the MFU where a data sheet has the peak, else the share of the rates that matmuls reached here."""
+        if not self.peak_is_measured:
+            return f"MFU {record['mfu']:.1%}"
+        share = record["mfu_by_precision"]
+        return "" if share is None else f"{share:.1%} of a measured matmul"
 
     def _print_line_of_step(self, record: dict[str, Any], text: str) -> None:
         self.print_line(f"step {record['step']:5d}  {record['model']:<18}  {text}")
@@ -82,7 +89,7 @@ def print_results(summary: dict[str, Any]) -> None:
         ("tokens/s", "tokens_per_s", "{:,.0f}".format, "tokens_per_s_ratio"),
         ("TFLOP/s per device", "tflops", "{:.3g}".format, ""),
     ]
-    if _is_measured(summary["bfloat16_peak"]["source"]):
+    if summary["bfloat16_peak"]["is_measured"]:
         rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}".format, ""))
     else:
         rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}".format, ""))
@@ -103,18 +110,6 @@ def print_results(summary: dict[str, Any]) -> None:
     console.print(table)
     sources = {model["peak_memory_source"] for model in models.values()}
     print_line(f"peak memory: {'; '.join(sorted(sources))}", console)
-
-
-def _is_measured(peak_source: str) -> bool:
-    return "measured" in peak_source
-
-
-def _describe_utilization(record: dict[str, Any], peak_source: str) -> str:
-    """Return the MFU where a data sheet has the peak, else the share of the rates that matmuls reached here."""
-    if not _is_measured(peak_source):
-        return f"MFU {record['mfu']:.1%}"
-    share = record["mfu_by_precision"]
-    return "" if share is None else f"{share:.1%} of a measured matmul"
 
 
 def _format_cell(value: Any, format_value: Callable[[Any], str]) -> str:

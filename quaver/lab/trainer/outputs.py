@@ -108,7 +108,7 @@ def open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs
                 loggers.open(config, folder, asdict(run.config))
                 if config.float8_scales_freq > 0 and any(trained.scaling for trained in run.models):
                     scales = stack.enter_context(closing(JsonLinesWriter(folder.float8_scales_path)))
-        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak_flops.source)
+        display = Display(make_stdout_console(quiet=not is_first), config.log_freq, run.peak_flops.is_measured)
         alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set(run.progress.fallbacks))
         if run.config.numerics.every:
             if is_first:

@@ -26,7 +26,11 @@ def summarize(run: TrainingRun, *, status: RunStatus, reason: str | None) -> dic
         "mesh": run.dims.mesh,
         "notes": [*run.notes, *dict.fromkeys(note for trained in run.models for note in list_model_notes(trained))],
         "models": models,
-        "bfloat16_peak": {"flops_per_s": run.peak_flops.flops_per_s, "source": run.peak_flops.source},
+        "bfloat16_peak": {
+            "flops_per_s": run.peak_flops.flops_per_s,
+            "source": run.peak_flops.source,
+            "is_measured": run.peak_flops.is_measured,
+        },
         "float8_peak_flops_per_s": run.peak_flops.float8_flops_per_s,
         "float32_peak_flops_per_s": run.peak_flops.float32_flops_per_s,
         "environment": describe_environment(run.device),

@@ -108,7 +108,7 @@ def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resum
 def test_experts_fall_back_once_for_the_alarms_of_both_weights(watched_config):
     model = {"n_experts": 2, "top_k": 1}
     run = prepare_run(with_settings(watched_config, model=model, numerics={"on_alarm": "fallback"}))
-    display, experts = Display(make_stdout_console(quiet=True), 1, ""), "model.layers.0.mlp.experts"
+    display, experts = Display(make_stdout_console(quiet=True), 1, False), "model.layers.0.mlp.experts"
     alarms = RunAlarms(run.config.numerics, display, run.models[0].model, set())
     for weight, fallbacks in (("gate_up_proj", {experts: "high_precision"}), ("down_proj", {})):
         alarms.handle_event(Alarm(1, 1, "sqnr", f"{experts}.{weight}", "input", None, 0.0, 1.0, "", ()))
