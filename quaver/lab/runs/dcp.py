@@ -28,17 +28,16 @@ def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
 
 
 def read_metadata(reader: FileSystemReader) -> Metadata:
-    """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
+    """Return the names, shapes and dtypes that `reader` finds.
 
     A collective. Raises CheckpointError on every rank if there are none, or they are damaged, on any rank.
     """
 
     def read() -> None:
         try:
-            metadata = reader.read_metadata()
+            reader.read_metadata()
         except Exception as error:  # a damaged pickle raises anything
             raise _make_read_error("read", reader, error) from error
-        reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
 
     run_on_every_rank(read)
     return reader.read_metadata()

@@ -81,13 +81,19 @@ in the file says."""
 class CheckpointReader(FileSystemReader):
     """The reader of one model of a checkpoint. Its path is a folder of the local file system."""
 
+    _checked_metadata: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checked metadata, without the planner's data and the paths on the machine that saved.
+
+        The file is read once, so that load() gets the metadata that was checked.
 
         Raises:
             OSError: a file is missing.
             ValueError: `.metadata` is damaged, or has a name that no checkpoint has; the message names the file.
         """
+        if self._checked_metadata is not None:
+            return self._checked_metadata
         path = Path(self.path) / METADATA_FILE
         if path.is_symlink() or not path.is_file():
             raise FileNotFoundError(f"there is no file {METADATA_FILE}")
@@ -100,6 +106,7 @@ class CheckpointReader(FileSystemReader):
             raise ValueError(f"{METADATA_FILE} is damaged: {describe_error(error)}") from None
         self._check_files(metadata)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._checked_metadata = metadata
         return metadata
 
     def _check_files(self, metadata: Metadata) -> None:
