@@ -69,7 +69,7 @@ class Checkpointer:
         self._device = device
         self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
         self._pending: Future[None] | None = None
-        self._saved_step = -1
+        self._saved_step: int | None = None
 
     def update_description(self, changes: dict[str, Any]) -> None:
         """Replace parts of the description in the records of later checkpoints."""
@@ -116,7 +116,7 @@ class Checkpointer:
         error = self._pending.exception() if self._pending else None
         self._pending = None
         if error:
-            self._saved_step = -1
+            self._saved_step = None
             raise error
 
     def close(self, *, waits: bool = True) -> str:
@@ -156,7 +156,7 @@ class Checkpointer:
             _check_same_model(path, record["config"]["model"], self.description["config"]["model"])
             restore_recipes(progress)
             for name, trained in zip(names, models, strict=True):
-                load_model(trained, path / name, record["config"].get("optimizer", {}).get("name", "AdamW"))
+                load_model(trained, path / name, record["config"]["optimizer"]["name"])
             rng_note = load_rng_states(path / record["models"][0], record["world_size"], self.ranks, self._device)
             self._saved_step = step
             return progress, [note for note in (_describe_new_order(record, self.description), rng_note) if note]

@@ -63,7 +63,7 @@ class _CheckpointTraining(TypedDict):
 
 
 class _CheckpointOptimizer(TypedDict):
-    name: NotRequired[Annotated[str, OneOf(OPTIMIZERS)]]
+    name: Annotated[str, OneOf(OPTIMIZERS)]
 
 
 class _CheckpointConfig(TypedDict):
@@ -203,7 +203,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}
     if "huggingface" not in record:
         names = {f"config.{section}" for section in record["config"]} | set(record)
-        for name in ("data", "config.training", "config.float8", "config.parallelism"):
+        for name in ("data", "config.training", "config.optimizer", "config.float8", "config.parallelism"):
             if name not in names:
                 raise InputError(f"{str(path)!r} is damaged: {name} is missing; {CHECKPOINT_HINT}")
     return record

@@ -146,9 +146,10 @@ def load_rng_states(path: Path, saved_world_size: int, ranks: Ranks, device: tor
     reader = CheckpointReader(path)
     saved = read_metadata(reader).state_dict_metadata
     states = collect_rng_states(ranks.rank, device)
-    loaded = {name: state for name, state in states.items() if f"rng.{name}" in saved}
+    cpu = f"cpu_{ranks.rank}"
+    loaded = {name: state for name, state in states.items() if name == cpu or f"rng.{name}" in saved}
     load_state({"rng": loaded}, reader)
-    torch.set_rng_state(loaded[f"cpu_{ranks.rank}"])
+    torch.set_rng_state(loaded[cpu])
     if not is_cuda_device(device):
         return ""
     if loaded.keys() != states.keys():

@@ -88,7 +88,7 @@ def edit_record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], 
 
 
 def set_entry(name: str, value: object) -> Callable[[Path], None]:
-    """Return a function that replaces an entry of a checkpoint's model, as its author could."""
+    """Return a function that replaces an entry of a checkpoint's model, or removes it for None, as its author could."""
 
     def edit(run: Path) -> None:
         folder = run / STEP / "delayed"
@@ -96,7 +96,8 @@ def set_entry(name: str, value: object) -> Callable[[Path], None]:
         state: dict[str, Any] = {key: torch.empty(entry.size) for key, entry in metadata.items()}
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
         shutil.rmtree(folder)
-        torch.distributed.checkpoint.save(state | {name: value}, checkpoint_id=folder)
+        state = {key: entry for key, entry in (state | {name: value}).items() if entry is not None}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         write_manifest(run / STEP, {})
 
     return edit
@@ -148,6 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "text for a weight": (set_entry("model.model.norm.weight", "x"), MORE, "model.model.norm.weight is not a tensor"),
     "text for a scale": (set_entry(f"float8.{SCALE}", "x"), MORE, f"float8.{SCALE} is not a tensor"),
     "text for a generator": (set_entry("rng.cpu_0", "x"), MORE, "rng.cpu_0 is not a tensor"),
+    "no generator": (set_entry("rng.cpu_0", None), MORE, f"rng.cpu_0.; {UNREAD} with --checkpoint.load_step 1"),
     "inf as a scale": (set_entry(f"float8.{SCALE}", torch.tensor(torch.inf)), MORE, f"{SCALE}: expected a finite"),
     "metrics": (write_garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
     "a start": (
@@ -201,6 +203,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no config": (lambda r: r.pop("config"), "config is missing"),
     "a list as config": (lambda r: r.update(config=[]), "config: "),
     "no section of a run": (lambda r: r["config"].pop("parallelism"), "config.parallelism is missing"),
+    "no optimizer": (lambda r: r["config"].pop("optimizer"), "config.optimizer is missing"),
     "no layers": (lambda r: r.update(conversion_report={"layers": []}), "conversion_report.layers: "),
     "half a layer": (lambda r: r["conversion_report"]["layers"][0].pop("converted"), "layers.0.converted is missing"),
     "text for yes": (lambda r: r["conversion_report"]["layers"][0].update(converted="yes"), "layers.0.converted: "),
