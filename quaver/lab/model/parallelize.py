@@ -99,8 +99,8 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
 
 def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
     checkpoint = config.activation_checkpoint
-    if config.training.compile:  # the budget is the process's, and an earlier run may have set it
-        apply_activation_checkpointing([], mode="memory_budget", memory_budget=1.0)
+    if config.training.compile:
+        _reset_memory_budget()
     apply_activation_checkpointing(
         model.iter_blocks(),
         mode=checkpoint.mode,
@@ -110,6 +110,13 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
         also_save=checkpoint.selective_ac_also_save,
         never_save=checkpoint.selective_ac_never_save,
     )
+
+
+def _reset_memory_budget() -> None:
+    """Let the compiler save all activations: the budget is the process's, and an earlier run may have set it."""
+    from quaver.torch_private.compiler import set_activation_memory_budget  # imports the compiler
+
+    set_activation_memory_budget(1.0)
 
 
 def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
