@@ -218,10 +218,13 @@ def _make_block_styles(block: Block) -> dict[str, ParallelStyle]:
 
 def check_tensor_parallel(model: Llama, degree: int) -> None:
     """Raise InputError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
+    if degree == 1:
+        return
+    split_dims = SPLIT_DIMS | {"lm_head": 0}
     for name, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
             with reraise_as_input_error(f"parallelism.tensor_parallel_degree = {degree}: {name}: "):
-                check_can_be_sharded(linear, SPLIT_DIMS.get(name.rpartition(".")[2], 0), degree)
+                check_can_be_sharded(linear, split_dims[name.rpartition(".")[2]], degree)
 
 
 def _make_sequence_gather(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
