@@ -20,6 +20,9 @@ State = dict[Allocation, tuple[int, int]]
 COMPILED_GRAPH = "compiled graph"
 """The saver of the tensors that a compiled forward returns for its backward."""
 
+UNSHARDED_SUFFIX = ", unsharded"
+"""Follows the parameter's name where an operand is its gathered weight."""
+
 NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_scales", "inputs")
 """Categories that would be alive even if autograd did not save them."""
 
@@ -155,8 +158,7 @@ def _name_saver(allocation: Allocation, save_count: int) -> str:
 
 def _name_operand(allocation: Allocation) -> str:
     if allocation.parameter:
-        gathered = allocation.category == "gathered_weights"
-        return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
+        return allocation.parameter + (UNSHARDED_SUFFIX if allocation.category == "gathered_weights" else "")
     if allocation.operator is None:
         return allocation.module or "an input"
     return allocation.operator

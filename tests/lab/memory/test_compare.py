@@ -129,6 +129,7 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
         (make_row(of="ffn.w3.weight, unsharded", first_use=None), "compute it again there"),
         (make_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise"), "compute it again there"),
         (make_row(of="ffn.w3.weight, unsharded", operator="quaver.cast_tensorwise", shape=[4096, 1]), ""),
+        (make_row(of="unsharded.w3.weight", first_use=None), ""),
         (make_row(of="ffn.w3.weight, unsharded", operator="aten.amax"), ""),
         (make_row(of="ffn.w3.weight, unsharded", operator="aten.mm"), ""),
     ],

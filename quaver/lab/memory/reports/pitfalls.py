@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quaver.lab.recorder.recorder import CAST_PREFIX
+from quaver.lab.recorder.timeline_report import UNSHARDED_SUFFIX
 from quaver.lab.terminal.byte_sizes import format_bytes
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
@@ -98,7 +99,7 @@ def _hint_at_gathered_weight(row: Row, saved: SavedByRuns) -> str:
 def _hint_at_result_of_weight(row: Row, saved: SavedByRuns) -> str:
     """Give a hint if a tensor as large as a gathered weight is computed from it. Backward gathers the weight anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # excludes scales
-    if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
+    if not (row.get("of") or "").endswith(UNSHARDED_SUFFIX) or not is_matrix or not _keeps_shape(row["operator"]):
         return ""
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
@@ -160,5 +161,5 @@ def _keeps_shape(operator: str | None) -> bool:
 
 
 def _get_itemsize(dtype: str) -> int:
-    torch_dtype = getattr(torch, dtype, None)
-    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 1
+    """Return the bytes of an element; 1 for a storage without a tensor, whose row has no dtype."""
+    return getattr(torch, dtype).itemsize if dtype else 1
