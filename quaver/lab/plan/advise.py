@@ -180,7 +180,7 @@ class _AdviceSearch:
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = self._compute_costs(by_config)
         if can_estimate:
-            smallest = {config: self._estimate_smallest(by_config[config]) for config in costs}
+            smallest = {config: self._estimate_smallest(config, by_config[config]) for config in costs}
             peak_bytes, change = min(smallest.values(), key=lambda estimate: estimate[0])
             if peak_bytes > (1 + ESTIMATE_ERROR) * fit_bytes:
                 self.notes.append(f"no combination can fit: the smallest is {change.name}, and no other was predicted")
@@ -210,14 +210,14 @@ class _AdviceSearch:
             self.notes.append(f"{format_count(count, 'combination')} not possible: {reason}")
         return costs
 
-    def _estimate_smallest(self, change: Change) -> tuple[int, Change]:
-        """Return the lowest estimate of a change that the trainer accepts, and the change with that estimate.
+    def _estimate_smallest(self, config: TrainConfig, change: Change) -> tuple[int, Change]:
+        """Return the lowest estimate of a change, whose `config` the trainer accepts, and the change with it.
 
         Fewer gathered weights and less precise storage are added if the trainer accepts them, too.
         """
         fewer = with_fewest_gathered_weights(change, self._dims)
-        variants = [change, *iter_with_less_precise_storage(change), *([] if fewer is None else [fewer])]
-        estimates = []
+        variants = [*iter_with_less_precise_storage(change), *([] if fewer is None else [fewer])]
+        estimates = [(estimate_peak(config, self._ranks), change)]
         for variant in variants:
             with suppress(InputError, NotImplementedError):
                 estimates += [] if variant.config is None else [(estimate_peak(variant.config, self._ranks), variant)]

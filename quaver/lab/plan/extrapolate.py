@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quaver.lab.plan.checkpoint_time import predict_checkpoint_seconds_per_step
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.mfu import check_below_peak
 from quaver.lab.plan.planned_run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import ComputeTimes, build_tasks
@@ -27,7 +27,7 @@ def predict_step_seconds(run: PlannedRun, cluster: Cluster, compute_times: Compu
     seconds = first_s = extrapolate_seconds(run, 1, cluster, compute_times)
     if run.micro_batches > 1:
         seconds += (run.micro_batches - 1) * (extrapolate_seconds(run, 2, cluster, compute_times) - first_s)
-    compute_mfu(run, seconds, cluster.spec)
+    check_below_peak(run, seconds, cluster.spec)
     seconds += predict_checkpoint_seconds_per_step(run, cluster, seconds)
     return seconds
 

@@ -36,18 +36,18 @@ def count_float8_flops_per_token(run: PlannedRun) -> float:
 
 
 def compute_mfu(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
-    """Return the share of `seconds` that a step's matmuls take at the data sheet's peak of their precisions.
-
-    Raises:
-        RuntimeError: the share is above 1, so `seconds` are wrong: nothing multiplies faster than the peak.
-    """
+    """Return the share of `seconds` that a step's matmuls take at the data sheet's peak of their precisions."""
     float8_flops = count_float8_flops_per_token(run)
     float8_tflops_per_s = spec.float8_tflops or spec.bfloat16_tflops
     peak_s = (count_flops_per_token(run) - float8_flops) / spec.bfloat16_tflops + float8_flops / float8_tflops_per_s
-    share = 1e-12 * peak_s * run.step_tokens / run.world_size / seconds
+    return 1e-12 * peak_s * run.step_tokens / run.world_size / seconds
+
+
+def check_below_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> None:
+    """Raise a RuntimeError if a step of `seconds` would be faster than the data sheet's peak allows."""
+    share = compute_mfu(run, seconds, spec)
     if share > 1:
         raise RuntimeError(
             f"a step of {seconds:.3g} s would be {share:.1f} times as fast as the peak of {spec.name} allows: the "
             "simulation is wrong"
         )
-    return share

@@ -19,7 +19,7 @@ from quaver.lab.plan.checkpoint_time import predict_checkpoint_seconds_per_step
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.extrapolate import predict_step_seconds, sum_compute_seconds
 from quaver.lab.plan.layouts import Candidate, Layouts
-from quaver.lab.plan.mfu import compute_mfu
+from quaver.lab.plan.mfu import check_below_peak
 from quaver.lab.plan.peak_memory import estimate_peak
 from quaver.lab.plan.planned_run import PlannedRun, make_planned_run
 from quaver.lab.plan.simulate import DISK, ExtrapolatedTimeline, SimulatedTimeline, Task, simulate
@@ -202,7 +202,7 @@ def simulate_step(run: PlannedRun, cluster: Cluster, compute_times: ComputeTimes
             build_tasks(replace(run, micro_batches=simulated_micro_batches - 1), cluster, compute_times)
         )
         timeline = ExtrapolatedTimeline(timeline.spans, without_last, run.micro_batches - simulated_micro_batches)
-    compute_mfu(run, timeline.seconds, cluster.spec)
+    check_below_peak(run, timeline.seconds, cluster.spec)
     checkpoint_s = predict_checkpoint_seconds_per_step(run, cluster, timeline.seconds)
     if not checkpoint_s:
         return timeline
