@@ -154,7 +154,15 @@ class RoutedExperts(nn.Module):
         parameter: Tensor = getattr(self, name)
         return parameter if self.dispatcher is None else self.dispatcher.to_local(parameter)
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: TokenExchange | None) -> Tensor:
+    def _multiply_tokens(
+        self,
+        name: str,
+        tokens: Tensor,
+        ends: Tensor,
+        *,
+        input_exchange: TokenExchange | None = None,
+        output_exchange: TokenExchange | None = None,
+    ) -> Tensor:
         """Multiply sorted tokens by the weight `name` in a grouped matmul."""
         raise NotImplementedError
 

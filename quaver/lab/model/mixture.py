@@ -90,8 +90,15 @@ class Experts(RoutedExperts):
         gate, up = gate_up.chunk(2, dim=-1)
         return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
 
-    def _multiply_tokens(self, name: str, tokens: Tensor, ends: Tensor, **exchanges: TokenExchange | None) -> Tensor:
-        input_exchange, output_exchange = exchanges.get("input_exchange"), exchanges.get("output_exchange")
+    def _multiply_tokens(
+        self,
+        name: str,
+        tokens: Tensor,
+        ends: Tensor,
+        *,
+        input_exchange: TokenExchange | None = None,
+        output_exchange: TokenExchange | None = None,
+    ) -> Tensor:
         dtype = get_output_dtype(tokens)  # autocast does not cast the operands of a grouped matmul
         tokens = tokens.to(dtype)
         tokens = tokens if input_exchange is None else send_to_experts(tokens, input_exchange)
