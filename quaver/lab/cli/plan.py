@@ -58,12 +58,12 @@ def main(argv: list[str]) -> int:
             check_run_files(config, options.gpus, options.gpus_per_node, Path(options.write))
         with show_progress("planning") as set_activity:
             result = search(layouts, cluster, usable_bytes, top=options.top, set_activity=set_activity)
-        if not result.rows:
+        if not result.fastest:
             raise InputError(_describe_misfit(result, spec, usable_bytes))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
-            if number is not None and number > len(result.rows):
-                raise InputError(f"{option} must be a row of 1 to {len(result.rows)}, got {number}")
-    limits = [describe_limits(row, cluster) for row in result.rows]
+            if number is not None and number > len(result.fastest):
+                raise InputError(f"{option} must be a row of 1 to {len(result.fastest)}, got {number}")
+    limits = [describe_limits(layout, cluster) for layout in result.fastest]
     print_views(iter_views(options, result, limits, cluster, usable_bytes))
     print_views(iter_notes_on_steps(options, layouts, result))
     print_views(f"not simulated: {sentence}" for sentence in iter_unsimulated(config))
@@ -83,41 +83,46 @@ def _describe_misfit(result: SearchResult, spec: DeviceSpec, usable_bytes: int) 
 def _write_files(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = []
     if options.output is not None:
-        rows = [_make_json_row(row, sentences, cluster) for row, sentences in zip(result.rows, limits, strict=True)]
+        rows = [
+            _make_json_row(layout, sentences, cluster) for layout, sentences in zip(result.fastest, limits, strict=True)
+        ]
         content = {"environment": describe_measurement(torch.device("cpu")), "options": asdict(options), "rows": rows}
         files.append(Path(options.output))
         write_result(content, files[-1])
     if options.explain is not None and options.png is not None:
-        row = result.rows[options.explain - 1]
+        layout = result.fastest[options.explain - 1]
         files.append(Path(options.png))
         with replace_output(files[-1], "--png") as image:
-            draw_step(row.timeline, image, title=f"{row.candidate.precision_label}, {row.candidate.description}")
+            draw_step(
+                layout.timeline, image, title=f"{layout.candidate.precision_label}, {layout.candidate.description}"
+            )
     if options.write is not None:
-        row = result.rows[options.row - 1]
+        layout = result.fastest[options.row - 1]
         comment = (
-            f"{row.candidate.precision_label} on {options.gpus} x {cluster.spec.name}: {row.candidate.description}.\n"
-            f"Estimated peak {format_bytes(row.peak_bytes)}; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+            f"{layout.candidate.precision_label} on {options.gpus} x {cluster.spec.name}: "
+            f"{layout.candidate.description}.\n"
+            f"Estimated peak {format_bytes(layout.peak_bytes)}; simulated {layout.tokens_per_s:,.0f} tokens/s per GPU."
         )
         with report_bad_input():
             files += write_run(
-                row.candidate.config, options.gpus, options.gpus_per_node, Path(options.write), comment=comment
+                layout.candidate.config, options.gpus, options.gpus_per_node, Path(options.write), comment=comment
             )
     for file in files:
         print(f"saved {file}")
 
 
-def _make_json_row(row: SimulatedLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+def _make_json_row(layout: SimulatedLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
-        "precision": row.candidate.precision_label,
-        "mesh": row.candidate.dims.mesh,
-        "expert_parallel": row.candidate.dims.ep,
-        "peak_bytes": row.peak_bytes,
-        "step_seconds": row.seconds,
-        "tokens_per_second_per_gpu": row.tokens_per_s,
-        "step_tokens": row.run.step_tokens,
-        "mfu": compute_mfu(row.run, row.seconds, cluster.spec),
-        "links": [asdict(link) for link in list_links(row.timeline)],
+        "precision": layout.candidate.precision_label,
+        "mesh": layout.candidate.dims.mesh,
+        "expert_parallel": layout.candidate.dims.ep,
+        "peak_bytes": layout.peak_bytes,
+        "step_seconds": layout.seconds,
+        "tokens_per_second_per_gpu": layout.tokens_per_s,
+        "step_tokens": layout.run.step_tokens,
+        "mfu": compute_mfu(layout.run, layout.seconds, cluster.spec),
+        "links": [asdict(link) for link in list_links(layout.timeline)],
         "limits": limits,
-        "is_configured": row.candidate.is_configured,
-        "config": asdict(row.candidate.config),
+        "is_configured": layout.candidate.is_configured,
+        "config": asdict(layout.candidate.config),
     }

@@ -37,20 +37,20 @@ def iter_views(
     options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, usable_bytes: int
 ) -> Iterator[str | Table]:
     """Yield the table of the fastest layouts, what limits them, and how far to trust the numbers."""
-    first = result.rows[0]
+    first = result.fastest[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.gpus_per_node} to a node, "
         f"{options.network_gbit_per_s:g} Gb/s each; "
         f"{first.run.seq_len:,} tokens a sequence; {result.fitting_count:,} layouts compared, "
         f"{sum(result.refusals.values()):,} refused by the trainer"
     )
-    rows = [_make_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
+    rows = [_make_cells(number, layout, cluster) for number, layout in enumerate(result.fastest, 1)]
     yield make_layout_table(rows, usable_bytes)
     has_bytes = cluster.spec.memory_gb * 1e9
     if usable_bytes > has_bytes:
         yield f"--memory {options.memory}: one {cluster.spec.name} has only {format_bytes(has_bytes)}"
     yield _LEGEND
-    best_bfloat16 = next((row for row in result.rows if row.candidate.precision_label == BFLOAT16), None)
+    best_bfloat16 = next((layout for layout in result.fastest if layout.candidate.precision_label == BFLOAT16), None)
     if best_bfloat16 is not None and best_bfloat16 is not first:
         speedup = first.tokens_per_s / best_bfloat16.tokens_per_s
         is_equal = best_bfloat16.run.step_tokens == first.run.step_tokens
@@ -61,7 +61,7 @@ def iter_views(
         yield "no bfloat16 layout fits"
     yield f"row 1: {'; '.join(limits[0])}"
     if options.explain is not None:
-        yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
+        yield from _explain(result.fastest[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
         f"memory is estimated, typically within {ESTIMATE_ERROR:.0%}: a layout near the limit may not fit. "
         f"To check a row, write it with --write FILE.toml and run quaver memory FILE.toml --ranks {options.gpus}"
@@ -79,8 +79,8 @@ def make_layout_table(rows: Iterable[tuple[str, ...]], usable_bytes: int) -> Tab
 
 def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchResult) -> Iterator[str]:
     """Say how steps and batches of the table are limited, and why the configured layout is not in it."""
-    planned = result.rows[0].run
-    steps = {row.run.step_tokens for row in result.rows}
+    planned = result.fastest[0].run
+    steps = {layout.run.step_tokens for layout in result.fastest}
     if len(steps) > 1:
         yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
     elif options.global_batch is not None and steps != {options.global_batch_tokens}:
@@ -101,22 +101,22 @@ def iter_notes_on_steps(options: PlanOptions, layouts: Layouts, result: SearchRe
 _REDUCTION_MARKS = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
-def _make_cells(number: int, row: SimulatedLayout, cluster: Cluster) -> tuple[str, ...]:
-    waiting_share = 1 - row.timeline.sum_seconds(stream="compute") / row.timeline.seconds
-    dims = row.candidate.dims
+def _make_cells(number: int, layout: SimulatedLayout, cluster: Cluster) -> tuple[str, ...]:
+    waiting_share = 1 - layout.timeline.sum_seconds(stream="compute") / layout.timeline.seconds
+    dims = layout.candidate.dims
     return (
-        f"{number}{'*' if row.candidate.is_configured else ''}",
-        row.candidate.precision_label,
+        f"{number}{'*' if layout.candidate.is_configured else ''}",
+        layout.candidate.precision_label,
         _format_degrees(dims.dp_shard, dims.dp_replicate),
         _format_degrees(dims.tp, dims.ep),
-        row.candidate.gathering_label,
-        f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCTION_MARKS[row.candidate.reduction]}",
-        row.candidate.checkpointing_label,
-        f"{row.peak_bytes / 2**30:.1f}",
-        _format_tokens(row.run.step_tokens),
-        f"{row.seconds:.3g}",
-        f"{row.tokens_per_s:,.0f}",
-        f"{100 * compute_mfu(row.run, row.seconds, cluster.spec):.0f}",
+        layout.candidate.gathering_label,
+        f"{layout.run.local_batch}x{layout.run.micro_batches}{_REDUCTION_MARKS[layout.candidate.reduction]}",
+        layout.candidate.checkpointing_label,
+        f"{layout.peak_bytes / 2**30:.1f}",
+        _format_tokens(layout.run.step_tokens),
+        f"{layout.seconds:.3g}",
+        f"{layout.tokens_per_s:,.0f}",
+        f"{100 * compute_mfu(layout.run, layout.seconds, cluster.spec):.0f}",
         f"{100 * waiting_share:.0f}",
     )
 
@@ -131,8 +131,10 @@ def _format_degrees(first: int, second: int) -> str:
     return f"{first}x{second}" if second > 1 else str(first)
 
 
-def _explain(row: SimulatedLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
-    yield f"row {options.explain}: {row.candidate.precision_label}, {row.candidate.description}"
+def _explain(
+    layout: SimulatedLayout, limits: list[str], options: PlanOptions, cluster: Cluster
+) -> Iterator[str | Table]:
+    yield f"row {options.explain}: {layout.candidate.precision_label}, {layout.candidate.description}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
     rows = [
@@ -141,34 +143,34 @@ def _explain(row: SimulatedLayout, limits: list[str], options: PlanOptions, clus
             f"{link.sent_bytes / 1e9:.3g}",
             *(f"{s:.3g}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
         )
-        for link in list_links(row.timeline)
+        for link in list_links(layout.timeline)
     ]
     if rows:
         yield make_table("Links in a step", ("link", *numbers), rows=rows, right=numbers)
-    seconds_by_kind = {kind: row.timeline.sum_seconds(kind=kind) for kind in row.timeline.kinds}
+    seconds_by_kind = {kind: layout.timeline.sum_seconds(kind=kind) for kind in layout.timeline.kinds}
     parts = [
-        (name.replace("_", "-"), f"{s:.3g}", f"{s / row.timeline.seconds:.1%}")
+        (name.replace("_", "-"), f"{s:.3g}", f"{s / layout.timeline.seconds:.1%}")
         for name, s in seconds_by_kind.items()
         if s
     ]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:
-        yield _count_kernels(row, cluster)
+        yield _count_kernels(layout, cluster)
 
 
-def _count_kernels(row: SimulatedLayout, cluster: Cluster) -> str:
+def _count_kernels(layout: SimulatedLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with show_progress("compiling the block of the row"):
-            compute_times = predict_ledger_times(row.candidate.config, row.run.world_size, row.run, cluster)
+            compute_times = predict_ledger_times(layout.candidate.config, layout.run.world_size, layout.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
-    seconds = simulate_step(row.run, cluster, compute_times).seconds
-    computed_block = ComputeTimes.from_formulas(row.run, cluster).block
+    seconds = simulate_step(layout.run, cluster, compute_times).seconds
+    computed_block = ComputeTimes.from_formulas(layout.run, cluster).block
     times = zip(("forward", "backward"), compute_times.block, computed_block, strict=False)
     blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * computed:.2f})" for name, counted, computed in times]
-    tokens_per_s = row.run.step_tokens / seconds / row.run.world_size
+    tokens_per_s = layout.run.step_tokens / seconds / layout.run.world_size
     return (
         f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
-        f"{seconds:.3g} s ({row.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({row.tokens_per_s:,.0f})"
+        f"{seconds:.3g} s ({layout.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({layout.tokens_per_s:,.0f})"
     )

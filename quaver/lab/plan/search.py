@@ -69,8 +69,8 @@ class SimulatedLayout:
 class SearchResult:
     """The result of a search."""
 
-    rows: list[SimulatedLayout]
-    """Sorted by speed, the fastest first."""
+    fastest: list[SimulatedLayout]
+    """The fastest layouts, the fastest in bfloat16 and the configured one, sorted by speed."""
     fitting_count: int
     """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
@@ -130,12 +130,14 @@ def search(
         *islice(iter_by_speed(bfloat16_layouts, cluster), 1),
         *islice(_skip_similar(iter_by_speed(fitting, cluster)), top),
     ]
-    rows = []
+    simulated = []
     for number, timed in enumerate({id(timed): timed for timed in chosen}.values(), 1):
         set_activity(f"simulating step {number}")
-        rows.append(SimulatedLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster)))
-    rows.sort(key=lambda layout: -layout.tokens_per_s)
-    return SearchResult(rows, len(fitting), dict(refusals), smallest)
+        simulated.append(
+            SimulatedLayout(timed.candidate, timed.run, timed.peak_bytes, simulate_step(timed.run, cluster))
+        )
+    simulated.sort(key=lambda layout: -layout.tokens_per_s)
+    return SearchResult(simulated, len(fitting), dict(refusals), smallest)
 
 
 def _estimate_peaks(

@@ -71,7 +71,7 @@ def timed():
 
 
 def test_the_rows_are_the_fastest_that_fit(search_result, timed):
-    rows = search_result.rows
+    rows = search_result.fastest
     speeds = [row.tokens_per_s for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert all(row.peak_bytes <= 45 * GIB for row in rows)
@@ -88,7 +88,9 @@ def test_rows_have_the_estimated_peaks_of_their_configs(monkeypatch):
     peaks = sorted(estimate_peak(candidate.config, 16) for candidate in layouts.candidates)
     limit = peaks[len(peaks) // 2]
     result = search(layouts, CLUSTER, limit, top=3)
-    assert [row.peak_bytes for row in result.rows] == [estimate_peak(row.candidate.config, 16) for row in result.rows]
+    assert [row.peak_bytes for row in result.fastest] == [
+        estimate_peak(row.candidate.config, 16) for row in result.fastest
+    ]
     assert result.fitting_count == sum(peak <= limit for peak in peaks) < len(peaks)
     assert result.smallest.peak_bytes == peaks[0]
 
@@ -107,7 +109,7 @@ def test_the_estimate_counts_every_checkpointed_block(checkpointed):
 
 
 def test_limits_of_a_step_are_described(search_result):
-    rows = {row.candidate.precision_label: row for row in reversed(search_result.rows)}
+    rows = {row.candidate.precision_label: row for row in reversed(search_result.fastest)}
     row = rows["tensorwise"]
     words = " ".join(describe_limits(row, CLUSTER))
     computing_s = sum(span.end_s - span.start_s for span in row.timeline.spans if span.task.stream == COMPUTE)
@@ -118,7 +120,7 @@ def test_limits_of_a_step_are_described(search_result):
 
 
 def test_the_share_of_the_peak_counts_causal_attention(search_result):
-    row = next(row for row in search_result.rows if row.candidate.precision_label == BFLOAT16)
+    row = next(row for row in search_result.fastest if row.candidate.precision_label == BFLOAT16)
     run = row.run
     masked = 6 * run.model.n_layers * run.model.n_heads * run.model.head_dim * run.seq_len
     flops = run.step_tokens * (count_training_flops_per_token(run.model, run.seq_len) - masked) / run.world_size
