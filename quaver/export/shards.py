@@ -22,7 +22,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.part_scales import compute_part_amaxes, select_part_scales
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
-from quaver.runtime.float8_collectives import all_reduce_max
+from quaver.runtime.collectives import all_reduce_max
 from quaver.torch_private.dtensor import compute_local_shape_and_offset, make_dtensor_like
 
 

@@ -69,7 +69,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.part_scales import select_part_scales
 from quaver.recipes.scale_layout import COLUMNWISE, ScaleLayout
 from quaver.recipes.scaling import CastScales
-from quaver.runtime.float8_collectives import pad_rows
+from quaver.runtime.collectives import pad_rows
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor
 from quaver.torch_private.fsdp import hide_fsdp_ops_from_checkpoint_policies

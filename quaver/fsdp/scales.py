@@ -38,7 +38,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.part_scales import compute_part_amaxes
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import CastScales, compute_scales_of_parts
-from quaver.runtime.float8_collectives import all_reduce_max
+from quaver.runtime.collectives import all_reduce_max
 
 
 @dataclass(frozen=True, eq=False)

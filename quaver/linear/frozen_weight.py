@@ -49,7 +49,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import compute_amax, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.recipes.sqnr import to_decibels
-from quaver.runtime.float8_collectives import pad_rows
+from quaver.runtime.collectives import pad_rows
 from quaver.runtime.slow_paths import report_slow_path
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import get_local_tensor

@@ -54,8 +54,8 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FLOAT8_FORMATS
 from quaver.recipes.scale_rules import invert_twice
 from quaver.recipes.scaling import PersistentScale, PersistentScales
+from quaver.runtime.collectives import NO_AMAX, all_reduce_max
 from quaver.runtime.devices import add_device_index, is_capturing, is_cpu
-from quaver.runtime.float8_collectives import NO_AMAX, all_reduce_max
 from quaver.runtime.warnings import warn_user
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import get_version

@@ -32,7 +32,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.agreement import check_ranks_agree_once
-from quaver.runtime.float8_collectives import all_reduce, reduce_scatter
+from quaver.runtime.collectives import all_reduce, reduce_scatter
 
 
 def to_local(parameter: Tensor) -> Tensor:

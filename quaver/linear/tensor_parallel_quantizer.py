@@ -31,8 +31,8 @@ from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
 from quaver.recipes.scaling import PLAIN_TYPES, CastScales, PersistentScale, choose_factor, compute_scales
+from quaver.runtime.collectives import all_gather, all_reduce_max
 from quaver.runtime.compile_hints import is_compiling, store_once
-from quaver.runtime.float8_collectives import all_gather, all_reduce_max
 
 
 class TensorParallelQuantizer(Quantizer):

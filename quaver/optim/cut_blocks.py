@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.optim.blocks import BlockGrid, find_cut_axes, make_grid
 from quaver.optim.rounding import compute_moment_scales
-from quaver.runtime.float8_collectives import all_reduce_max
+from quaver.runtime.collectives import all_reduce_max
 from quaver.torch_private.dtensor import is_dtensor
 
 

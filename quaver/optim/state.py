@@ -45,7 +45,7 @@ from quaver.optim.rounding import (
 )
 from quaver.optim.update import ParameterBlocks
 from quaver.runtime.agreement import find_collective_device
-from quaver.runtime.float8_collectives import all_reduce_max
+from quaver.runtime.collectives import all_reduce_max
 from quaver.torch_private.dtensor import get_local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")

@@ -49,7 +49,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree, compute_digest
-from quaver.runtime.float8_collectives import all_gather, all_reduce_max, all_to_all, pad_rows
+from quaver.runtime.collectives import all_gather, all_reduce_max, all_to_all, pad_rows
 from quaver.runtime.warnings import warn_user
 
 

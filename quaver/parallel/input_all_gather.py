@@ -20,7 +20,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.linear.tensor_parallel_quantizer import GatheringQuantizer
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.float8_collectives import reduce_scatter
+from quaver.runtime.collectives import reduce_scatter
 
 
 class _AllGatherFloat8(torch.autograd.Function):

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quaver.runtime.float8_collectives import all_gather
+from quaver.runtime.collectives import all_gather
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from quaver.lab.model import loss as losses
 from quaver.lab.model.loss import IGNORE_INDEX, compute_next_token_loss
 from quaver.lab.recorder.storages import TensorByteCounter
-from quaver.runtime.float8_collectives import all_gather
+from quaver.runtime.collectives import all_gather
 from tests.counting import CollectiveCounter
 from tests.ranks import get_cached_mesh, on_ranks
 from tests.thinned import thinned

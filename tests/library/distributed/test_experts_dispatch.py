@@ -32,7 +32,7 @@ from quaver.distributed import (
 )
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.parallel import expert_parallel
-from quaver.runtime import float8_collectives
+from quaver.runtime import collectives
 from tests.library.distributed.expert_models import (
     DIM,
     EXPERTS,
@@ -243,7 +243,7 @@ def count_sent_bytes(experts, hidden, index, weights, grad):
 
     Every rank has the same tokens.
     """
-    sent, exchange = [], float8_collectives.functional.all_to_all_single
+    sent, exchange = [], collectives.functional.all_to_all_single
     pairs = int((index < EXPERTS).sum()) * dist.get_world_size()
 
     def spy(payload, *args):
@@ -253,7 +253,7 @@ def count_sent_bytes(experts, hidden, index, weights, grad):
             assert payload.numel() == dist.get_world_size() + EXPERTS
         return exchange(payload, *args)
 
-    with mock.patch.object(float8_collectives.functional, "all_to_all_single", spy):
+    with mock.patch.object(collectives.functional, "all_to_all_single", spy):
         out = experts(hidden.clone().requires_grad_(torch.is_grad_enabled()), index, weights)
         forward = len(sent)
         if out.requires_grad:
@@ -336,7 +336,7 @@ def test_experts_that_cannot_be_split_are_refused():
         (RuntimeError("Connection closed by peer"), "RuntimeError: Connection closed by peer"),
         (dist.DistBackendError("NCCL error: an unsupported driver"), "DistBackendError: NCCL error"),
     ):
-        with mock.patch.object(float8_collectives.functional, "all_to_all_single", side_effect=error):
+        with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=error):
             assert refusal(parallelize, convert("rowwise")).startswith(expected)
     assert "got a process group of cpu:gloo" in refusal(
         expert_parallel.check_backend, get_cached_mesh((4,)), torch.device("meta")

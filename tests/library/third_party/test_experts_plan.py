@@ -16,7 +16,7 @@ from quaver.conversion.check import assert_float8_training
 from quaver.experts.module import Float8Experts
 from quaver.fsdp.all_gather_weight import Float8AllGatherWeight
 from quaver.integrations.transformers import QuaverConfig, prepare_model_for_float8
-from quaver.runtime import float8_collectives
+from quaver.runtime import collectives
 from tests.ranks import refusal, run
 from tests.reference import assert_same_bits
 from tests.steps import to_plain
@@ -97,9 +97,9 @@ def check_ranks_with_the_same_tokens(folder, recipe, implementation):
     one, split = (prepare_model_for_float8(load(folder, **options), recipe) for options in ({}, layout))
     expected, experts = (model.model.layers[0].mlp.experts for model in (one, split))
     results, dtypes = [], []
-    exchange = float8_collectives.functional.all_to_all_single
+    exchange = collectives.functional.all_to_all_single
     record = lambda rows, *to: dtypes.append(rows.dtype) or exchange(rows, *to)  # noqa: E731
-    record_dtypes = mock.patch.object(float8_collectives.functional, "all_to_all_single", record)
+    record_dtypes = mock.patch.object(collectives.functional, "all_to_all_single", record)
     for module, part in ((expected, slice(None)), (experts, slice(6 * pair, 6 * pair + 6))):
         inputs = hidden[part].clone().requires_grad_()
         with record_dtypes:
@@ -134,7 +134,7 @@ def check_refusals(folder):
     message = refusal(lambda: load(folder, QuaverConfig(frozen=True), **layout))
     assert "QuaverConfig with a distributed_config: expected a folder in high precision" in message
     error = NotImplementedError("not implemented")
-    with mock.patch.object(float8_collectives.functional, "all_to_all_single", side_effect=error):
+    with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=error):
         message = refusal(lambda: load(folder, **layout))
     assert "use gloo or nccl, got a process group of cpu:gloo" in message
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from quaver.runtime.float8_collectives import NO_AMAX, all_reduce_max
+from quaver.runtime.collectives import NO_AMAX, all_reduce_max
 from tests.ranks import on_ranks
 
 

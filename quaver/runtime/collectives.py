@@ -1,4 +1,4 @@
-"""Collectives for float8, eager and compiled, on any backend. Amaxes are sent as integers, codes as uint8."""
+"""Collectives of any dtype, eager and compiled, on any backend. Amaxes are sent as integers, codes as uint8."""
 
 from __future__ import annotations
 
