@@ -114,13 +114,16 @@ def _is_sharded(weight: ModuleWeight) -> bool:
 
 
 def _needs_scales(weight: ModuleWeight) -> bool:
-    """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is known."""
+    """Return whether the next float8 all-gather of `weight` computes scales: no persistent scale is known.
+
+    Moves the scale slots to the device of the mesh, where the all-gather casts.
+    """
     if not _is_sent_in_float8(weight):
         return False
     if weight.scale_slots is None:
         return True
     device = find_mesh_device(typing.cast(Any, weight.parameter).device_mesh)  # an offloaded shard is elsewhere
-    scale = weight.scale_slots.get_scales(device).weight
+    scale = weight.scale_slots.move_and_get_scales(device).weight
     return scale is None or not scale.is_known
 
 

@@ -157,7 +157,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def get_persistent_scales(self, device: torch.device) -> PersistentScales:
         """Return the persistent scales of the operands for casts on `device` that record no amaxes."""
         if self.scale_slots is not None:
-            return self.scale_slots.get_scales(device)
+            return self.scale_slots.move_and_get_scales(device)
         if self.float8_config.has_persistent_scales:
             raise RuntimeError(
                 "this Float8Linear has delayed or static scaling but no slots for its scales; give the model to "

@@ -304,8 +304,8 @@ class LinearScaleSlots:
             for record in (True, False)
         )
 
-    def get_scales(self, device: torch.device) -> PersistentScales:
-        """Return the scales for casts on `device`, to which all slots move. These casts record no amaxes."""
+    def move_and_get_scales(self, device: torch.device) -> PersistentScales:
+        """Move all slots of the conversion to `device`. Return the scales for casts there that record no amaxes."""
         if device != self.conversion_slots.device:
             self.move_to(device)
         if self.conversion_slots.has_unknown_static and not self.conversion_slots.calibrating:
@@ -333,7 +333,7 @@ class LinearScaleSlots:
                 f"last sync they trained on {conversion_slots.device} and {device}: convert the part of each device "
                 "in a separate call of convert_to_float8_training, or move the model to one device before the step"
             )
-        self.get_scales(device)
+        self.move_and_get_scales(device)
         if self.recorded.weight is not None and self.recorded_weight_amax is not None:
             update_amax_buffer(self.recorded.weight, self.recorded_weight_amax)
         if not torch.compiler.is_compiling():
@@ -348,7 +348,7 @@ class LinearScaleSlots:
         Args:
             recorded_amax: `recorded_weight_amax` of an earlier cast of the same weight, which this cast updates.
         """
-        scale = self.get_scales(device).weight
+        scale = self.move_and_get_scales(device).weight
         if scale is None:
             return None
         if recorded_amax is None:

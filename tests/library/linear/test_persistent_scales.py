@@ -382,7 +382,7 @@ def test_the_state_moves_to_another_device_only(current, monkeypatch):
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     module = make_linear()
     for device in (torch.device("cuda"), mesh_device):
-        module.scale_slots.get_scales(device)
+        module.scale_slots.move_and_get_scales(device)
     assert moved == ([mesh_device] * 2 if current else [])
 
 
@@ -392,7 +392,7 @@ def test_training_on_two_devices_is_refused(monkeypatch):
     conversion_slots, cuda, moved = model[1].scale_slots.conversion_slots, torch.device("cuda", 0), []
     monkeypatch.setattr(ConversionScaleSlots, "to", lambda self, device: moved.append(device))
     model[0](torch.ones(2, 8)).sum().backward()
-    model[1].scale_slots.get_scales(cuda)
+    model[1].scale_slots.move_and_get_scales(cuda)
     assert moved == [cuda]
     with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
         model[1].scale_slots.begin_forward(cuda, None)
