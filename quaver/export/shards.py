@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.fsdp.scales import get_rounding_rule
+from quaver.fsdp.scales import get_scale_arguments
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
 from quaver.kernels.operands import Operand, require
 from quaver.recipes.config import Float8LinearConfig
@@ -58,7 +58,7 @@ def gather_whole_operands(weight: DTensor, local: Tensor, config: Float8LinearCo
     layout, size = _get_layout(config), _add_stack_dim(weight.shape)[1:]
     first, *offset = _add_stack_dim(compute_local_shape_and_offset(weight)[1], leading=0)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
-    scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_rounding_rule(config))[0]
+    scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *get_scale_arguments(config))[0]
     rule = config.casts.weight.row.rule
     factor = choose_factor(scales, rule).view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)

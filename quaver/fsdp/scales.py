@@ -86,7 +86,7 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
 
     Args:
         shards: shards of weights over the same groups, in the same order on every rank.
-        weights: the weights of the shards, in the same order. `get_rounding_rule` returns one rule for all of them.
+        weights: the weights of the shards, in the same order. `get_scale_arguments` returns the same for all of them.
     """
     casts_by_weight = [
         [_WeightCast(shard, layout) for layout in list_layouts(weight)]
@@ -97,7 +97,7 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
     lengths = [math.prod(cast.scale_shape) for cast in casts]
     tp_start = sum(length for cast, length in zip(casts, lengths, strict=True) if not cast.reduces_tp_dim)
     amaxes = _reduce_amaxes(_compute_local_amaxes(casts).to(shards[0].device), tp_start, shards[0])
-    parts = compute_scales_of_parts(amaxes, lengths, *get_rounding_rule(weights[0].config))
+    parts = compute_scales_of_parts(amaxes, lengths, *get_scale_arguments(weights[0].config))
     scales: dict[_WeightCast, CastScales] = {}
     for cast, part in zip(casts, parts, strict=True):
         shape = cast.scale_shape
@@ -105,7 +105,7 @@ def compute_whole_scales(shards: Sequence[LocatedShard], weights: Sequence[Modul
     return [[scales[cast] for cast in weight_casts] for weight_casts in casts_by_weight]
 
 
-def get_rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
+def get_scale_arguments(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
     """Return the last arguments of `compute_scales_of_parts`. Weights that share them are computed in one call."""
     weight = config.casts.weight
     return weight.row.float8_dtype, weight.power_of_2, weight.row.rule, weight.row.is_blockwise

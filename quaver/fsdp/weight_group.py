@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, iter_model_weights, iter_module_weights
 from quaver.fsdp.scaled_shard import AllGatherInputsCache, ScaledShard
-from quaver.fsdp.scales import compute_whole_scales, get_rounding_rule
+from quaver.fsdp.scales import compute_whole_scales, get_scale_arguments
 from quaver.fsdp.shard import LocatedShard, find_mesh_device, list_shard_axes, locate_shard
 from quaver.linear.module import Float8Linear
 from quaver.recipes.scaling import CastScales
@@ -128,13 +128,13 @@ def _needs_scales(weight: ModuleWeight) -> bool:
 
 
 def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
-    """Check, at the first all-gather of `weight` and after a change, that the ranks gather it and its group alike.
+    """Check, at the first all-gather of `weight` and after a change, that the ranks gather its weight group alike.
 
     A change is another config or a load of persistent scales. Both decide what a rank sends, and whether it first
     computes scales with the other ranks.
 
     Raises:
-        RuntimeError: on every rank, if the groups differ between ranks; on this rank, if only this one changed.
+        RuntimeError: on every rank, if the weight groups differ between ranks; on this rank, if only this one changed.
     """
     state = get_all_gather_state(weight.module)
 
@@ -147,7 +147,7 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
         state,
         _make_fingerprint(weight),
         lambda: _describe_weights(list_named()),
-        lambda: _list_sharding_groups(weight),
+        lambda: _list_process_groups(weight),
         subject=_GATHERED_WEIGHTS,
         find_others=lambda: {
             get_all_gather_state(member.module): _make_fingerprint(member) for _, member in list_named()
@@ -155,8 +155,8 @@ def check_ranks_agree_on_gather(weight: ModuleWeight) -> None:
     )
 
 
-def _list_sharding_groups(weight: ModuleWeight) -> list[ProcessGroup]:
-    """Return the groups that share the weight's all-gather. A replica may run forwards that others do not run."""
+def _list_process_groups(weight: ModuleWeight) -> list[ProcessGroup]:
+    """Return the process groups that share the weight's all-gather. A replica may run forwards that others skip."""
     shard = get_current_shard(weight)
     return [shard.fsdp_group] if shard.tp_group is None else [shard.fsdp_group, shard.tp_group]
 
@@ -170,7 +170,7 @@ def _make_fingerprint(weight: ModuleWeight) -> list[Any]:
 def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     """Return the dynamic scales of `weight`, as `compute_whole_scales` does.
 
-    If they are unknown, one collective computes the scales of every weight of the group that lacks them. A rank that
+    If they are unknown, one collective computes the scales of all weights of `weight_group` that lack them. A rank that
     wrote alone would enter it alone. So the ranks first wait for each other in the store, and compare the weights that
     lack scales, if a write dropped precomputed ones, or if other weights lack them than in earlier steps. The writes of
     each step's optimizer are always the same, and wait for no rank.
@@ -194,8 +194,8 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
     are_precomputed = any(_get_scaled_shard(member).shard_state.are_precomputed for _, member in named)
     usual = weight_group.usual_writes.setdefault(key, set())
     if are_precomputed or (usual and names not in usual):
-        groups = _list_sharding_groups(weight)
-        check_ranks_agree_after_change(names, *groups, subject=_WRITTEN_WEIGHTS, event=_WRITE)
+        process_groups = _list_process_groups(weight)
+        check_ranks_agree_after_change(names, *process_groups, subject=_WRITTEN_WEIGHTS, event=_WRITE)
     usual.add(names)
     _compute_and_set_scales(named, are_precomputed=False)
     return typing.cast(Sequence[CastScales], _get_scaled_shard(weight).get_scales(weight.parameter))
@@ -203,14 +203,14 @@ def get_or_compute_whole_scales(weight: ModuleWeight) -> Sequence[CastScales]:
 
 def _make_collective_key(weight: ModuleWeight) -> CollectiveKey:
     """Make a key, equal for weights that share the collective of scales; see [Note: equal groups] in shard.py."""
-    return *get_current_shard(weight).group_ranks, *get_rounding_rule(weight.config)
+    return *get_current_shard(weight).group_ranks, *get_scale_arguments(weight.config)
 
 
 def _group_by_collective(named: NamedWeights) -> Mapping[CollectiveKey, NamedWeights]:
-    groups: defaultdict[CollectiveKey, list[tuple[str, ModuleWeight]]] = defaultdict(list)
+    by_collective: defaultdict[CollectiveKey, list[tuple[str, ModuleWeight]]] = defaultdict(list)
     for name, weight in named:
-        groups[_make_collective_key(weight)].append((name, weight))
-    return groups
+        by_collective[_make_collective_key(weight)].append((name, weight))
+    return by_collective
 
 
 def _compute_and_set_scales(named: NamedWeights, *, are_precomputed: bool) -> None:
@@ -266,20 +266,24 @@ def precompute_scales(module: nn.Module) -> None:
     named = [(name, weight) for name, weight in iter_model_weights(module) if _is_sent_in_float8(weight)]
     _check_ranks_agree_on_weights(module, named)
     needed = [(name, weight) for name, weight in named if _needs_scales(weight)]
-    for group in _group_by_collective(needed).values():
-        _compute_and_set_scales(group, are_precomputed=True)
+    for weights_of_collective in _group_by_collective(needed).values():
+        _compute_and_set_scales(weights_of_collective, are_precomputed=True)
 
 
 def _check_ranks_agree_on_weights(module: nn.Module, named: NamedWeights) -> None:
-    """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the groups."""
+    """Check that the ranks agree. A rank without such weights takes part, so any DTensor tells the process groups."""
     fingerprint = [(weakref.ref(weight.module), weight.name, *_make_fingerprint(weight)) for _, weight in named]
     check_ranks_agree_once(
-        module, fingerprint, lambda: _describe_weights(named), lambda: _find_groups(module), subject=_GATHERED_WEIGHTS
+        module,
+        fingerprint,
+        lambda: _describe_weights(named),
+        lambda: _find_process_groups(module),
+        subject=_GATHERED_WEIGHTS,
     )
 
 
-def _find_groups(module: nn.Module) -> list[ProcessGroup]:
-    """Return the groups of all mesh axes of a sharded parameter, a matrix on the most axes if possible; else none."""
+def _find_process_groups(module: nn.Module) -> list[ProcessGroup]:
+    """Return the process groups of a sharded parameter's mesh axes, a matrix on most axes if possible; else none."""
     sharded = [parameter for parameter in module.parameters() if is_dtensor(parameter) and list_shard_axes(parameter)]
     if not sharded:
         return []
