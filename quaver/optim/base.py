@@ -127,7 +127,7 @@ class Float8Optimizer(Optimizer):
                 _write_to_empty_shard(parameter)
                 if "master" in self.state[parameter]:
                     self._versions[parameter] = get_version(get_local_tensor(parameter))
-        self._warn_without_sync()
+        self._warn_of_skipped_without_waiting()
         return loss
 
     def check_step(self) -> None:
@@ -216,7 +216,7 @@ class Float8Optimizer(Optimizer):
     def _skipped_total(self) -> int:
         return sum(int(counter) for _, counter in self._list_skip_counters())
 
-    def _warn_without_sync(self) -> None:
+    def _warn_of_skipped_without_waiting(self) -> None:
         """Warn of the parts that are known to be skipped. A GPU makes its copy later; the next step reads that."""
         for device, counter in self._list_skip_counters():
             if device not in self._skipped_on_host:
