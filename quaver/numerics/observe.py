@@ -42,7 +42,7 @@ from quaver.kernels.operation import format_parameters, library
 from quaver.linear.quantize import flatten_to_matrix
 from quaver.numerics.extra_statistics import compute_extras, compute_result_extras
 from quaver.numerics.matmul_sums import sample_rows
-from quaver.numerics.sampling import SampledInput, Sampling, record_use
+from quaver.numerics.sampling import SampledInput, Sampling, record_use_and_get_sampling
 from quaver.numerics.statistics import (
     ComparedPair,
     TallyIndex,
@@ -70,7 +70,7 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap `run` so that it runs in sampled steps only, without autograd, autocast and dispatch modes."""
 
     def observe(tallies: Tensor, index: int, number: Tensor, *args: Any) -> None:
-        sampling = record_use(int(number))
+        sampling = record_use_and_get_sampling(int(number))
         if sampling is None:
             return
         if is_capturing():

@@ -17,7 +17,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.protocols import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
-from quaver.numerics.sampling import record_use
+from quaver.numerics.sampling import record_use_and_get_sampling
 from quaver.numerics.statistics import clear_tallies, make_tallies, merge_tallies
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
@@ -125,7 +125,7 @@ class Probe:
         *,
         exchanged: bool = False,
     ) -> None:
-        if not self._record_use():
+        if not self._record_use_and_check_sampled():
             return
         hp = _drop_float8(hp)
         is_forward = name == "input" or (name == "weight" and operands.row is not None)
@@ -165,7 +165,7 @@ class Probe:
         bias: Tensor | None = None,
         groups: Groups = _ONE_MATRIX,
     ) -> None:
-        if self._record_use():
+        if self._record_use_and_check_sampled():
             weight_hp = _to_matmul_shape(_drop_float8(weight), groups)
             tensors = output, _drop_float8(input), weight_hp, bias, groups.ends, groups.num_experts
             observe.observe_output(self.forward, FORWARD_SITES.index(OUTPUT), self.number_tensor, *tensors)
@@ -173,7 +173,7 @@ class Probe:
     def observe_grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
     ) -> None:
-        if self._record_use():
+        if self._record_use_and_check_sampled():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
             tensors = _to_matmul_shape(grad_weight, groups), grad_output, *saved, groups.ends, groups.num_experts
             observe.observe_grad_weight(self.backward, BACKWARD_SITES.index(GRAD_WEIGHT), self.number_tensor, *tensors)
@@ -186,16 +186,16 @@ class Probe:
         operand: Operand,
         groups: Groups = _ONE_MATRIX,
     ) -> None:
-        if self._record_use():
+        if self._record_use_and_check_sampled():
             if operand.dequant_scale is None and not groups.num_experts:
                 weight = operand.data
             tensors = grad_input, grad_output, _to_matmul_shape(weight, groups), groups.ends, groups.num_experts
             observe.observe_grad_input(self.backward, BACKWARD_SITES.index(GRAD_INPUT), self.number_tensor, *tensors)
 
-    def _record_use(self) -> bool:
-        """Record that a matmul of the weight runs. Returns whether to call the operation."""
+    def _record_use_and_check_sampled(self) -> bool:
+        """Record that a matmul of the weight runs. Returns whether the operation is called."""
         # Compiled code always calls the operations, and must not be guarded by the number.
-        return torch.compiler.is_compiling() or record_use(self.weight_number) is not None
+        return torch.compiler.is_compiling() or record_use_and_get_sampling(self.weight_number) is not None
 
 
 def _drop_float8(tensor: Tensor | None) -> Tensor | None:

@@ -77,7 +77,7 @@ _samplings: dict[int, Sampling] = {}
 """Samplings by the number of a weight, the only argument of an operation in a graph that can identify its monitor."""
 
 
-def record_use(number: int) -> Sampling | None:
+def record_use_and_get_sampling(number: int) -> Sampling | None:
     """Record that a matmul of a weight runs. Returns the sampling of its monitor in a sampled step, else None."""
     sampling = _samplings.get(number)
     if sampling is None:
