@@ -163,8 +163,10 @@ def find_native_failure(device_index: int, kind: ScaleKind, trial: NativeTrial |
 
 
 @contextlib.contextmanager
-def replace_trials(failures: Mapping[ScaleKind, str | None]) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
-    """Inside the block, `failures` replaces the trials of the first device; other kinds are tried.
+def replace_trial_results(
+    failures: Mapping[ScaleKind, str | None],
+) -> Iterator[Mapping[tuple[int, ScaleKind], str | None]]:
+    """Inside the block, `failures` replaces the trial results of the first device; other kinds are tried.
 
     For tests and predictions. Yields the results of all trials: by device and kind, why the hardware failed, or None.
     """
@@ -192,7 +194,7 @@ def try_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
     Errors that are not about the hardware are raised.
     """
-    for operands in _make_trials(kind):
+    for operands in _make_trial_operands(kind):
         a, b = (
             multiply_scale_(operand.data.double(), require(operand.dequant_scale, "the dequant_scale"), operand.layout)
             for operand in operands
@@ -224,7 +226,7 @@ def describe_hardware_failure(error: Exception) -> str:
     return describe_error(error).splitlines()[0]
 
 
-def _make_trials(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
+def _make_trial_operands(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
     """Yield operands for the forward and the backward matmuls of a linear, with different scales.
 
     Dtypes and devices are explicit, because the result must not depend on torch's defaults at the first call.

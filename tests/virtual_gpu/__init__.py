@@ -23,7 +23,7 @@ import torch
 
 from quaver.kernels import triton_blocks
 from quaver.kernels.native_mm import ScaleKind
-from quaver.linear.backends import replace_trials
+from quaver.linear.backends import replace_trial_results
 from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import list_slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
@@ -65,7 +65,7 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator, model in {**matmuls.OPERATOR_MODELS, **grouped_matmuls.OPERATOR_MODELS}.items():
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
-        failures = stack.enter_context(replace_trials({}))
+        failures = stack.enter_context(replace_trial_results({}))
         stack.enter_context(runtime.patch_cuda_functions(card))
         stack.enter_context(simulate_gpu(card.capability))
         yield card

@@ -23,7 +23,7 @@ from quaver import (
 from quaver.experts.grouped_mm_method import to_float8_grouped_mm
 from quaver.kernels.native_mm import ScaleKind
 from quaver.linear import last_run
-from quaver.linear.backends import replace_trials
+from quaver.linear.backends import replace_trial_results
 from quaver.recipes.config import resolve_config
 from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.slow_paths import report_slow_path
@@ -81,10 +81,10 @@ def test_compiled_code_multiplies_natively_where_its_device_does():
     record_run(model[0], "cpu", "exact")  # a smoke test, before it moved
     with mock.patch("torch.compiler.is_compiling", return_value=True):
         last_run.record_run(model[0], torch.device("cuda:0"))
-    with replace_trials({ScaleKind.TENSORWISE: None}):
+    with replace_trial_results({ScaleKind.TENSORWISE: None}):
         assert get_backend(model) == "native"
         assert_float8_training(model, require_native=True)
-    with replace_trials({ScaleKind.TENSORWISE: "missing"}):
+    with replace_trial_results({ScaleKind.TENSORWISE: "missing"}):
         assert_refused(model, "multiply exactly, not on float8 units: 0", require_native=True)
 
 

@@ -357,7 +357,7 @@ def test_a_trial_sees_a_wrong_scale(kind, card, bits, monkeypatch):
         return matmuls.scaled_mm_v2(card, a, b, [exchanged], *rest)
 
     monkeypatch.setitem(matmuls.OPERATOR_MODELS, "_scaled_mm_v2", exchange_scales_of_a)
-    with virtual_gpu(card), backends.replace_trials({}):
+    with virtual_gpu(card), backends.replace_trial_results({}):
         assert "wrong result" in backends.find_native_failure(0, kind)
 
 
@@ -366,7 +366,7 @@ def test_a_trial_sees_nans(monkeypatch):
         return matmuls.scaled_mm(*args, **options) * float("nan")
 
     monkeypatch.setitem(matmuls.OPERATOR_MODELS, "_scaled_mm", multiply)
-    with virtual_gpu("h100"), backends.replace_trials({}):
+    with virtual_gpu("h100"), backends.replace_trial_results({}):
         assert "wrong result" in backends.find_native_failure(0, ScaleKind.TENSORWISE)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quaver.kernels.native_mm import ScaleKind
 from quaver.lab.memory.devices.autocast import cast_to_float32, has_gpu_rule, use_gpu_autocast
-from quaver.linear.backends import replace_trials
+from quaver.linear.backends import replace_trial_results
 from quaver.runtime.devices import simulate_gpu
 from quaver.torch_private.dispatch import implement_operators
 from quaver.torch_private.replacing import replace_attribute
@@ -35,7 +35,7 @@ def simulate_float8_gpu() -> Iterator[None]:
     """Treat fake tensors inside the block as tensors on a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
         stack.enter_context(simulate_gpu(_SIMULATED_CAPABILITY))
-        stack.enter_context(replace_trials(dict.fromkeys(ScaleKind)))
+        stack.enter_context(replace_trial_results(dict.fromkeys(ScaleKind)))
         stack.enter_context(use_gpu_autocast())
         stack.enter_context(replace_attribute(F, "rms_norm", _rms_norm))
         library = stack.enter_context(implement_operators("aten"))
