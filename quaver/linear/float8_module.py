@@ -78,9 +78,10 @@ class Float8Module(nn.Module):
         raise NotImplementedError
 
     def _make_last_run(self) -> LastRun:
-        return LastRun(self._name_kind(), any(weight.grad is not None for weight in self.parameters(recurse=False)))
+        had_grad = any(weight.grad is not None for weight in self.parameters(recurse=False))
+        return LastRun(self._get_code_sharing_kind(), had_grad)
 
-    def _name_kind(self) -> str:
+    def _get_code_sharing_kind(self) -> str:
         return "experts"
 
     def get_cast_once_operands(self, name: str) -> Operands | None:

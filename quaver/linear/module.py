@@ -85,7 +85,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self.scale_slots = None
         self.sharding = None
 
-    def _name_kind(self) -> str:
+    def _get_code_sharing_kind(self) -> str:
         return f"linear {self.in_features} -> {self.out_features}"
 
     config = Float8Module.float8_config
