@@ -149,8 +149,8 @@ class Float8AllGatherWeight(ScaledShard):
         scales: Sequence[CastScales]
         if scale is not None and scale.is_known:
             row, column, power_of_2 = True, False, config.round_scales_to_power_of_2
-            cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
-            operand = require(cast.row, "the row operand")
+            operands = cast_with_persistent_scale(shard.local, scale, float8_dtype, row, column, power_of_2)
+            operand = require(operands.row, "the row operand")
             codes = [operand.data]
             scales = [
                 CastScales(

@@ -304,13 +304,13 @@ def float8_linear(
     return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, weight_operands=operands)
 
 
-def check_local_tensors(dtensor_module: str, **tensors: object) -> None:
-    """Raise TypeError unless all `tensors` are tensors other than DTensors, which `dtensor_module` supports."""
+def check_local_tensors(supported_by: str, **tensors: object) -> None:
+    """Raise TypeError unless all `tensors` are tensors and no DTensors, which the module `supported_by` supports."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if is_dtensor(tensor):
-            raise TypeError(f"{name}: expected no DTensor; use {dtensor_module}, or pass {name}.to_local()")
+            raise TypeError(f"{name}: expected no DTensor; use {supported_by}, or pass {name}.to_local()")
 
 
 def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
