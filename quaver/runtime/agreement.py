@@ -199,12 +199,21 @@ def _wait_for_key(store: Any, key: str, event: str) -> None:
     limit = store.timeout / 2
     silent = min(limit, _SILENT_WAIT)
     try:
-        store.wait([key], silent)
+        _wait(store, key, silent)
     except dist.DistStoreError:
         if silent == limit:
             raise
         logger.warning("rank %s waits for the other ranks: %s", dist.get_rank(), event)
-        store.wait([key], limit - silent)
+        _wait(store, key, limit - silent)
+
+
+def _wait(store: Any, key: str, limit: timedelta) -> None:
+    try:
+        store.wait([key], limit)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as error:  # the time limit of a FileStore raises no DistStoreError
+        raise dist.DistStoreError(str(error)) from error
 
 
 def _add_to_counter(store: Any, key: str, number: int, *, limit: float = math.inf) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
+from quaver.runtime import agreement
 from quaver.runtime.agreement import (
     check_ranks_agree,
     check_ranks_agree_after_change,
@@ -77,6 +78,15 @@ def group(monkeypatch):
 
 def wait(group):
     wait_at_store_barrier(group, "it happened", advice="all")
+
+
+def test_a_file_store_waits_to_its_limit_and_names_the_remedy(group, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(agreement, "_SILENT_WAIT", timedelta(milliseconds=10))
+    group.store = dist.FileStore(str(tmp_path / "store"), 2)
+    group.store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="it happened on rank .*, and not every rank reported it: all"):
+        wait(group)
+    assert "waits for the other ranks: it happened" in caplog.text
 
 
 def test_a_rank_whose_time_ends_as_the_last_one_arrives_goes_on_like_it(group):
