@@ -91,7 +91,7 @@ class TrainingForwards:
             self.is_sync_forgotten |= version != self._weight_versions.setdefault(linear, version)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_weight_versions": {}}  # their keys are ids of this process
+        return {**vars(self), "count": 0, "_weight_versions": {}}  # the keys of versions are ids of this process
 
 
 class ConversionScaleSlots:
