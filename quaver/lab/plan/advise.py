@@ -191,9 +191,9 @@ class _AdviceSearch:
                 for config, cost in costs.items()
                 if smallest[config][0] <= (1 + ESTIMATE_ERROR) * fit_bytes
             }
-        untimed = [by_config[config].name for config, cost in costs.items() if cost.simulated_s is None]
-        if 0 < len(untimed) < len(costs):
-            self.notes.append(f"tried last, because their time is not simulated: {', '.join(untimed)}")
+        untimed = sum(cost.simulated_s is None for cost in costs.values())
+        if 0 < untimed < len(costs):
+            self.notes.append(f"{format_count(untimed, 'combination')} tried last: without a simulated time")
         groups = _sort_by_time([(by_config[config], cost) for config, cost in costs.items()])
         return next((index for index in self._try_groups(groups) if self.rows[index].fits), None)
 

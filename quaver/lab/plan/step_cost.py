@@ -12,7 +12,7 @@ from quaver.lab.model.llama import count_training_flops_per_token
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute_time import count_recomputed_flops
 from quaver.lab.plan.extrapolate import predict_step_seconds
-from quaver.lab.plan.planned_run import make_planned_run
+from quaver.lab.plan.planned_run import find_float8_shares, make_planned_run
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.roofline.device_specs import DeviceSpec
@@ -36,6 +36,7 @@ def compute_step_cost(config: TrainConfig, dims: ParallelDims, spec: DeviceSpec 
     Raises:
         InputError, NotImplementedError: the trainer refuses the model.
     """
+    find_float8_shares(config)  # raises for a model that the trainer refuses
     training = config.training
     micro_batches = dims.count_micro_batches(training)
     tokens = training.local_batch_size * training.seq_len

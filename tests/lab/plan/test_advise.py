@@ -267,6 +267,14 @@ def test_refused_settings_are_rows_and_refused_combinations_a_note(peaks, quick)
     assert any(note.startswith("no combination can fit: the smallest is ") for note in advice.notes)
 
 
+def test_refused_combinations_that_the_compiler_recomputes_are_a_note():
+    budget = ActivationCheckpoint(mode="memory_budget", memory_budget=0.5)
+    float8 = Float8(enable_float8_linear=False, filter_fqns=("proj", "lm_head"))
+    config = replace(load_config(LLAMA_8B), float8=float8, training=replace(EAGER, compile=True))
+    advice = advise(replace(config, activation_checkpoint=budget), 8, fit_bytes=60, time_on="H100", quick=True)
+    assert any("combinations not possible: " in note for note in advice.notes)
+
+
 def test_combinations_without_a_simulated_time_come_last():
     slow, fast, untimed = (Change((name,), None) for name in ("slow", "fast", "untimed"))
     costs = [(untimed, StepCost(1, None, None)), (slow, StepCost(9, 0, 2.0)), (fast, StepCost(9, 0, 1.0))]
