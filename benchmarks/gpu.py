@@ -178,9 +178,7 @@ def run_all(todo: list[GpuPart], results: Path) -> dict[str, dict[str, Any]]:
             before = log.tell()
             failure = run(part.argv, deadline - start, log)
             printed = _read_log_from(Path(log.name), before)
-            are_gradients_wrong = are_gradients_wrong or (
-                part.name == GRADIENTS_PART and failure == f"exit code {EXIT_WRONG_GRADIENTS}"
-            )
+            are_gradients_wrong |= part.name == GRADIENTS_PART and failure == f"exit code {EXIT_WRONG_GRADIENTS}"
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
             outcomes[part.name]["result"] = _read_result(part, printed)
             _save(outcomes, results)

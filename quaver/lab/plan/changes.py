@@ -187,11 +187,8 @@ def _make_precision_edit(precision: str) -> Edit:
 def _iter_communication_edits(
     config: TrainConfig, dims: ParallelDims, step_batch_size: int
 ) -> Iterator[tuple[str, Edit]]:
-    if (
-        step_batch_size
-        > config.training.local_batch_size * dims.data_parallel_degree
-        > config.training.local_batch_size
-    ):
+    local_batch = config.training.local_batch_size
+    if step_batch_size > local_batch * dims.data_parallel_degree > local_batch:
         for reduce in REDUCE_MODES[: 3 if dims.dp_replicate > 1 else 2]:
             yield f"gradients reduced after microbatches: {reduce}", _make_edit("training", reduce=reduce)
     if dims.dp_shard == 1:

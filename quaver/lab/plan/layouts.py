@@ -233,11 +233,8 @@ def _list_gatherings(dp_shard: int, precision: str, float8: Float8) -> list[_Gat
     """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if dp_shard == 1:
         return [_Gathering(float8_all_gather=False, reshard_after_forward="default")]
-    choices = (
-        [True, False]
-        if precision != BFLOAT16 and recipe_reuses_weight_codes(float8.append_backward(precision))
-        else [False]
-    )
+    sends_codes = precision != BFLOAT16 and recipe_reuses_weight_codes(float8.append_backward(precision))
+    choices = [True, False] if sends_codes else [False]
     return [_Gathering(*gathering) for gathering in product(choices, ("default", "never"))]
 
 

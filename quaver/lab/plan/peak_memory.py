@@ -399,11 +399,8 @@ class PeakEstimate:
             if weight.name in ("gate_proj", "up_proj", "down_proj", EXPERTS)
         )
         recomputed_bytes = max(0, self.micro_batch_tokens * self.saved.count_bytes_without_checkpoint() - saved_bytes)
-        return (
-            self._count_gradient_bytes(wide // 3)
-            + self.micro_batch_tokens * token_bytes // self.dims.tp
-            + recomputed_bytes
-        )
+        gradient_bytes = self._count_gradient_bytes(wide // 3)
+        return gradient_bytes + self.micro_batch_tokens * token_bytes // self.dims.tp + recomputed_bytes
 
 
 def _list_outside_weights(model: Model) -> list[_Weight]:

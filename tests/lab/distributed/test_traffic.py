@@ -107,9 +107,8 @@ def test_tensor_parallelism_sends_the_bytes_of_the_formulas():
     traffic, rows = predict_rows(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
     assert (traffic.dims.dp_shard, traffic.dims.tp) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
-    assert traffic.sums["dp_shard"].num_collectives == sum(
-        row.count for key, row in rows.items() if key[0] == "dp_shard"
-    )
+    counts = [row.count for key, row in rows.items() if key[0] == "dp_shard"]
+    assert traffic.sums["dp_shard"].num_collectives == sum(counts)
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
     assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
     assert rows["tp", "all_gather", "uint8"].count == LAYERS * 4

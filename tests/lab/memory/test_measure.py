@@ -23,8 +23,8 @@ from tests.lab.memory.models import needs_gathers
 from tests.lab.trainer.runs import CONFIGS, run_to_end, with_settings
 from tests.ranks import run as run_on_ranks
 
-MAX_RATIO_ERROR = 0.01
-MAX_GLOO_RATIO_ERROR = 0.08
+MAX_ERROR = 0.01
+MAX_GLOO_ERROR = 0.08
 """Gloo holds a buffer for longer at times: 131,072 bytes of 2,400,000. Peaks without its buffers are 10% less."""
 HELD_BY_GLOO = {"peak", "saved activations", "saved for backward"}
 """The rows that have such a buffer. One that outlives the forward counts as saved for backward."""
@@ -34,9 +34,9 @@ ALL = {"peak", "between steps", "saved for backward"}
 def check_ratios(predicted, measured, names=ALL):
     ratios = {row["what"]: row["ratio"] for row in tabulate_side_by_side(predicted, measured)}
     held = HELD_BY_GLOO & names if measured.dims.world_size > 1 else set()
-    assert {name: ratios[name] for name in held} == pytest.approx(dict.fromkeys(held, 1), rel=MAX_GLOO_RATIO_ERROR)
+    assert {name: ratios[name] for name in held} == pytest.approx(dict.fromkeys(held, 1), rel=MAX_GLOO_ERROR)
     names = names - held
-    assert {name: ratios[name] for name in names} == pytest.approx(dict.fromkeys(names, 1), rel=MAX_RATIO_ERROR)
+    assert {name: ratios[name] for name in names} == pytest.approx(dict.fromkeys(names, 1), rel=MAX_ERROR)
 
 
 def test_the_debug_model_is_measured_as_it_is_predicted():
@@ -112,9 +112,7 @@ def test_compiled_code_is_measured_by_the_allocator(tiny_config, monkeypatch):
     assert measured.prediction.peak_bytes == measured.allocator_tensor_peak_bytes
     (model,) = run_to_end(with_settings(config, training={"compile": True})).models  # what the trainer's table shows
     inputs = eager.prediction.by_category["inputs"]
-    assert model.peak_memory.peak_bytes == pytest.approx(
-        measured.allocator_tensor_peak_bytes - inputs, rel=MAX_RATIO_ERROR
-    )
+    assert model.peak_memory.peak_bytes == pytest.approx(measured.allocator_tensor_peak_bytes - inputs, rel=MAX_ERROR)
     assert measured.prediction.saved_by_forward_bytes > 0
     resident = measured.prediction.report["resident_bytes"]
     assert resident["parameters"] == eager.prediction.by_category["parameters"]
