@@ -45,7 +45,7 @@ class TrainingRun:
     checkpoints: Checkpointer
     progress: RunProgress
     notes: list[str]
-    """Notes for the user: what a resumed run does differently from the saved one."""
+    """Notes for the user: what a resumed run does differently from the saved one, and slow validation."""
 
     def __post_init__(self) -> None:
         self.began_at_step = self.progress.step
@@ -121,6 +121,11 @@ def build_run(setup: RunSetup, locked_folder: RunFolder | None) -> TrainingRun:
             )
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
+    if config.validation.steps % setup.dims.data_parallel_degree:
+        degree = f"a multiple of {setup.dims.data_parallel_degree} data-parallel ranks"
+        notes.append(
+            f"each rank validates on all batches: validation.steps = {config.validation.steps} is not {degree}"
+        )
     run = TrainingRun(config, ranks, setup.dims, setup.device, setup.data, models, folder, checkpoints, progress, notes)
     if not run.has_ended:
         run.notes.extend(run_on_every_rank(partial(begin_folder, locked_folder, config, description))[0])

@@ -48,8 +48,15 @@ def test_two_ranks_fall_back_together(tmp_path, compiles):
     assert [line["step"] for line in lines if line["kind"] == "sample"] == [1, 2, 3]
 
 
-def test_two_ranks_stop_together(tmp_path):
-    argv = [*WATCHED, f"--job.dump_folder={tmp_path}", "--job.name=stops", "--numerics.on_alarm=stop"]
+def test_two_ranks_stop_together_and_note_that_each_validates_on_all_batches(tmp_path):
+    argv = [
+        *WATCHED,
+        "--validation.steps=3",
+        f"--job.dump_folder={tmp_path}",
+        "--job.name=stops",
+        "--numerics.on_alarm=stop",
+    ]
     results = run(2, train_broken, [("stops", argv)], f"alarms {tmp_path}", timeout=LIMIT_S)
     assert [ended["stops"][0] for ended, *_ in results] == [5, 5], results
-    assert (tmp_path / "stops" / "summary.json").is_file()
+    (note,) = json.loads((tmp_path / "stops" / "summary.json").read_text())["notes"]
+    assert note.startswith("each rank validates on all batches: validation.steps = 3 is not a multiple of 2 ")
