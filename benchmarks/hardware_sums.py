@@ -1,6 +1,6 @@
 """The precision of the sums in a GPU's float8 matmuls, by operands and K, without a GPU: a table of docs/numerics.md.
 
-    python -m benchmarks.hardware_sums [--sums-of h100] [--update-docs]
+    python -m benchmarks.hardware_sums [--emulate-sums-of h100] [--update-docs]
 
 Casts two float32 matrices [64, K] tensorwise to e4m3. The SQNR of the sums is against exact sums of the same codes,
 with and without fast accumulation; the SQNR of the casts is beside it. K is not split, as for results of a linear's
@@ -63,10 +63,10 @@ def make_table(gpu: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sums-of", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
+    parser.add_argument("--emulate-sums-of", choices=tuple(ACCUMULATION_BY_GPU), default="h100")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
     options = parser.parse_args()
-    show_tables({"sums": make_table(options.sums_of)}, PAGE, update=options.update_docs)
+    show_tables({"sums": make_table(options.emulate_sums_of)}, PAGE, update=options.update_docs)
 
 
 if __name__ == "__main__":

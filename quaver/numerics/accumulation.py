@@ -59,7 +59,7 @@ def get_accumulation(gpu: str) -> Accumulation:
     accumulation = ACCUMULATION_BY_GPU.get(gpu.lower()) if isinstance(gpu, str) else None
     if accumulation is None:
         raise ValueError(
-            f"sums_of: expected a GPU whose sums are known ({', '.join(ACCUMULATION_BY_GPU)}), got {gpu!r}"
+            f"emulate_sums_of: expected a GPU whose sums are known ({', '.join(ACCUMULATION_BY_GPU)}), got {gpu!r}"
         )
     return accumulation
 

@@ -58,23 +58,29 @@ class MonitorOptions(NamedTuple):
     every: int
     extras_every: int
     completed_steps: int
-    sums_of: str | None
+    emulate_sums_of: str | None
     steps_by_hand: bool
 
     @classmethod
     def parse(
-        cls, *, every: object, extras_every: object, completed_steps: object, sums_of: str | None, steps_by_hand: bool
+        cls,
+        *,
+        every: object,
+        extras_every: object,
+        completed_steps: object,
+        emulate_sums_of: str | None,
+        steps_by_hand: bool,
     ) -> MonitorOptions:
         """Return the options with numbers as ints. Raises ValueError for a number that is out of range."""
         options = cls(
             _parse_number("every", every, "a number of steps of 1 or more", minimum=1),
             _parse_number("extras_every", extras_every, "a number of samples, or 0 for never"),
             _parse_number("completed_steps", completed_steps, "a number of 0 or more"),
-            sums_of,
+            emulate_sums_of,
             steps_by_hand,
         )
-        if sums_of is not None and not options.extras_every:
-            raise ValueError("sums_of: expected extras_every of 1 or more with it, got 0: its sums are extras")
+        if emulate_sums_of is not None and not options.extras_every:
+            raise ValueError("emulate_sums_of: expected extras_every of 1 or more with it, got 0: its sums are extras")
         return options
 
 
@@ -98,14 +104,14 @@ class Monitor:
             never.
         completed_steps: the number of steps before this monitor, for a run that resumes.
         history_len: how many of the last samples `samples` holds.
-        sums_of: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with extras.
-            The model may run on any device.
+        emulate_sums_of: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with
+            extras. The model may run on any device.
         steps_by_hand: only `step()` ends a step, and every call ends one; the steps of optimizers are then
             not collectives. Set it in a loop that calls `step()` in every step.
         group: the ranks to gather from; None for all.
     Raises:
-        ValueError: a number is out of range, `sums_of` is unknown or is given without `extras_every`, the model has
-            no float8 linears, or another open monitor of this process writes to the path `sink`.
+        ValueError: a number is out of range, `emulate_sums_of` is unknown or is given without `extras_every`, the model
+            has no float8 linears, or another open monitor of this process writes to the path `sink`.
         TypeError: `sink` is not one of the above.
         RuntimeError: another monitor watches this model; another rank raised one of these errors; or the options or
             the float8 layers of the ranks differ.
@@ -121,7 +127,7 @@ class Monitor:
         extras_every: int = 20,
         completed_steps: int = 0,
         history_len: int = 16,
-        sums_of: str | None = None,
+        emulate_sums_of: str | None = None,
         steps_by_hand: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -145,7 +151,7 @@ class Monitor:
                 every=every,
                 extras_every=extras_every,
                 completed_steps=completed_steps,
-                sums_of=sums_of,
+                emulate_sums_of=emulate_sums_of,
                 steps_by_hand=steps_by_hand,
             )
             maxlen = _parse_number("history_len", history_len, "a number of 0 or more")
@@ -177,8 +183,8 @@ class Monitor:
     def _start(self, model: nn.Module, sink: AnySink) -> None:
         """Attach the probes, and write the header on the first rank."""
         check_is_module(model, argument="model")
-        if self._options.sums_of is not None:
-            self._sampling.accumulation = get_accumulation(self._options.sums_of)
+        if self._options.emulate_sums_of is not None:
+            self._sampling.accumulation = get_accumulation(self._options.emulate_sums_of)
         self._probes.attach(model, self)
         self.header = self._make_header(self.completed_steps + 1)
         self._writer.open(make_sink(sink) if self._is_first_rank else None, self.header)
@@ -203,8 +209,8 @@ class Monitor:
             "step": step,
             "ranks": self._rank_count,
             "statistics": list(STATISTICS),
-            "tensors": self._probes.make_header_entries(with_sums=self._options.sums_of is not None),
-            **({} if self._options.sums_of is None else {"sums_of": self._options.sums_of.lower()}),
+            "tensors": self._probes.make_header_entries(with_sums=self._options.emulate_sums_of is not None),
+            **({} if self._options.emulate_sums_of is None else {"sums_of": self._options.emulate_sums_of.lower()}),
         }
 
     def step(self) -> None:
@@ -285,7 +291,7 @@ class Monitor:
         tensors = [tensor for tensor in self._probes.tensors if tensor.name in with_extras]
         numbers = {tensor.name: tensor.probe.weight_number for tensor in tensors}
         with_sums: frozenset[int] = frozenset()
-        if self._options.sums_of is not None:  # a layer that multiplies exactly has no sums of this GPU
+        if self._options.emulate_sums_of is not None:  # a layer that multiplies exactly has no sums of this GPU
             with_sums = frozenset(number for name, number in numbers.items() if not self._probes.configs[name].emulate)
         self._sampling.start_step(is_on=is_sampled, with_extras=frozenset(numbers.values()), with_sums=with_sums)
 
@@ -340,7 +346,7 @@ class Monitor:
             sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
             sample |= summarize_extras(gathered.extras.numpy())
-            if self._options.sums_of is not None:
+            if self._options.emulate_sums_of is not None:
                 sample["sums"] = summarize_sums(gathered.extras.numpy())
         self.samples.append(sample)
         return sample

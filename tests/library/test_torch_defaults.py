@@ -113,7 +113,7 @@ def test_other_defaults_do_not_change_a_sample(defaults):
     model, input = convert_to_float8_training(nn.Linear(128, 128)), torch.randn(128, 128)
 
     def sample():
-        with quaver.monitor(model, every=1, sums_of="h100") as watched:
+        with quaver.monitor(model, every=1, emulate_sums_of="h100") as watched:
             model(input).sum().backward()
             watched.step()
         return watched.samples[0]

@@ -1,7 +1,8 @@
-"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--output recipes.toml] [--sums-of h100]`.
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--output TOML] [--emulate-sums-of h100]`.
 
 The table has the worst linears first. `--output` writes the chosen recipes as a config, which `LayerRecipes.read` and,
-if it can train the model, `quaver train` read. `--sums-of` adds a table of the precision that the GPU's sums lose.
+if it can train the model, `quaver train` read. `--emulate-sums-of` adds a table of the precision that the GPU's sums
+lose.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def survey_and_write(options: DoctorOptions, model: str) -> ModelSurvey:
         surveyed = open_surveyed_model(
             Path(model), data=options.data, sequences=options.sequences, seq_len=options.seq_len
         )
-        survey = survey_model(surveyed, budget_db=options.budget_db, sums_of=options.sums_of)
+        survey = survey_model(surveyed, budget_db=options.budget_db, emulate_sums_of=options.emulate_sums_of)
     if options.output is not None:
         _write_recipes(Path(options.output), surveyed, survey)
     return survey

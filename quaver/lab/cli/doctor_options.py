@@ -39,13 +39,13 @@ class DoctorOptions(Settings):
     seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(
         None, "Length of the sequences; the run's by default, else 256."
     )
-    sums_of: Annotated[str, OneOf(tuple(ACCUMULATION_BY_GPU))] | None = setting(
+    emulate_sums_of: Annotated[str, OneOf(tuple(ACCUMULATION_BY_GPU))] | None = setting(
         None, "A GPU whose sums are surveyed as well as the casts: the precision that they lose in each matmul."
     )
 
     def check(self) -> None:
         """Raise InputError for options that nothing reads."""
-        survey_options = ("data", "budget_db", "output", "sequences", "seq_len", "sums_of")
+        survey_options = ("data", "budget_db", "output", "sequences", "seq_len", "emulate_sums_of")
         if self.gpu is not None:
             self.require_default(*survey_options, "compile", beside="--gpu")
         elif self.model is None:

@@ -1,4 +1,4 @@
-"""The table of `quaver doctor --model --sums-of`: the precision that a GPU's sums lose in each matmul."""
+"""The table of `quaver doctor --model --emulate-sums-of`: the precision that a GPU's sums lose in each matmul."""
 
 from collections.abc import Iterator
 

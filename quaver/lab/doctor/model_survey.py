@@ -1,8 +1,8 @@
 """Surveys a model for `quaver doctor --model`, and chooses the recipes that meet an SQNR budget.
 
 One batch runs forward and backward in high precision, and each operand of each linear is cast by every recipe. The
-chosen recipes meet the budget with as many float8 FLOPs as possible. With `sums_of` the batch runs again, for the
-precision that a GPU's sums lose in each matmul.
+chosen recipes meet the budget with as many float8 FLOPs as possible. With `emulate_sums_of` the batch runs again, for
+the precision that a GPU's sums lose in each matmul.
 """
 
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ class ModelSurvey:
         }
 
 
-def survey_model(surveyed: SurveyedModel, *, budget_db: float, sums_of: str | None = None) -> ModelSurvey:
+def survey_model(surveyed: SurveyedModel, *, budget_db: float, emulate_sums_of: str | None = None) -> ModelSurvey:
     """Survey the linears of a model, and choose their recipes.
 
     Args:
         budget_db: the SQNR that each operand of a linear in float8 must reach.
-        sums_of: a key of `quaver.numerics.accumulation.ACCUMULATION_BY_GPU`, whose sums are surveyed too.
+        emulate_sums_of: a key of `quaver.numerics.accumulation.ACCUMULATION_BY_GPU`, whose sums are surveyed too.
     Raises:
         InputError: no linear runs forward and backward.
     """
@@ -92,16 +92,16 @@ def survey_model(surveyed: SurveyedModel, *, budget_db: float, sums_of: str | No
         skipped=[linear.name for linear in linears if surveyed.is_skipped(linear.name)],
         not_surveyed=experts,
         data=surveyed.data,
-        sums_of=sums_of,
-        sums=[] if sums_of is None else _survey_sums(surveyed, recipes, sums_of),
+        sums_of=emulate_sums_of,
+        sums=[] if emulate_sums_of is None else _survey_sums(surveyed, recipes, emulate_sums_of),
     )
 
 
-def _survey_sums(surveyed: SurveyedModel, recipes: LayerRecipes, sums_of: str) -> list[MatmulSums]:
+def _survey_sums(surveyed: SurveyedModel, recipes: LayerRecipes, emulate_sums_of: str) -> list[MatmulSums]:
     """Survey the sums of the linears under their recipes and the run's settings."""
 
     def make_config(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if surveyed.is_skipped(name) else recipes.get_recipe(name)
         return None if recipe == HIGH_PRECISION else make_linear_config(surveyed.config.float8, recipe)
 
-    return survey_sums(surveyed.model, surveyed.forward_backward, make_config, get_accumulation(sums_of))
+    return survey_sums(surveyed.model, surveyed.forward_backward, make_config, get_accumulation(emulate_sums_of))

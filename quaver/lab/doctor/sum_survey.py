@@ -1,4 +1,4 @@
-"""Compares the errors of a GPU's sums and of the casts in each matmul of a model, for `quaver doctor --sums-of`."""
+"""Compares the errors of a GPU's sums and of the casts in each matmul, for `quaver doctor --emulate-sums-of`."""
 
 from __future__ import annotations
 

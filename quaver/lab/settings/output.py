@@ -80,7 +80,7 @@ class Numerics(Settings, section="numerics"):
         20, "Histograms and the SQNR of other recipes, for each linear in one of this many samples; 0 for none."
     )
 
-    sums_of: Annotated[str, OneOf(("none", *ACCUMULATION_BY_GPU))] = setting(
+    emulate_sums_of: Annotated[str, OneOf(("none", *ACCUMULATION_BY_GPU))] = setting(
         "none", "Emulate this GPU's accumulation for a few rows of each of these samples' matmuls, on any device."
     )
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
@@ -95,9 +95,9 @@ class Numerics(Settings, section="numerics"):
     def check(self) -> None:
         """Raise InputError for settings that nothing reads."""
         if not self.every:
-            self.require_default("extras_every", "sums_of", "on_alarm", unless="numerics.every is set")
+            self.require_default("extras_every", "emulate_sums_of", "on_alarm", unless="numerics.every is set")
         if not self.extras_every:
-            self.require_default("sums_of", unless="numerics.extras_every is 1 or more")
+            self.require_default("emulate_sums_of", unless="numerics.extras_every is 1 or more")
         if self.on_alarm != "fallback":
             self.require_default("fallback_recipe", unless="numerics.on_alarm is fallback")
 

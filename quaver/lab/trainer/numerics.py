@@ -20,7 +20,7 @@ def open_monitor(trained: TrainedModel, sink: Sink | None, *, completed_steps: i
         trained.model,
         every=numerics.every,
         extras_every=numerics.extras_every,
-        sums_of=None if numerics.sums_of == "none" else numerics.sums_of,
+        emulate_sums_of=None if numerics.emulate_sums_of == "none" else numerics.emulate_sums_of,
         sink=sink,
         completed_steps=completed_steps,
         steps_by_hand=True,

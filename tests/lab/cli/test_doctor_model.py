@@ -53,7 +53,7 @@ def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, run_q
     delayed = {"enable_float8_linear": True, "recipe_name": "delayed", "delayed_margin": 1}
     run = run_to_end(with_settings(tiny_config, float8=delayed))
     out = tmp_path / "recipes.toml"
-    options = ["--budget-db", 29, "--output", out, "--sums-of", "h100", "--json"]
+    options = ["--budget-db", 29, "--output", out, "--emulate-sums-of", "h100", "--json"]
     report = json.loads(run_quaver("doctor", "--model", run.folder.path, *options))
     recipes = {linear["name"]: linear["recipe"] for linear in report["linears"]}
     assert recipes["lm_head"] == "skipped"
@@ -81,7 +81,7 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
     out = tmp_path / "recipes.toml"
     out.write_text("# Written by quaver doctor --model: an earlier one, which is replaced\n")
-    options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--output", out, "--sums-of", "h100"]
+    options = ["--data", text_folder, "--seq-len", 32, "--budget-db", 29, "--output", out, "--emulate-sums-of", "h100"]
     printed = " ".join(run_quaver("doctor", "--model", tmp_path / "hf", *options).split())
     assert "at least 29 dB" in printed
     assert "float8 matmuls the sums lose less than the casts" in printed

@@ -32,7 +32,7 @@ def test_a_survey_and_a_monitor_find_the_same_sums():
     model, input = nn.Linear(48, 64, dtype=torch.bfloat16), torch.randn(40, 48).bfloat16()
     surveyed = survey_sums(nn.Sequential(model), lambda: compute_results(model, input), lambda name: config, HOPPER)
     converted = convert_to_float8_training(nn.Sequential(model), config=config)
-    with monitor(converted, every=1, extras_every=1, sums_of="h100") as watch:
+    with monitor(converted, every=1, extras_every=1, emulate_sums_of="h100") as watch:
         compute_results(converted, input)
         watch.step()
     (sample,) = watch.samples

@@ -134,8 +134,8 @@ def test_results_are_compared_with_high_precision(recipe):
 )
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):
     torch._dynamo.utils.counters.clear()
-    expected = train_and_monitor(make_model(recipe), count=4, extras_every=2, sums_of="h100")
-    assert train_and_monitor(make_model(recipe, mode), count=4, extras_every=2, sums_of="h100") == expected
+    expected = train_and_monitor(make_model(recipe), count=4, extras_every=2, emulate_sums_of="h100")
+    assert train_and_monitor(make_model(recipe, mode), count=4, extras_every=2, emulate_sums_of="h100") == expected
     if mode != "checkpoint":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
@@ -176,7 +176,7 @@ def test_sums_of_a_gpu_follow_its_accumulation():
     """Only the samples with extras have sums, and a matmul in high precision has none."""
     model = make_model("rowwise_with_gw_hp")
     weight = model.up.weight.detach().clone()
-    losses, (header, *samples) = train_and_monitor(model, every=1, count=2, extras_every=2, sums_of="H100")
+    losses, (header, *samples) = train_and_monitor(model, every=1, count=2, extras_every=2, emulate_sums_of="H100")
     assert losses == train(make_model("rowwise_with_gw_hp"), count=2)
     assert header["sums_of"] == "h100"
     sums = {}
@@ -192,10 +192,8 @@ def test_sums_of_a_gpu_follow_its_accumulation():
     sampled = zip(header["tensors"], samples[1]["sums"]["fast"], strict=True)
     assert {tensor["layer"] for tensor, value in sampled if value is not None} == {"up"}
     assert "sums" not in train_and_monitor(make_model(), every=1, count=1)[1][1]
-    assert (
-        train_and_monitor(make_model(), every=1, count=1, sums_of="h200", extras_every=1)[1][1]["sums"]["exact"][-1]
-        > 60
-    )
+    h200 = train_and_monitor(make_model(), every=1, count=1, emulate_sums_of="h200", extras_every=1)[1][1]
+    assert h200["sums"]["exact"][-1] > 60
 
 
 def test_without_a_monitor_nothing_is_called(monkeypatch):
@@ -390,8 +388,8 @@ def test_a_weight_that_was_cast_once_is_observed():
         ({"history_len": -1}, ValueError, "history_len: expected a number of 0 or more, got -1"),
         ({"completed_steps": "8"}, ValueError, "completed_steps: expected a number of 0 or more, got '8'"),
         ({"extras_every": -1}, ValueError, "extras_every: expected a number of samples"),
-        ({"sums_of": "b200"}, ValueError, r"sums_of: expected a GPU whose sums are known \(h100, h200\), got 'b200'"),
-        ({"sums_of": "h100", "extras_every": 0}, ValueError, "sums_of: expected extras_every of 1 or more"),
+        ({"emulate_sums_of": "b200"}, ValueError, r"emulate_sums_of: expected .* known \(h100, h200\), got 'b200'"),
+        ({"emulate_sums_of": "h100", "extras_every": 0}, ValueError, "emulate_sums_of: expected extras_every of 1"),
         ({"sink": 3}, TypeError, "sink: expected a path, a function or an object"),
     ],
 )
