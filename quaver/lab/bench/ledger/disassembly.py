@@ -60,7 +60,7 @@ class MachineCode:
     instructions: Counter[str]
     loops: tuple[Loop, ...]
     loaded_bytes: int
-    """These three are the fields of Disassembly."""
+    """See `Disassembly`, also for `instructions` and `loops`."""
     issued_instructions: int
     """Instructions that all warps of a launch issue. In a loop they count once per iteration."""
 
