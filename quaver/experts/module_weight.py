@@ -64,7 +64,7 @@ class ModuleWeight(NamedTuple):
         weight = self.parameter.detach()
         if isinstance(self.module, Float8Experts):
             return quantize_weight(weight.contiguous(), self.config, self.is_transposed, row=True, column=True)
-        scale = None if self.scale_slots is None else self.scale_slots.begin_weight_cast(weight.device)
+        scale = None if self.scale_slots is None else self.scale_slots.begin_weight_cast_and_get_scale(weight.device)
         return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
 
     @property

@@ -143,7 +143,7 @@ class Float8AllGatherWeight(ScaledShard):
         # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
         shard = get_current_shard(weight)._replace(local=self.wrapped)
         if weight.scale_slots is not None:
-            scale = weight.scale_slots.begin_weight_cast(shard.device, self.shard_state.recorded_amax)
+            scale = weight.scale_slots.begin_weight_cast_and_get_scale(shard.device, self.shard_state.recorded_amax)
             self.shard_state.recorded_amax = weight.scale_slots.recorded_weight_amax
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, list_layouts(weight)
         scales: Sequence[CastScales]

@@ -130,7 +130,7 @@ class Float8Linear(Float8Module, nn.Linear):
         """Run `forward` on local tensors: this rank's part, if the linear has a `sharding`."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        scales = self.begin_forward(input.device)
+        scales = self.begin_forward_and_get_scales(input.device)
         bias_after_reduction = operands = None
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.get_local_parameters(weight, bias)
@@ -145,13 +145,13 @@ class Float8Linear(Float8Module, nn.Linear):
         )
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
-    def begin_forward(self, device: torch.device) -> PersistentScales:
-        """Return the persistent scales of the operands for a forward on `device`.
+    def begin_forward_and_get_scales(self, device: torch.device) -> PersistentScales:
+        """Begin a forward on `device`, and return the persistent scales of its operands.
 
-        Its casts record amaxes, and the forward is counted, if it records gradients or during a calibration.
+        If the forward records gradients, or during a calibration, it is counted and its casts record amaxes.
         """
         if self.scale_slots is not None and (torch.is_grad_enabled() or self.scale_slots.conversion_slots.calibrating):
-            return self.scale_slots.begin_forward(device, self.weight)
+            return self.scale_slots.begin_forward_and_get_scales(device, self.weight)
         return self.get_persistent_scales(device)
 
     def get_persistent_scales(self, device: torch.device) -> PersistentScales:

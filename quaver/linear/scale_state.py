@@ -315,8 +315,8 @@ class LinearScaleSlots:
             )
         return self.unrecorded
 
-    def begin_forward(self, device: torch.device, weight: Tensor | None) -> PersistentScales:
-        """Return the scales for the casts of a forward, which record amaxes; see [Note: who records].
+    def begin_forward_and_get_scales(self, device: torch.device, weight: Tensor | None) -> PersistentScales:
+        """Begin a forward, and return the scales for its casts, which record amaxes; see [Note: who records].
 
         Counts the forward, and merges `recorded_weight_amax` into the conversion's slots, which move to `device`.
 
@@ -340,8 +340,10 @@ class LinearScaleSlots:
             conversion_slots.count_forward(id(self), weight)
         return self.recorded
 
-    def begin_weight_cast(self, device: torch.device, recorded_amax: Tensor | None = None) -> PersistentScale | None:
-        """Return the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
+    def begin_weight_cast_and_get_scale(
+        self, device: torch.device, recorded_amax: Tensor | None = None
+    ) -> PersistentScale | None:
+        """Begin a cast of the weight before the forward. Return its scale, or None if it is scaled dynamically.
 
         The cast records into `recorded_weight_amax`; see [Note: who records].
 

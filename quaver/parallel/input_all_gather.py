@@ -128,7 +128,7 @@ class InputAllGather:
         `for_grad_weight`: whether a linear that reads the input trains its weight.
         """
         local = input.redistribute(placements=[self._placement]).to_local() if isinstance(input, DTensor) else input
-        scale = self._linear.begin_forward(local.device).input or (None, None, None)
+        scale = self._linear.begin_forward_and_get_scales(local.device).input or (None, None, None)
         return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputAllGather:

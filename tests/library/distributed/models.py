@@ -202,7 +202,7 @@ def _used_parameters(model, config, dtype, float8_all_gather):
     used = {}
     for name, parameter in model.named_parameters():
         if float8_all_gather and name in linears:
-            scale = linears[name].begin_forward(parameter.device).weight
+            scale = linears[name].begin_forward_and_get_scales(parameter.device).weight
             value = Float8Tensor.from_operands(*quantize(parameter, config, scale=scale), dtype=dtype)
         else:
             value = parameter.detach().to(dtype, copy=True)

@@ -89,7 +89,7 @@ def _build_linear(config, quant_scale, style=None, features=(48, 40)):
         return linear, NO_PERSISTENT_SCALES._asdict()
     linear.scale_slots.conversion_slots.quant_scale.fill_(quant_scale)
     linear.scale_slots.conversion_slots.refresh_after_load()
-    scales = linear.begin_forward(torch.device("cpu"))
+    scales = linear.begin_forward_and_get_scales(torch.device("cpu"))
     return linear, scales._asdict()
 
 

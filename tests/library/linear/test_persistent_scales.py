@@ -395,9 +395,9 @@ def test_training_on_two_devices_is_refused(monkeypatch):
     model[1].scale_slots.move_and_get_scales(cuda)
     assert moved == [cuda]
     with pytest.raises(NotImplementedError, match="trained on cpu and cuda:0: convert the part of each device"):
-        model[1].scale_slots.begin_forward(cuda, None)
+        model[1].scale_slots.begin_forward_and_get_scales(cuda, None)
     conversion_slots.sync(None)
-    model[1].scale_slots.begin_forward(cuda, None)
+    model[1].scale_slots.begin_forward_and_get_scales(cuda, None)
     assert moved == [cuda, cuda]
 
 
