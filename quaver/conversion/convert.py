@@ -259,8 +259,8 @@ def apply_filter(module_filter_fn: ModuleFilter | None, module: nn.Module, name:
         if isinstance(module, nn.Linear):
             raise
         raise TypeError(
-            f"module_filter_fn was written for linears, and {quote_module_name(name)} is a {type(module).__name__}, "
-            f"experts with 3-D weights: {error}; return False for modules other than nn.Linear, or handle experts"
+            f"module_filter_fn fails for {quote_module_name(name)}, a {type(module).__name__} with 3-D weights: "
+            f"{error}; if it is written for linears, return False for modules other than nn.Linear, or handle experts"
         ) from error
     if isinstance(decision, FilterDecision):
         return decision

@@ -41,7 +41,7 @@ def load_float8(
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
     A tensor is read and dequantized on access, so that a loop over the items holds one at a time. The value of a
-    float8 weight is RN(RN32(code * scale)) in `dtype`; other floating-point tensors are converted to it.
+    float8 weight is code * scale in float32, rounded to `dtype`; other floating-point tensors are converted to it.
 
     A mixture of experts needs `model`, because checkpoints have matrices of single experts and the model has stacks:
 

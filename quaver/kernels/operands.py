@@ -80,7 +80,7 @@ def require(value: Value | None, name: str) -> Value:
     """Return `value`. Raises RuntimeError, with the `name` of what is missing, for None."""
     if value is None:
         raise RuntimeError(
-            f"{name} is missing: a cast makes the operands that its caller asks for, and in high precision no scales"
+            f"{name} is missing: its cast was not asked for it, or the matrix is in high precision, which has no scales"
         )
     return value
 

@@ -237,9 +237,10 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `backward`. Under `create_graph=True` a derivative of them raises.
 
-    `torch.autograd.grad` runs only the nodes between its outputs and its inputs. So `grad_output` and the leaves among
-    the inputs of the forward are inputs of the node that raises. Other inputs of the forward cannot be: a derivative of
-    grad_weight alone, with respect to what the linear's input was computed from, is None or partial.
+    `torch.autograd.grad` runs only the nodes between its outputs and its inputs. So the node that raises has
+    `grad_output` and the leaves among the forward's inputs as its inputs. It cannot have the forward's other inputs, so
+    a derivative of grad_weight alone with respect to what computed the linear's input does not raise: it is None or
+    partial.
     """
     if torch.compiler.is_compiling():
         return backward(ctx, grad_output)
@@ -372,7 +373,7 @@ def _check_arguments(input: Tensor, weight: Tensor, bias: Tensor | None) -> None
         )
     if type(input) is not Tensor and is_dtensor(input):
         raise TypeError(
-            "input: expected no DTensor for a linear whose weight is none; give both to parallelize_module, or pass "
+            "input is a DTensor, and the linear's weight is not: give both to parallelize_module, or pass "
             "input.to_local()"
         )
     if input.dtype not in HP_DTYPES:

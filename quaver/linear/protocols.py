@@ -12,7 +12,7 @@ from quaver.kernels.operands import Operand, Operands
 
 
 class Groups(NamedTuple):
-    """Which rows of a matrix belong to which expert; experts/groups.py has the rules."""
+    """Which rows of a matrix belong to which expert, and how weights are stored; experts/groups.py has the rules."""
 
     num_experts: int
     """The number of experts; 0 for the matrix of a linear, which has no groups."""

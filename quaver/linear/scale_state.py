@@ -17,8 +17,8 @@ sends them.
 [Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
 before, the cast reads the matrix twice. It guards on `PersistentScale.is_known_to_compiler`, so a change recompiles it
 once. On a CPU the flag stays False, because PyTorch 2.11 guards on all fields of the arguments, read or not. The host
-sets the flag when slots are loaded and after eager syncs. While a scale is unknown it reads the device only after the
-1st, 2nd, 4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree,
+sets the flag when slots are loaded and after eager syncs. While a scale is unknown the host reads the device only after
+the 1st, 2nd, 4th, 8th, ... sync. So a slot that is never cast costs few waits and delays no other slot. Ranks agree,
 because scales are equal on every rank after a sync. Their collectives do not depend on the flag. docs/design/0022 lists
 changes that the flag misses.
 

@@ -38,7 +38,7 @@ class StoredScale(NamedTuple):
     block_size: tuple[int, int] | None = None
 
     def dequantize(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return RN(RN32(code * scale)) in `dtype`."""
+        """Return code * scale in float32, rounded to `dtype`."""
         return dequantize(codes, self.values, dtype, None if self.block_size is None else ScaleLayout(*self.block_size))
 
 
