@@ -110,7 +110,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         frozen = any(not parameter.requires_grad for parameter in model.parameters())
         assert_float8_training(model, getattr(optimizer, "optimizer", optimizer), allow_frozen=frozen)
         if state.is_world_process_zero:
-            logger.warning("float8: %s", conversion_report(model).summary())
+            logger.info("float8: %s", conversion_report(model).summary())
         if self._convert_reference:
             convert_reference(find_calling_trainer(), model)
         if self._options is not None:
