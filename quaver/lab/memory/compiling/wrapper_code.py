@@ -36,8 +36,8 @@ _OPERATOR_PREFIXES = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
 _UNUSED_FUNCTIONS = ("get_args", "benchmark_compiled_module")
 
 AddOrigin = Callable[[str, str], str]
-"""Adds a `BufferOrigin` to the code's namespace and returns its name there. The arguments are the names of the buffer and
-of the first kernel that writes it; either may be empty."""
+"""Adds a `BufferOrigin` to the code's namespace and returns its name there. The arguments are the names of the buffer
+and of the first kernel that writes it; either may be empty."""
 
 
 def rewrite(source: str, add_origin: AddOrigin) -> ast.Module:
