@@ -180,7 +180,7 @@ def test_a_filter_may_leave_out_the_experts_of_one_layer():
 
 def test_filters_that_know_linears_and_recipes_that_keep_scales_leave_experts_in_high_precision(caplog):
     model, inputs = mixture("mixtral")
-    with pytest.raises(TypeError, match="MixtralExperts, experts with 3-D weights: .*in_features"):
+    with pytest.raises(TypeError, match="a MixtralExperts with 3-D weights: .*in_features"):
         convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: m.in_features > 16)
     assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
     prepare_model_for_float8(model, "delayed")
