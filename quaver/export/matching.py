@@ -94,7 +94,7 @@ def matches_serving(
             raise ValueError(f"folder: expected None for a model that is a folder, got {str(folder)!r}")
         folder, model = model, _load_frozen_model(Path(model), serving)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    named = ((strip_wrappers(f"{name}.")[:-1], module) for name, module in model.named_modules())
+    named = ((strip_wrappers(name), module) for name, module in model.named_modules())
     linears = {name: module for name, module in named if isinstance(module, Float8Linear)}
     name = serving or _find_common_engine(linears)
     casts = get_serving_casts(name)

@@ -63,7 +63,7 @@ def find_first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwa
 
 def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
     modules = model.named_modules()
-    return {strip_wrappers(f"{name}.")[:-1]: module for name, module in modules if not list(module.children())}
+    return {strip_wrappers(name): module for name, module in modules if not list(module.children())}
 
 
 def _observe_layers(

@@ -17,8 +17,8 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a name without the parts that torch.compile, checkpoint wrappers, FSDP1 and Fabric add."""
-    return _WRAPPERS.sub("", name)
+    """Return a name without the parts, also the last, that torch.compile, checkpoint wrappers, FSDP1 and Fabric add."""
+    return _WRAPPERS.sub("", f"{name}.")[:-1]
 
 
 def iter_enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -16,6 +16,7 @@ def test_names_lose_the_parts_that_wrappers_add():
     assert strip_wrappers("_orig_mod.a._checkpoint_wrapped_module.b._fsdp_wrapped_module.c") == "a.b.c"
     assert strip_wrappers("_forward_module._original_module.a") == "a"
     assert strip_wrappers("my_orig_mod.a") == "my_orig_mod.a"
+    assert [strip_wrappers(name) for name in ("a._orig_mod", "a._orig_mod.", "_orig_mod", "")] == ["a", "a.", "", ""]
 
 
 def test_containers_are_no_enclosing_modules():
