@@ -1,5 +1,6 @@
 """`quaver bench VERB`: parses the options of a benchmark, runs it, saves its result and prints a table."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
@@ -15,7 +16,6 @@ from quaver.lab.bench.linear import LinearBenchmark
 from quaver.lab.bench.options import BenchOptions
 from quaver.lab.bench.results import Result, UnfinishedError, format_table, format_title, group_cases
 from quaver.lab.bench.train import TrainBenchmark
-from quaver.lab.cli import bench_ledger, bench_roofline
 from quaver.lab.cli.dispatch import find_verb
 from quaver.lab.cli.errors import EXIT_NONFINITE, print_error, report_bad_input
 from quaver.lab.cli.run_config import load_config_and_warn
@@ -57,6 +57,11 @@ def main(argv: list[str]) -> int:
     usage = "quaver bench VERB [options]      quaver bench VERB --help"
     verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
     return BENCHMARKS[verb](argv[1:])
+
+
+def _run_module(name: str, argv: list[str]) -> int:
+    """Run a benchmark whose file is imported on use, because it imports Inductor or matplotlib."""
+    return importlib.import_module(f"quaver.lab.cli.{name}").main(argv)
 
 
 def _run(prepare: Callable[[list[str]], tuple[BenchOptions, Callable[[], Result]]], argv: list[str]) -> int:
@@ -117,7 +122,7 @@ def _prepare_training(argv: list[str]) -> tuple[BenchOptions, Callable[[], Resul
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     **{verb: partial(_run, partial(_prepare, verb)) for verb in TIMED},
     "train": partial(_run, _prepare_training),
-    "roofline": bench_roofline.main,
-    "ledger": bench_ledger.main,
+    "roofline": partial(_run_module, "bench_roofline"),
+    "ledger": partial(_run_module, "bench_ledger"),
 }
 """The function that runs each benchmark with the arguments after its verb, and returns its exit code."""
