@@ -68,7 +68,7 @@ NO_PROBE: MatmulProbe = _NoProbe()
 
 
 class GatherState(Protocol):
-    """What a module has while FSDP2 all-gathers its weights in float8; `AllGatherState` of fsdp/ implements it."""
+    """The state of a module whose weights FSDP2 all-gathers in float8; `AllGatherState` of fsdp/ implements it."""
 
     @property
     def hooks(self) -> Sequence[RemovableHandle]:

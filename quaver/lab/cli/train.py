@@ -34,7 +34,7 @@ from quaver.runtime.errors import InputError, NotWrittenError, describe_error
 
 @dataclass
 class _Agreement:
-    """What the ranks compare after a block: the fingerprint of this rank's input."""
+    """The fingerprint of this rank's input, which the ranks compare after the block that sets it."""
 
     fingerprint: str = ""
 
